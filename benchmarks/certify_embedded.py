@@ -22,8 +22,8 @@ import torch
 from common import RESULTS, Lines, heldout_ids, note
 from truedraft import SamplingParams, load_model
 from truedraft.certify import Part, Report, Stack, Status, certify
-from truedraft.control.specs import controller_from_spec
 from truedraft.drafters.specs import from_spec
+from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import IncompatibleRuleError
 from truedraft.machine import dtype_name, machine_facts
 from truedraft.models.base import LanguageModel

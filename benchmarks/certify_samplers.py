@@ -34,10 +34,10 @@ from truedraft.certify.samplers.evidence import Evidence
 from truedraft.certify.samplers.suspects import joint_of, suspects
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
 from truedraft.errors import TruedraftError
-from truedraft.peers.samplers import vllm
+from truedraft.measure.peers.samplers import vllm
 from vllm_put_right import copied_to_tokens
 
-# Each sampler of truedraft.peers.samplers, and the packages of which one is the library that it calls.
+# Each sampler of truedraft.measure.peers.samplers, and the packages of which one is the library that it calls.
 SAMPLERS = {
     "transformers": ("transformers",),
     "eagle": (),
@@ -57,7 +57,7 @@ _MOST = 20_000  # rows of a world, where a fault is looked for
 def measured(name: str, minutes: float, seed: int) -> dict[str, Any]:
     """What came of one sampler."""
     own = name == "vllm_put_right"
-    sampler = Sampler.of(vllm_put_right, name) if own else load_sampler(f"truedraft.peers.samplers:{name}")
+    sampler = Sampler.of(vllm_put_right, name) if own else load_sampler(f"truedraft.measure.peers.samplers:{name}")
     report = certify_sampler(sampler, seconds=60.0 * minutes, seed=seed)
     record = report.as_dict()
     del record["seconds"], record["findings"]

@@ -20,7 +20,7 @@ from common import Child, Lines, be_asked, note
 from fixed_record import PROMPTS, answers_by
 
 if TYPE_CHECKING:
-    from truedraft.bench.turns import Answered
+    from turns import Answered
 
 _DRAFT, _MEDUSA, _BEAMS = "draft,num_speculative_tokens=4", "medusa,nodes=8", "redrafter,beams=4,length=4,nodes=8"
 CASES = (
@@ -41,7 +41,7 @@ Case = tuple[str, str, float, int]
 def answering(size: str) -> Callable[[Case], list[list[int]]]:
     """What answers a case, in a process of its own."""
     from truedraft import Engine, SamplingParams, load_model
-    from truedraft.control import FixedBudget
+    from truedraft.engine.policy import FixedBudget
 
     target = load_model("embedded:target", pad_to=None if size == "own" else size)
     engines: dict[tuple[str, str], Engine] = {}
@@ -74,7 +74,7 @@ class Checkout:
 
     def answer(self, case: Case) -> Answered:
         """The tokens of one case."""
-        from truedraft.bench.turns import Answered  # here, for the process of an older checkout has no such module
+        from turns import Answered  # here, for the process of an older checkout has no such module
 
         tokens = self._child.ask(case)
         return Answered(tokens, alike=range(len(tokens)))
@@ -86,7 +86,7 @@ class Checkout:
 
 def compare(other: Path, size: str, seconds: float) -> dict[str, Any]:
     """The median ratio of each case at one size."""
-    from truedraft.bench.turns import Contest, Stop, middle_by_median, take_turns
+    from turns import Contest, Stop, middle_by_median, take_turns
 
     sides = [Checkout("here", Path(__file__).parent.parent, size), Checkout("there", other, size)]
     cases: list[Case] = [(*case, batch) for case in CASES for batch in (1, 8)]

@@ -163,7 +163,7 @@ def exported(folder: Path, name: str, pad_to: str | None = None) -> Path:
 
 def heldout_texts() -> list[str]:
     """Texts of the held-out prompts that ship with the embedded models."""
-    from truedraft.embedded import heldout_prompts_file
+    from truedraft.models.embedded import heldout_prompts_file
 
     lines = heldout_prompts_file().read_text(encoding="utf-8").splitlines()
     return [str(json.loads(line)["text"]) for line in lines if line.strip()]

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from common import RESULTS, ROOT, note
 from deciding_cells import ROWS, Cell, Kept, all_cells, last_key, parcels
 from deciding_report import markdown
-from truedraft.bench.turns import Clock, Visited, take_turns
 from truedraft.errors import TruedraftError
+from turns import Clock, Visited, take_turns
 
 OUT = RESULTS / "deciding.jsonl"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from deciding_cells import BATCHES, ROWS, SIZES, Cell, Kept, all_cells
 from deciding_sets import MIX, SETS
-from truedraft.bench.turns import median_interval
+from turns import median_interval
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]

@@ -12,11 +12,11 @@ from common import heldout_texts
 from deciding_cells import Cell
 from deciding_sets import MIX, PROSE, SetRequest, groups_of, prompt_sets
 from truedraft import Engine, load_model
-from truedraft.bench import OurEngine
-from truedraft.bench.turns import Answered, Contest, Stop, estimate, one_round, ratios
-from truedraft.control import FixedBudget
+from truedraft.engine.policy import FixedBudget
 from truedraft.errors import ModelError
+from truedraft.measure.bench import OurEngine
 from truedraft.models.base import LanguageModel
+from turns import Answered, Contest, Stop, estimate, one_round, ratios
 
 NONE, PLAIN, DEFAULT, HEURISTIC = "none", "plain", "default", "heuristic"
 LONG_DRAFT = "draft,num_speculative_tokens=12"

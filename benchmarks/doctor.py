@@ -18,13 +18,13 @@ import torch
 
 from common import RESULTS, Lines
 from truedraft import load_model
-from truedraft.bench import spread
 from truedraft.cli.doctor import written_prompts
 from truedraft.cli.prompts import read_prompts
 from truedraft.heads import Eagle3Head
+from truedraft.measure.bench import spread
+from truedraft.measure.doctor import Prompt, examine
+from truedraft.measure.variants import case_of, changed, inputs_exchanged
 from truedraft.models.base import LanguageModel
-from truedraft.planning.doctor import Prompt, examine
-from truedraft.planning.variants import case_of, changed, inputs_exchanged
 
 Planted = tuple[str, str, Callable[[Any, Path], None]]
 """A fault, the name that the doctor has for it, and what writes a drafter with it into a folder."""
@@ -161,7 +161,7 @@ def ids_exchanged(folder: Path) -> None:
 
 def other_tokenizer(folder: Path) -> None:
     """The tokenizer files of the embedded models."""
-    from truedraft.embedded import embedded_folder
+    from truedraft.models.embedded import embedded_folder
 
     for file in embedded_folder("draft").glob("token*"):
         shutil.copy(file, folder / file.name)

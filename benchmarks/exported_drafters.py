@@ -45,15 +45,15 @@ from launches import (
 from peers_engines import Running
 from servers import Launch, serving
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.bench import read_questions, spread
 from truedraft.core.stats import Counters
 from truedraft.drafters.registry import find_drafters
 from truedraft.drafters.specs import from_spec
 from truedraft.errors import PeerError, TruedraftError
+from truedraft.measure.bench import read_questions, spread
+from truedraft.measure.peers.asking import Question
+from truedraft.measure.peers.endpoint import Endpoint
 from truedraft.models.base import LanguageModel
 from truedraft.options import Words
-from truedraft.peers.asking import Question
-from truedraft.peers.endpoint import Endpoint
 
 RUNS = ROOT / "runs"
 CLOSE = 0.05

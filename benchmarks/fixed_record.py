@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.control import FixedBudget
 from truedraft.engine.answer import Answer
+from truedraft.engine.policy import FixedBudget
 from truedraft.errors import IncompatibleRuleError, OptionError
 
 DRAFTERS = (

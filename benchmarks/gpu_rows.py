@@ -22,11 +22,11 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Speculation
 from truedraft.core.stats import StepRecord
 from truedraft.core.tree import chain_shape
-from truedraft.costs import Effort, measure_drafter, read_bandwidth
 from truedraft.drafters import Eagle3
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer
+from truedraft.engine.policy import Effort, measure_drafter, read_bandwidth
 from truedraft.engine.ready import settle
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.machine import dtype_name, wait_for

@@ -1,4 +1,4 @@
-"""What drafters that learn while they serve bring where traffic changes: `truedraft.learning` on published questions.
+"""What drafters that learn while they serve (`truedraft.training.online`) bring where traffic changes.
 
     python benchmarks/online.py MODEL KIND:FOLDER[,option=value]... --old FILE --new FILE... --folder DIR
 
@@ -29,12 +29,12 @@ import numpy as np
 
 from common import RESULTS, Lines, note
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.bench.prompts import is_question_file, read_questions, spread
 from truedraft.core.stats import Counters
 from truedraft.drafters.specs import from_spec
-from truedraft.learning import Learner
 from truedraft.machine import dtype_name, machine_facts
+from truedraft.measure.bench.prompts import is_question_file, read_questions, spread
 from truedraft.models.base import LanguageModel
+from truedraft.training.online import Learner
 
 _LONGEST = 900
 """Characters of a question."""

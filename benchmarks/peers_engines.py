@@ -22,10 +22,10 @@ from launches import LLAMA_CPP, LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Dra
 from relabelled import save_relabelled
 from servers import Launch, serving
 from truedraft.errors import PeerError
+from truedraft.measure.peers import Peer
+from truedraft.measure.peers.endpoint import Endpoint
+from truedraft.measure.peers.transformers import AssistedSetting, Generate, Way, assisted_way, lookup_way, universal_way
 from truedraft.models.base import LanguageModel
-from truedraft.peers import Peer
-from truedraft.peers.endpoint import Endpoint
-from truedraft.peers.transformers import AssistedSetting, Generate, Way, assisted_way, lookup_way, universal_way
 from truedraft.text import Tokenizer
 
 RUNS = ROOT / "runs" / "peers"

@@ -80,7 +80,7 @@ def facts(target: LanguageModel, engines: dict[str, Engine], texts: list[str], *
 def theirs(folder: str, draft: str) -> Callable[[dict[str, Any]], int]:
     """transformers' own `generate`: plain, by prompt lookup, and assisted by a draft model."""
     from peers_engines import loaded
-    from truedraft.peers.transformers import AssistedSetting, Generate, Way, assisted_way, lookup_way
+    from truedraft.measure.peers.transformers import AssistedSetting, Generate, Way, assisted_way, lookup_way
 
     model, assistant = loaded(Path(folder)), loaded(Path(draft))
     ways = {"plain": Way(), "lookup": lookup_way()}

@@ -33,11 +33,11 @@ from launches import LLAMA_SERVER
 from peers_engines import llamacpp_surprise
 from peers_ways import DRAFTED, OURS, Engines, Turn, Weights, opened
 from real_prompts import SETS, TEMPERATURES
-from truedraft.bench.prompts import read_questions, spread
-from truedraft.bench.turns import rotated
 from truedraft.errors import PeerError
 from truedraft.machine import machine_facts
+from truedraft.measure.bench.prompts import read_questions, spread
 from truedraft.models.smollm2 import installed_file
+from turns import rotated
 
 OUT = RESULTS / "peers_real.jsonl"
 DRAFT_FILE = ROOT / "packages" / "truedraft-smollm2" / "src" / "truedraft_smollm2" / "draft" / "draft-Q4_0.gguf"

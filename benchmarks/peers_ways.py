@@ -15,8 +15,8 @@ from peers_ours import ASSISTED
 from servers import Launch, serving
 from truedraft import SamplingParams
 from truedraft.errors import PeerError
-from truedraft.peers import Question
-from truedraft.peers.endpoint import Endpoint
+from truedraft.measure.peers import Question
+from truedraft.measure.peers.endpoint import Endpoint
 
 RUNS = ROOT / "runs" / "peers_real"
 OPENVINO = ROOT / ".venv-openvino"

@@ -19,9 +19,9 @@ import torch
 from common import RESULTS, Lines, note
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.certify import Stack, certify
-from truedraft.control.specs import controller_from_spec
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.specs import from_spec
+from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import ModelError
 from truedraft.machine import dtype_name, this_machine
 from truedraft.models.base import LanguageModel, Segment

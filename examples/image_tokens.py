@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from measuring import arguments, finish, spread
 from truedraft import Engine, SamplingParams, pictures
 from truedraft.certify import Stack, certify
-from truedraft.control import FixedBudget
 from truedraft.drafters import DraftModel
+from truedraft.engine.policy import FixedBudget
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.verification import SpeculativeSampling
 

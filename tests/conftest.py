@@ -92,7 +92,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _the_machine_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs that a test measures are kept, whatever runs beside it."""
-    monkeypatch.setattr("truedraft.costs.kept.run_delay_s", lambda: 0.0)
+    monkeypatch.setattr("truedraft.engine.policy.kept.run_delay_s", lambda: 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -16,33 +16,21 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "truedraft"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-# Each package and those it may import; nothing imports upwards, siblings do not import each other.
-_BASE = {"errors", "options", "machine", "progress", "files", "lazy", "pictures"}
+# Rooms in their order: each imports those before it and what all stand on.
+_BASE = ("errors", "options", "machine", "progress", "files", "lazy", "pictures", "moved")
+ROOMS = (
+    *("core", "text", "verification", "models", "heads", "drafters", "engine", "testing", "measure", "training"),
+    *("process", "certify", "server", "cli", "deploy"),
+)
 BELOW: dict[str, set[str]] = {name: set(_BASE) for name in _BASE}
 BELOW["machine"].add("__init__")  # for the version
-BELOW["core"] = _BASE | set()
-for _name in ("text", "embedded", "verification", "cache", "theory"):
-    BELOW[_name] = _BASE | {"core"}
-BELOW["control"] = _BASE | {"core", "theory"}
-BELOW["process"] = _BASE | {"core", "theory", "control"}
-BELOW["models"] = _BASE | {"core", "cache", "text", "embedded"}
-BELOW["heads"] = _BASE | {"core", "models"}
-BELOW["drafters"] = BELOW["models"] | {"models", "heads", "verification", "theory", "control"}
-BELOW["costs"] = BELOW["drafters"] | {"drafters"}
-BELOW["engine"] = BELOW["costs"] | {"costs"}
-BELOW["peers"] = BELOW["costs"] | {"costs"}
-BELOW["testing"] = BELOW["costs"] | {"costs", "engine"}
-BELOW["planning"] = BELOW["engine"] | {"engine"}
-for _name in ("training", "certify", "bench", "server"):
-    BELOW[_name] = BELOW["planning"] | {"planning", "peers", "testing"}
-BELOW["certify"].add("process")
-BELOW["learning"] = BELOW["training"] | {"training", "certify"}
-BELOW["cluster"] = BELOW["server"] | {"server", "training"}
-BELOW["cli"] = set(BELOW) | {"__init__"}
-BELOW["deploy"] = BELOW["cli"] | {"cli"}
+for _place, _name in enumerate(ROOMS):
+    BELOW[_name] = {*_BASE, *ROOMS[:_place]}
+BELOW["cli"].add("__init__")
 BELOW["__main__"] = {"cli"}
 TORCH_FREE = ("core/params.py", "core/budget.py", "core/stats.py", "errors.py", "training/options.py")
-TORCH_FREE_PACKAGES = ("control", "theory")
+TORCH_FREE_FOLDERS = ("core/theory",)
+CONTROLLERS = ("acceptance", "base", "goodput", "heuristics", "plan", "specs")
 
 
 def package_of(path: Path) -> str:
@@ -90,11 +78,12 @@ def test_modules_import_only_what_lies_below() -> None:
 
 
 def test_transformers_stays_where_it_belongs() -> None:
-    users = {"models", "text", "peers"}
+    users = {"models", "text"}
     for path in MODULES:
         trains_tokenizers = path.relative_to(SOURCE).as_posix() == "training/texts/tokenizer.py"
         libraries = {name.split(".")[0] for name in imports_of(path, typing_too=False)}
-        assert "transformers" not in libraries or package_of(path) in users or trains_tokenizers, path
+        peer = path.relative_to(SOURCE).as_posix().startswith("measure/peers/")
+        assert "transformers" not in libraries or package_of(path) in users or trains_tokenizers or peer, path
         assert "tokenizers" not in libraries or package_of(path) == "text" or trains_tokenizers, path
 
 
@@ -113,9 +102,17 @@ def test_what_is_imported_is_installed_with_it() -> None:
 
 def test_counters_budgets_parameters_and_control_need_no_torch() -> None:
     paths = [SOURCE / name for name in TORCH_FREE]
-    paths += [path for path in MODULES if package_of(path) in TORCH_FREE_PACKAGES]
+    paths += [path for folder in TORCH_FREE_FOLDERS for path in (SOURCE / folder).glob("*.py")]
+    paths += [SOURCE / "engine" / "policy" / f"{name}.py" for name in CONTROLLERS]
     for path in paths:
         assert not {name.split(".")[0] for name in imports_of(path)} & {"torch", "numpy"}, path
+
+
+def test_controllers_see_numbers_alone() -> None:
+    for name in CONTROLLERS:
+        used = {each for each in imports_of(SOURCE / "engine" / "policy" / f"{name}.py") if "truedraft" in each}
+        allowed = ("truedraft.core", "truedraft.engine.policy", *(f"truedraft.{base}" for base in _BASE))
+        assert all(each.startswith(allowed) for each in used), name
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -130,7 +127,7 @@ def loaded_after(statement: str) -> set[str]:
         "import truedraft",
         "from truedraft import SamplingParams; SamplingParams()",
         "from truedraft.core.stats import Counters; from truedraft.core.budget import Budget",
-        "import truedraft.control",
+        "import truedraft.engine.policy",
         "import truedraft.text.tokenizer, truedraft.text.stopping",
         "import truedraft.cli.main",
     ],

@@ -13,7 +13,8 @@ import torch
 
 from truedraft import machine
 from truedraft.errors import OptionError
-from truedraft.machine import cache_folder, free_memory, in_bytes
+from truedraft.files import cache_folder
+from truedraft.machine import free_memory, in_bytes
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from transformers import AutoConfig
 from recipes.common import ROOT, command, say, told
 from recipes.smollm2.pack import read_draft, write_gguf
 from recipes.smollm2.prompts import written_prompts
-from truedraft.bench.prompts import read_questions
 from truedraft.drafters.registry import RECORD
+from truedraft.measure import TREE_TEMPERATURES
+from truedraft.measure.bench.prompts import read_questions
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
 from truedraft.models.loading import load_model, read_model, resolve_source
-from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.drafts import DraftConfig, train_draft
 from truedraft.training.heads import (
     TRAIN_TEXT,

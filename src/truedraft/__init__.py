@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from truedraft.lazy import compile_ahead, loads
+from truedraft.moved import find_moved
 
 if TYPE_CHECKING:
     from truedraft.core.params import SamplingParams
@@ -28,6 +29,7 @@ _HOMES = {
 
 __all__ = ["Answer", "Engine", "Piece", "SamplingParams", "TruedraftError", "__version__", "load_model"]
 _load = loads(__name__, _HOMES)
+find_moved()
 
 
 def __getattr__(name: str) -> object:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from truedraft.errors import PeerError
-from truedraft.peers import Peer, PeerFacts, Question, Reply
+from truedraft.measure.peers import Peer, PeerFacts, Question, Reply
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 

@@ -20,7 +20,7 @@ import deciding_cells as cells
 import deciding_report as report
 import deciding_rows as rows
 import deciding_sets as sets
-from truedraft.bench import turns
+import turns
 from truedraft.errors import OptionError
 
 ROOT = Path(__file__).parents[2]

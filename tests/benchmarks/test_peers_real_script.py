@@ -17,7 +17,7 @@ from common import Child
 from peers_ways import NEVER, Served, Turn, Weights
 from truedraft import SamplingParams
 from truedraft.errors import PeerError
-from truedraft.peers import PeerFacts, Question, Reply
+from truedraft.measure.peers import PeerFacts, Question, Reply
 
 CLOCK = SimpleNamespace(now=0.0)
 

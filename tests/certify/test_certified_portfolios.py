@@ -19,10 +19,10 @@ from truedraft.certify.equality import Equality
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.sampling import scored_answers
 from truedraft.certify.statistics import FALSE_ALARM, Statistics, joint_result
-from truedraft.control import Goodput, InTurn
+from truedraft.core.theory import holm
 from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.theory import holm
+from truedraft.engine.policy import Goodput, InTurn
 from truedraft.verification import SpeculativeSampling
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]

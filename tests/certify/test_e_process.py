@@ -10,7 +10,7 @@ import torch
 
 from support.pairwise import pairwise
 from truedraft.certify.e_process import POWER, EventTests
-from truedraft.theory import holm
+from truedraft.core.theory import holm
 
 NAMES = ["a", "b", "c"]
 

@@ -23,7 +23,7 @@ from truedraft.certify.closed_forms import as_bfloat16_draws
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.verdict import Origin
 from truedraft.errors import PeerError
-from truedraft.peers.asking import Question, Reply
+from truedraft.measure.peers.asking import Question, Reply
 
 OF_TOKENS = some_of(
     [fault for fault in FAULTS if fault.law is not None],

@@ -14,12 +14,12 @@ from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.invariance import AlternatingBudget, Invariance
-from truedraft.control import RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.stats import Counters
 from truedraft.drafters import DraftModel, PromptLookup, SuffixDrafter
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.engine import verifier
+from truedraft.engine.policy import RequestView
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec

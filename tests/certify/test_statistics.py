@@ -23,12 +23,12 @@ from truedraft.certify.controls import drafting_one
 from truedraft.certify.e_process import Events, TokenTests
 from truedraft.certify.sampling import Decision, Scored, plain_probs, scored_answers
 from truedraft.certify.statistics import Statistics
+from truedraft.core.theory import holm
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import altered
-from truedraft.theory import holm
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]

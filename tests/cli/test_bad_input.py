@@ -258,13 +258,13 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
     "certify sampler": [
         (["nowhere_at_all:f"], "SAMPLER names no module that there is, 'nowhere_at_all'"),
         (["nothing"], "SAMPLER must be module:function, got 'nothing'"),
-        (["truedraft.peers.samplers:medussa"], "did you mean 'medusa'?"),
+        (["truedraft.measure.peers.samplers:medussa"], "did you mean 'medusa'?"),
         (["json:dumps"], "asks for 'obj'"),
-        (["truedraft.peers.samplers:sglang"], "pip install sgl-kernel"),
-        (["truedraft.peers.samplers:eagle", "--drafter", "draft"], "unknown option '--drafter'"),
-        (["truedraft.peers.samplers:eagle", "--batch", "4"], "unknown option '--batch'"),
+        (["truedraft.measure.peers.samplers:sglang"], "pip install sgl-kernel"),
+        (["truedraft.measure.peers.samplers:eagle", "--drafter", "draft"], "unknown option '--drafter'"),
+        (["truedraft.measure.peers.samplers:eagle", "--batch", "4"], "unknown option '--batch'"),
         ([], "missing argument"),
-        (["truedraft.peers.samplers:eagle", "--minutes", "0"], "--minutes must be above 0"),
+        (["truedraft.measure.peers.samplers:eagle", "--minutes", "0"], "--minutes must be above 0"),
     ],
     "train draft": [
         ([], "missing option '--out'"),

@@ -12,8 +12,8 @@ import pytest
 
 from cli.tiny import Run
 from truedraft import load_model
-from truedraft.bench import OurEngine, runs, suite
 from truedraft.drafters.registry import write_record
+from truedraft.measure.bench import OurEngine, runs, suite
 from truedraft.models import loading
 from truedraft.models.backends.native.build import Built
 

@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 import pytest
 
 from cli.tiny import Run
-from peers.scripted_server import Made, models, scripted
+from measure.peers.scripted_server import Made, models, scripted
 from support.faulty_engines import embedded_models, named
 from support.faulty_peer import FaultyPeer, serve
 from truedraft.certify import Part, xml_text
 from truedraft.cli.terminal import Terminal
 from truedraft.errors import DataError
-from truedraft.peers import Recorded
+from truedraft.measure.peers import Recorded
 
 FUNCTION = """
 import random

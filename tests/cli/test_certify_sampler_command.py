@@ -9,7 +9,7 @@ import pytest
 
 from cli.tiny import Run
 
-OURS = "truedraft.peers.samplers:"
+OURS = "truedraft.measure.peers.samplers:"
 
 
 def test_a_lossy_sampler_is_named_in_every_form(run: Run, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result, Run
-from peers.scripted_server import Asked, Made, ScriptedServer, models, scripted
+from measure.peers.scripted_server import Asked, Made, ScriptedServer, models, scripted
 
 EVENTS = {"Content-Type": "text/event-stream"}
 HTML = Made(b"<html>\n<p>hello</p></html>", headers={"Content-Type": "text/html"})

@@ -11,10 +11,10 @@ import pytest
 
 from cli.tiny import Run
 from truedraft import SamplingParams, load_model
-from truedraft.bench import Group, OurEngine, Row, find_difference
-from truedraft.bench.runs import SystemOutput
 from truedraft.cli.compare import Comparison, Pair, Sides, little_gained, repeated_ngrams
 from truedraft.core.stats import Counters
+from truedraft.measure.bench import Group, OurEngine, Row, find_difference
+from truedraft.measure.bench.runs import SystemOutput
 
 WORDS = ("--compare", "--json", "--max-tokens", "20", "--dtype", "float32", "--ignore-eos")
 

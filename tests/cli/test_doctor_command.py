@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from cli.tiny import Run
-from peers.scripted_server import Made, scripted
-from truedraft.embedded import embedded_heads
+from measure.peers.scripted_server import Made, scripted
 from truedraft.errors import PeerError
 from truedraft.heads import RedrafterHead
-from truedraft.peers.acceptance import served_acceptance
-from truedraft.peers.calling import Caller
+from truedraft.measure.peers.acceptance import served_acceptance
+from truedraft.measure.peers.calling import Caller
+from truedraft.models.embedded import embedded_heads
 
 WORDS = ("--model", "embedded:target", "--limit", "14", "--tokens", "12")
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of drafts.

@@ -12,7 +12,7 @@ from cli.tiny import Run
 from truedraft.cli.explain import marks_of, timeline, verdict
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import RequestStep, StepRecord
-from truedraft.planning.decisions import Decisions
+from truedraft.engine.policy.decisions import Decisions
 
 WORDS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos", "--explain", "--json")
 FIXED = ("--drafter", "prompt-lookup,min_ngram=1", "--controller", "fixed")

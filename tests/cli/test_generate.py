@@ -17,9 +17,9 @@ import torch
 from cli.tiny import Run, save_tiny_llama, start
 from truedraft.cli.report import undrafted_line
 from truedraft.cli.streams import visible
-from truedraft.control.goodput import Goodput
 from truedraft.core.stats import Counters
 from truedraft.drafters.prompt_lookup import PromptLookup
+from truedraft.engine.policy.goodput import Goodput
 from truedraft.models.backends.native.build import built
 
 pytestmark = pytest.mark.usefixtures("loaded_once")

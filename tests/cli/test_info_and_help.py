@@ -19,12 +19,13 @@ import truedraft
 from cli.tiny import Result, Run
 from support.gguf_files import write
 from support.tiny_models import build
-from truedraft import embedded, load_model
+from truedraft import load_model
 from truedraft.cli import info
 from truedraft.cli.main import build_app
 from truedraft.drafters import registry
 from truedraft.drafters.registry import write_record
 from truedraft.files import parameters_in
+from truedraft.models import embedded
 from truedraft.models.backends.native.build import built
 
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
@@ -83,8 +84,8 @@ def test_version(run: Run) -> None:
     assert run("--version") == Result(0, f"truedraft {truedraft.__version__}\n", "")
 
 
-def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(embedded, "_FOLDER", tmp_path)
+def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "_PACKAGE", "no_such_package")
     monkeypatch.setattr(registry, "_GROUP", "no packages of drafters")
     result = run("info", "--json")
     record = result.record
@@ -94,6 +95,8 @@ def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch,
     assert [model["installed"] for model in record["embedded_models"]] == [False] * 4
     assert record["drafters"] == [] and record["model"] is None and "none found" in result.out
     assert "not installed" in result.out and torch.__version__ in result.out
+    refused = run("generate", "x", "--model", "embedded:target")
+    assert refused.status == 2 and "pip install ./packages/truedraft-embedded" in " ".join(refused.err.split())
 
 
 def test_parameters_and_card_are_read_from_files(tmp_path: Path) -> None:

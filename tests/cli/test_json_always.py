@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from cli.tiny import Run
-from truedraft.bench import runs
 from truedraft.cli import export, generate, info
 from truedraft.cli.failures import warn, warnings_as_lines
 from truedraft.errors import ModelError
+from truedraft.measure.bench import runs
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.training import drafts
 

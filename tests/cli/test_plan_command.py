@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from cli.tiny import Run
-from truedraft import planning
-from truedraft.control import Goodput
-from truedraft.planning import Interval, Prediction, read_plan
-from truedraft.planning.candidates import LONGEST
-from truedraft.planning.predictions import Circumstance
+from truedraft import measure as planning
+from truedraft.engine.policy import Goodput
+from truedraft.measure import Interval, Prediction, read_plan
+from truedraft.measure.candidates import LONGEST
+from truedraft.measure.predictions import Circumstance
 
 NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 

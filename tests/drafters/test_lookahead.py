@@ -17,20 +17,19 @@ from support.certified import assert_certified
 from support.tiny_models import PROMPTS, packed, stock_logits
 from support.tiny_models import stock as by_transformers
 from truedraft import Engine, SamplingParams
-from truedraft.cache import key_span
 from truedraft.certify.checks import Stack
-from truedraft.control import FixedBudget
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.costs import Effort, measure_drafter
 from truedraft.drafters import Lookahead, PromptLookup, from_spec
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.drafters.lookahead import MOST_KEYS, JacobiWindow, NgramPool
 from truedraft.drafters.portfolio import Portfolio
+from truedraft.engine.policy import Effort, FixedBudget, measure_drafter
 from truedraft.errors import OptionError, UnknownOptionError
-from truedraft.planning.walks import check_walkable
+from truedraft.measure.walks import check_walkable
+from truedraft.models.cache import key_span
 from truedraft.testing import MarkovModel, ScriptedController
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from truedraft import embedded
 from truedraft.drafters import DraftModel, from_spec, registry
 from truedraft.drafters.registry import TABLE, Registry, TrainedDrafter, find_drafters, list_drafters, write_record
 from truedraft.drafters.specs import draft_from_spec
@@ -40,8 +39,7 @@ def target() -> Weighty:
 
 @pytest.fixture(autouse=True)
 def nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shipped or installed drafters, and a registry of its own."""
-    monkeypatch.setattr(embedded, "_FOLDER", tmp_path / "shipped")
+    """No drafters of installed packages, and a registry of its own."""
     monkeypatch.setattr(registry, "_GROUP", "drafters of tests")
     monkeypatch.setattr(registry, "_REGISTRY", str(tmp_path / "cache" / "drafters.json"))
 
@@ -178,7 +176,6 @@ def test_all_places_are_looked_into_and_each_folder_counts_once(
     target.name = str(tmp_path / "model") + " padded to 110M"
     own = draft(tmp_path / "model" / "drafters" / "own")
     alone = draft(tmp_path / "alone")
-    shipped = draft(tmp_path / "shipped" / "x")
     kept = TrainedDrafter.read(draft(tmp_path / "kept"))
     assert kept is not None
     Registry().add(kept)
@@ -189,7 +186,6 @@ def test_all_places_are_looked_into_and_each_folder_counts_once(
     assert {each.folder: each.source for each in find_drafters(target)} == {
         own: "the model's own folder",
         kept.folder: "trained here",
-        shipped: "ships with truedraft",
     }
     with pytest.raises(OptionError, match="drafters_dir must be a folder of drafters, and 'nowhere'") as refused:
         find_drafters(target, ["nowhere"])

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, PreTrainedModel
 from support.backends import native_backend
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
-from truedraft.control import InTurn
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
@@ -20,6 +19,7 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, SelfDraft, from_spec, specs
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.registry import write_record
+from truedraft.engine.policy import InTurn
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
 from truedraft.models import huggingface
 from truedraft.models.backends.alone import AloneBackend

@@ -14,18 +14,18 @@ from support.head_models import MarkovWithHead, fitted_heads
 from support.pairwise import by_turns
 from support.tiny_models import build, noisy_stock, packed, stock
 from truedraft import Engine, SamplingParams
-from truedraft.cache import key_span
-from truedraft.control import Goodput
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Request, memory
+from truedraft.engine.policy import Goodput
 from truedraft.errors import PromptError
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel
+from truedraft.models.cache import key_span
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.testing import MarkovModel

@@ -13,12 +13,12 @@ from support.fixed_noise import answers_of
 from support.ngram_tables import table_of
 from support.parallel_drafting import beside
 from truedraft import Engine, SamplingParams
-from truedraft.control import FixedBudget
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.core.verdict import Origin
 from truedraft.drafters import Cascade, Drafter, DraftModel, DraftRequest, NgramDrafter, PromptLookup, SuffixDrafter
+from truedraft.engine.policy import FixedBudget
 from truedraft.errors import InvalidLogitsError, OptionError, PromptError
 from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
 

@@ -9,12 +9,12 @@ import pytest
 
 from support import tiny_models
 from truedraft import Engine, SamplingParams
-from truedraft.cache import PrefixCache, RequestCache
-from truedraft.cache.buffers import Buffers
 from truedraft.core.budget import Speculation
 from truedraft.drafters import DraftModel, DraftRequest, PromptLookup
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
+from truedraft.models.cache import PrefixCache, RequestCache
+from truedraft.models.cache.buffers import Buffers
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 PARAMS = SamplingParams(max_tokens=12)

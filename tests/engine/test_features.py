@@ -11,9 +11,9 @@ from support.backends import fused_backend
 from support.head_models import MarkovWithHead
 from support.tiny_models import stock
 from truedraft import Engine, SamplingParams
-from truedraft.control import Controller, Decision, RequestView
 from truedraft.drafters import DraftRequest, Features, StepOutcome
 from truedraft.drafters.portfolio import Portfolio, joint_features
+from truedraft.engine.policy import Controller, Decision, RequestView
 from truedraft.engine.reading import FixedParts
 from truedraft.errors import CompositionError
 from truedraft.models.backends.stock import StockBackend

@@ -14,7 +14,6 @@ from torch import Tensor
 from support.fixed_noise import answers_of
 from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
-from truedraft.cache import RequestCache
 from truedraft.core import probs as probs_module
 from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
@@ -23,6 +22,7 @@ from truedraft.errors import InvalidLogitsError
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.testing import MarkovModel, ScriptedDrafter

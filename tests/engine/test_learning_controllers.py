@@ -19,16 +19,16 @@ from support.fake_times import EvenGoodput
 from support.pairwise import some_of
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
-from truedraft.control import (
+from truedraft.core.budget import NO_DRAFT
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.engine.policy import (
     Budget,
     Controller,
     Decision,
     RequestView,
     StepRecord,
 )
-from truedraft.core.budget import NO_DRAFT
-from truedraft.drafters import DraftModel, PromptLookup
-from truedraft.drafters.portfolio import Portfolio
 from truedraft.testing import MarkovModel
 
 VOCAB, LENGTH = 3, 4

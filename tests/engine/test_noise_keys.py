@@ -17,12 +17,12 @@ from support.head_models import MarkovWithEmbedding, random_heads, random_redraf
 from support.noise_record import NoiseRecord, recorded
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
-from truedraft.control import FixedBudget
 from truedraft.core.noise import KeyedNoise, Purpose, UniformKeys, mix, uniforms
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
 from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Answer
+from truedraft.engine.policy import FixedBudget
 from truedraft.engine.request import Request
 from truedraft.testing import MarkovModel, ScriptedDrafter
 from truedraft.verification import BlockVerification, LenientSampling, Rule, SpeculativeSampling, TypicalAcceptance

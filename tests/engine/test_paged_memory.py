@@ -14,16 +14,16 @@ from support.layer_heads import target as layer_target
 from support.loops import weights
 from support.tiny_models import CONTEXT, VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
-from truedraft.cache import PAGE, PagePool, Pages, PrefixCache
 from truedraft.core.stats import StepRecord
 from truedraft.core.tree import chain_shape
-from truedraft.costs.measuring import most_held
 from truedraft.drafters import DraftModel
 from truedraft.engine import memory
 from truedraft.engine.memory import CacheMemory, gpu_cache_bytes
+from truedraft.engine.policy.measuring import most_held
 from truedraft.errors import OptionError, PromptError
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import Segment
+from truedraft.models.cache import PAGE, PagePool, Pages, PrefixCache
 from truedraft.models.huggingface import HuggingFaceModel
 
 GIB = 1 << 30

@@ -11,12 +11,12 @@ import torch
 from support.random_decisions import RandomDecisions
 from support.tiny_models import packed, stock
 from truedraft import Engine, SamplingParams
-from truedraft.control import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Drafter, DraftModel, DraftRequest, Features, PromptLookup, StepOutcome
 from truedraft.drafters.portfolio import Portfolio
+from truedraft.engine.policy import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput
 from truedraft.engine.reading import FixedParts
 from truedraft.models.base import LanguageModel
 from truedraft.testing import MarkovModel, ScriptedDrafter

@@ -9,10 +9,10 @@ import pytest
 from support.head_models import MarkovWithHead, random_heads
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
-from truedraft.control import Controller
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup
 from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
+from truedraft.engine.policy import Controller
 from truedraft.errors import OptionError
 from truedraft.testing import MarkovModel
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling

@@ -13,15 +13,15 @@ from support.random_decisions import RandomDecisions
 from support.recorded_time import Clock, go_by, recorded_model
 from support.tiny_models import PROMPTS, noisy, noisy_stock, packed
 from truedraft import Engine, SamplingParams
-from truedraft.control import FixedBudget, Goodput
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.drafters.cascade import Cascade
 from truedraft.drafters.portfolio import Portfolio
+from truedraft.engine.policy import FixedBudget, Goodput
+from truedraft.engine.policy.decisions import PROBE, what_was_decided
 from truedraft.errors import TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.planning.decisions import PROBE, what_was_decided
 
 PROMPT = [place * 7919 % 97 for place in range(40)]
 

@@ -22,12 +22,12 @@ from transformers import (
 )
 
 from support.tiny_models import FAMILIES, GROUPED, SMALL, VOCAB, WINDOW, build, packed, stock, stock_logits
-from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models import packing
 from truedraft.models.attention import SegmentLayout, TreeLayout, layout_of
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import check_against_stock
 

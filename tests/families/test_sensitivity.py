@@ -18,11 +18,11 @@ from torch import Tensor
 from support.pairwise import by_turns
 from support.tiny_models import FAMILIES, PROMPTS, WINDOW, packed, reference
 from truedraft import Engine, SamplingParams
-from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape
 from truedraft.models import packing
 from truedraft.models.attention import Blocked, ChainLayout, SegmentLayout, layout_of
 from truedraft.models.base import Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.packing import ForwardPlan
 
 PROMPT, ANSWER = 0, 64

@@ -19,12 +19,12 @@ from models.test_recurrence import stock as carrying
 from support.pairwise import by_turns
 from support.tiny_models import CONTEXT, DRAFTED, PROMPTS, VOCAB, build, drafter_of, stock, stock_greedy, with_noise
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend, runs_of
 from truedraft.models.backends.copied import WholeTextBackend
 from truedraft.models.base import Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend, run_alone
 from truedraft.models.probe import check_against_stock

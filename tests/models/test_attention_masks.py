@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from truedraft.cache import key_span
 from truedraft.core.tree import chain_shape
 from truedraft.models.attention import ChainLayout, Full, layout_of
+from truedraft.models.cache import key_span
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,6 @@ from support.loops import CONFIGS, TREE, apart, assert_equal_up_to_rounding, run
 from support.pairwise import pairwise
 from support.tiny_models import COUNT, PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
-from truedraft.cache import RequestCache
 from truedraft.core.stats import StepRecord
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
@@ -20,6 +19,7 @@ from truedraft.models import loading
 from truedraft.models.attention import Full
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Llama
 from truedraft.models.loading import fastest_backend, packed_backend

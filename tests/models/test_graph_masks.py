@@ -12,7 +12,6 @@ from torch import Tensor
 
 from support.pairwise import pairwise
 from support.trees import ancestor_mask
-from truedraft.cache import PAGE, PagePool, Pages, PageTable, RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.backends.graphs.attention import additive_mask, rows_of_requests, visible
@@ -25,6 +24,7 @@ from truedraft.models.backends.graphs.batch import (
     path_bits,
 )
 from truedraft.models.base import Segment
+from truedraft.models.cache import PAGE, PagePool, Pages, PageTable, RequestCache
 
 CPU = torch.device("cpu")
 TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.backends import HostRecorder, graph_backend
 from support.tiny_models import FAMILIES, VOCAB, stock
-from truedraft.cache import PageTable, RequestCache
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import Full, Window
@@ -20,6 +19,7 @@ from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
 from truedraft.models.backends.graphs.replay import Layers, Outputs, Recording, Runner
 from truedraft.models.base import Segment
+from truedraft.models.cache import PageTable, RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import probe_patterns
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from support.recorded_heads import Recordable
 from truedraft import SamplingParams
-from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree
@@ -17,6 +16,7 @@ from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.beams import trees_of
 from truedraft.drafters.heads.levels import LikeliestTree, grow_likeliest
 from truedraft.models.backends.graphs.growth import LikeliestNodes, own_bits
+from truedraft.models.cache import RequestCache
 
 VOCAB = 11
 BUDGETS = [Budget(4, 3, 7), Budget(2, 3, 12), Budget(4, 1, 9), Budget(3, 2, 1), Budget(1, 3, 12)]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.core import transfers
 from truedraft.core.tree import chain_shape
 from truedraft.models import packing as plan_module
 from truedraft.models.base import Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.packing import ForwardPlan
 
 FAR = torch.device("cpu", 0)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from cli.tiny import save_tiny_llama
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
+from truedraft.models.embedded import embedded_folder
 from truedraft.models.export import export_model, save_padded
 from truedraft.models.padding import (
     PADDED_SIZES,

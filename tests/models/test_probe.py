@@ -21,11 +21,11 @@ from transformers import (
 
 from support.rare_families import lfm2
 from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock
-from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models import packing, probe
 from truedraft.models.attention import AttentionPattern, Chunk, Full, SegmentLayout, TreeLayout, Window, layout_of
+from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import check_against_stock, probe_patterns

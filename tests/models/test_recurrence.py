@@ -15,10 +15,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from support.pairwise import pairwise, pairwise_among, some_of
 from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy
 from truedraft import Engine, SamplingParams
-from truedraft.cache.carried import MOST_EDGES, CarriedStates, StateRow
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.models.base import Segment
+from truedraft.models.cache.carried import MOST_EDGES, CarriedStates, StateRow
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import check_against_stock
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.backends import fused_backend, native_backend
-from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 
 VOCAB = 2048

@@ -16,13 +16,13 @@ from support.pairwise import by_turns
 from support.tiny_models import DRAFTED, VOCAB, drafter_of, encoder_decoder
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
-from truedraft.costs.measuring import Effort, measure_drafter, measure_target
 from truedraft.drafters import DraftModel
+from truedraft.engine.policy.measuring import Effort, measure_drafter, measure_target
+from truedraft.engine.policy.sizes import ratio_of_steps
 from truedraft.errors import CompositionError, ModelError, PromptError, UnsupportedModelError
 from truedraft.models import HuggingFaceModel, MultimodalPrompt
 from truedraft.models.base import Segment
 from truedraft.models.sound import Sound
-from truedraft.planning.sizes import ratio_of_steps
 
 COUNT = 24
 GREEDY = SamplingParams(max_tokens=COUNT)

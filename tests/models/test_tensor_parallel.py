@@ -30,9 +30,9 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.certify import Stack, certify
 from truedraft.cli.report import target_record
 from truedraft.cli.session import StackOptions
-from truedraft.control.specs import controller_from_spec
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters.specs import from_spec
+from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 from truedraft.models import smollm2
 from truedraft.models.base import Segment

@@ -20,7 +20,6 @@ from support.backends import HostRecorder, graph_backend
 from support.chi_square import p_value
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.cache import PagePool, Pages
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.token_view import TokenView
@@ -30,6 +29,7 @@ from truedraft.drafters.base import DraftRequest
 from truedraft.engine import BeamSearch
 from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
 from truedraft.models.base import Segment
+from truedraft.models.cache import PagePool, Pages
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.translated import TranslatedModel, _SpelledCache
 from truedraft.text.tokenizer import Tokenizer

@@ -12,16 +12,14 @@ from recipes.stdlib.prompts import COUNT, TOKENS
 from recipes.stdlib.settings import DRAFT_SHAPE, TARGET_SHAPE, Settings
 from recipes.stdlib.sources import MANIFEST
 
-import truedraft
 from truedraft.models.architecture import load_causal_lm, new_llama
 from truedraft.training.texts.tokenizer import load_tokenizer
 
-EMBEDDED = Path(truedraft.__file__).parent / "embedded"
-STDLIB = EMBEDDED / "stdlib"
+EMBEDDED = Path(__file__).parents[2] / "packages" / "truedraft-embedded" / "src" / "truedraft_embedded"
 MIB = 2**20
 
 needs_models = pytest.mark.skipif(
-    not (STDLIB / "draft" / "README.md").exists(), reason="the embedded models have not been made yet"
+    not (EMBEDDED / "draft" / "README.md").exists(), reason="the embedded models have not been made yet"
 )
 
 
@@ -45,7 +43,7 @@ def test_file_sizes():
 @needs_models
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_cards_state_what_they_must(name):
-    card = (STDLIB / name / "README.md").read_text()
+    card = (EMBEDDED / name / "README.md").read_text()
     for row in ("parameters", "data", "steps", "training time", "machine", "validation loss", "bits per byte"):
         assert re.search(rf"^\| {row}", card, re.MULTILINE), row
     assert "license: apache-2.0" in card
@@ -58,27 +56,27 @@ def test_cards_state_what_they_must(name):
 @needs_models
 @pytest.mark.parametrize(("name", "shape"), [("target", TARGET_SHAPE), ("draft", DRAFT_SHAPE)])
 def test_both_load_as_ordinary_models(name, shape):
-    model = load_causal_lm(STDLIB / name, dtype=torch.bfloat16)
+    model = load_causal_lm(EMBEDDED / name, dtype=torch.bfloat16)
     assert model.config.model_type == "llama"
     assert model.config.vocab_size == shape.vocab_size
     assert model.config.max_position_embeddings == 2048
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    tokenizer = load_tokenizer(STDLIB / name)
+    tokenizer = load_tokenizer(EMBEDDED / name)
     assert len(tokenizer) == 8192
     assert tokenizer.eos_token_id == model.config.eos_token_id == 0
 
 
 @needs_models
 def test_one_tokenizer_for_both():
-    files = [(STDLIB / name / "tokenizer.json").read_bytes() for name in ("target", "draft")]
+    files = [(EMBEDDED / name / "tokenizer.json").read_bytes() for name in ("target", "draft")]
     assert files[0] == files[1]
 
 
 @needs_models
 def test_prompts_come_from_held_out_files_and_have_96_tokens():
-    prompts = [json.loads(line) for line in (STDLIB / "heldout_prompts.jsonl").read_text().splitlines()]
+    prompts = [json.loads(line) for line in (EMBEDDED / "heldout_prompts.jsonl").read_text().splitlines()]
     held_out = set(json.loads(MANIFEST.read_text())["held_out"])
-    tokenizer = load_tokenizer(STDLIB / "target")
+    tokenizer = load_tokenizer(EMBEDDED / "target")
     assert len(prompts) == len({prompt["file"] for prompt in prompts}) == COUNT
     assert [prompt["id"] for prompt in prompts] == list(range(COUNT))
     for prompt in prompts:

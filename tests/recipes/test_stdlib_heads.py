@@ -13,9 +13,9 @@ from recipes.stdlib import redrafter
 from recipes.stdlib.head_recipe import prompts, share_text
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, TrainingError
 from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads, RedrafterHead
+from truedraft.models.embedded import heldout_prompts_file
 
 FACTS = {
     "written_tokens": 1000,

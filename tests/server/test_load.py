@@ -28,8 +28,8 @@ from truedraft.core.stats import StepRecord
 from truedraft.drafters import Drafter, DraftRequest, PromptLookup
 from truedraft.drafters.prediction import with_own_drafts
 from truedraft.engine import Request
+from truedraft.engine.policy.decisions import Decisions
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.planning.decisions import Decisions
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
 from truedraft.server.service import Answering, Service, Stream

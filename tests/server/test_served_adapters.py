@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from server.conftest import serving
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.embedded import embedded_folder
 from truedraft.errors import OptionError
+from truedraft.models.embedded import embedded_folder
 from truedraft.server import ServerOptions, application
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from truedraft import Engine, SamplingParams
-from truedraft.cache.request import RequestCache
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.request import Request
+from truedraft.models.cache.request import RequestCache
 
 
 def assert_consistent(answer: Answer, pieces: Sequence[Piece], resumed: int = 0) -> None:

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from truedraft.cache import CachePool
 from truedraft.models.base import ForwardOutput, Segment
+from truedraft.models.cache import CachePool
 from truedraft.testing.markov import MarkovModel
 from truedraft.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from truedraft import load_model
 from truedraft.models import smollm2
 from truedraft.models.huggingface import HuggingFaceModel
 
-_LOADERS = ("truedraft.models.loading", "truedraft.engine.engine", "truedraft.bench.suite", "truedraft")
+_LOADERS = ("truedraft.models.loading", "truedraft.engine.engine", "truedraft.measure.bench.suite", "truedraft")
 """Modules whose `load_model` commands and snippets of documentation call."""
 
 

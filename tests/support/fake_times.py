@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from truedraft.control import Goodput, RequestView, StepRecord, StepTimes
+from truedraft.engine.policy import Goodput, RequestView, StepRecord, StepTimes
 
 
 class FakeTimes(StepTimes):

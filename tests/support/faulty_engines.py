@@ -31,12 +31,12 @@ from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.checks import Stack
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
-from truedraft.control import Budget, FixedBudget
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.drafters import Cascade, DraftModel, NoDrafter, PromptLookup
-from truedraft.embedded import heldout_prompts_file
+from truedraft.engine.policy import Budget, FixedBudget
+from truedraft.measure.peers.asking import FILTERS
 from truedraft.models.base import LanguageModel
-from truedraft.peers.asking import FILTERS
+from truedraft.models.embedded import heldout_prompts_file
 from truedraft.testing import scaled
 from truedraft.verification import SpeculativeSampling
 

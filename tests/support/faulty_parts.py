@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.certify.closed_forms import as_bfloat16_draws
 from truedraft.certify.faults import commits_wrongly, given_another, judging
 from truedraft.core import probs as L
@@ -23,6 +22,7 @@ from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Drawing, OpenNode
 from truedraft.drafters.tree_builder import TreeBuilder
 from truedraft.models.base import LanguageModel
+from truedraft.models.cache import RequestCache
 from truedraft.testing import altered
 from truedraft.verification import Rule
 

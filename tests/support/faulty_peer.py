@@ -16,7 +16,7 @@ from support.faulty_engines import Models, Planted, embedded_models
 from truedraft import Answer, Engine, SamplingParams
 from truedraft.core.verdict import Origin
 from truedraft.errors import PeerError, TruedraftError
-from truedraft.peers.asking import Peer, PeerFacts, Question, Reply
+from truedraft.measure.peers.asking import Peer, PeerFacts, Question, Reply
 
 TAKES = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "logprobs")
 _BATCH = 32

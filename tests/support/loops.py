@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from support.tiny_models import VOCAB, WINDOW, build
-from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.base import Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 
 SMALL: dict[str, Any] = {

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.embedded import embedded_folder
 from truedraft.models import MultimodalPrompt
+from truedraft.models.embedded import embedded_folder
 
 PLACEHOLDER = 150
 TEXT: dict[str, Any] = {

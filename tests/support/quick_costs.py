@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.bench import costs
-from truedraft.costs import Effort, kept, store
-from truedraft.planning import sizes
+from truedraft.engine.policy import Effort, kept, sizes, store
+from truedraft.measure.bench import costs
 
 
 def measure_quickly(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

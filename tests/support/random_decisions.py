@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from truedraft.control import Budget, Controller, Decision, RequestView
 from truedraft.core.budget import NO_DRAFT
+from truedraft.engine.policy import Budget, Controller, Decision, RequestView
 
 
 class RandomDecisions(Controller):

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from support.backends import HostRecorder, llama_of
 from support.tiny_models import GROUPED, build
-from truedraft.costs import kept, store
 from truedraft.engine import engine, guarded, request, step
+from truedraft.engine.policy import kept, store
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from truedraft import SamplingParams
-from truedraft.control import Budget, Controller, Decision, Hint, RequestView
 from truedraft.core.stats import Counters, DraftShare, DraftTime, RequestStep, StepRecord
-from truedraft.costs import RunningTimes
+from truedraft.engine.policy import Budget, Controller, Decision, Hint, RequestView, RunningTimes
 
 Acceptance = Callable[[float, int, int], float]
 """Of seconds, the request's number and the drafted position, from 0: the chance that the token is accepted."""

@@ -19,14 +19,14 @@ from truedraft.drafters import DFlash, DraftModel, DSpark, Eagle3, Medusa, PEagl
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
 from truedraft.heads.peagle import PEagleHead
-from truedraft.learning import Learner
-from truedraft.learning.learnable import Learnable
-from truedraft.learning.learner import _able
-from truedraft.learning.student import Student
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead, LogitFinish
+from truedraft.training.online import Learner
+from truedraft.training.online.learnable import Learnable
+from truedraft.training.online.learner import _able
+from truedraft.training.online.student import Student
 
 VOCAB, HALF, REACH = 12, 6, 3
 ODD = 1e-3  # of a token of the other kind

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from truedraft.embedded import embedded_folder
 from truedraft.errors import PromptError, PromptLengthError
+from truedraft.models.embedded import embedded_folder
 from truedraft.text.control_tokens import ControlTokens
 from truedraft.text.histories import first_taken
 from truedraft.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from truedraft.core.params import Structured
-from truedraft.embedded import embedded_folder
 from truedraft.errors import FormMemoryError, OptionError
+from truedraft.models.embedded import embedded_folder
 from truedraft.text.forms import Forms, FormState
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.text.trial import CancelledError, Trial

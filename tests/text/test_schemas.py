@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from truedraft.core.params import Structured
-from truedraft.embedded import embedded_folder
 from truedraft.errors import OptionError
+from truedraft.models.embedded import embedded_folder
 from truedraft.text import schemas
 from truedraft.text.forms import Forms
 from truedraft.text.notations import notation_of

@@ -19,13 +19,13 @@ from doctor import as_offsets, far_apart, flipped, ids_exchanged, moved, reverse
 from support.embedded_models import embedded
 from training.conftest import SHAPE
 from truedraft import load_model
-from truedraft.embedded import embedded_folder, embedded_heads
 from truedraft.heads import Eagle3Head, MedusaHeads, RedrafterHead
 from truedraft.heads.eagle_folders import write_eagle_folder
+from truedraft.measure.doctor import Diagnosis, Prompt, examine
+from truedraft.measure.variants import case_of, changed
 from truedraft.models.architecture import save_llama
 from truedraft.models.base import LanguageModel
-from truedraft.planning.doctor import Diagnosis, Prompt, examine
-from truedraft.planning.variants import case_of, changed
+from truedraft.models.embedded import embedded_folder, embedded_heads
 from truedraft.training.block import DFlashTrainingConfig
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.eagle import Eagle3TrainingConfig
@@ -91,7 +91,7 @@ def diagnosed(path: Path | str, target: LanguageModel, prompts: Sequence[Prompt]
 
 
 def heldout() -> list[Prompt]:
-    from truedraft.embedded import heldout_prompts_file
+    from truedraft.models.embedded import heldout_prompts_file
 
     lines = heldout_prompts_file().read_text().splitlines()[:PROMPTS]
     texts = [json.loads(line)["text"][:160] for line in lines]

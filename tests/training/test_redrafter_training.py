@@ -16,7 +16,7 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.errors import ModelError, OptionError, TrainingError
 from truedraft.heads import HeadRecord, RedrafterHead
-from truedraft.planning import beam_trees
+from truedraft.measure import beam_trees
 from truedraft.training import evaluate
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
-from truedraft.control import Controller, InTurn
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters import Drafter
 from truedraft.engine import Answer, Engine, Request
+from truedraft.engine.policy import Controller, InTurn
 from truedraft.errors import DrafterError, ModelError, OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling

@@ -44,11 +44,11 @@ from truedraft.certify.equality import Comparison, chooser
 from truedraft.certify.faults import Fault
 from truedraft.certify.sampling import Scored, plain_logits, scored_answers
 from truedraft.certify.statistics import sampled_finding
-from truedraft.control import FixedBudget
 from truedraft.core.budget import Budget
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.drafters import Drafter, DraftModel
+from truedraft.engine.policy import FixedBudget
 from truedraft.models.base import LanguageModel
 from truedraft.testing import scaled
 

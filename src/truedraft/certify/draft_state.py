@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from truedraft.cache import FEW, RequestCache
 from truedraft.certify.checks import (
     Check,
     Context,
@@ -29,7 +28,6 @@ from truedraft.certify.checks import (
 )
 from truedraft.certify.equality import as_greedy
 from truedraft.certify.rounding import relative_limit
-from truedraft.control import InTurn
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
@@ -38,7 +36,9 @@ from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
+from truedraft.engine.policy import InTurn
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import FEW, RequestCache
 from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 

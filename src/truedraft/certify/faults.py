@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.certify import closed_forms as forms
 from truedraft.certify.checks import Stack
 from truedraft.core import probs as L
@@ -25,6 +24,7 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.models.base import LanguageModel
+from truedraft.models.cache import RequestCache
 from truedraft.testing import ScriptedDrafter, altered
 from truedraft.verification import ArgmaxRule, CoupledSampling, Rule
 from truedraft.verification.rule import BatchVerdicts

@@ -23,10 +23,10 @@ from truedraft.certify.checks import (
 )
 from truedraft.certify.equality import Comparison, enough_prompts
 from truedraft.certify.rounding import measure_rounding
-from truedraft.control import Controller, Decision, FixedBudget, RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.params import SamplingParams
 from truedraft.engine import Answer, Engine, Piece, Request
+from truedraft.engine.policy import Controller, Decision, FixedBudget, RequestView
 
 _LEAST_TOGETHER = 3
 """A request and two neighbours, also where the user asks for one request at a time."""

@@ -16,11 +16,11 @@ from torch import Tensor
 from truedraft.certify.e_process import CERTAIN, EventTests, TestResult
 from truedraft.core.noise import Purpose
 from truedraft.core.probs import draw
+from truedraft.core.theory import holm
 from truedraft.errors import OptionError
 from truedraft.process import DiscreteSteps, Draft, GaussianSteps, Process, Seen, SharedNoise, speculate
 from truedraft.process.noise import StepNoise
 from truedraft.process.rules import Judged, reflection
-from truedraft.theory import holm
 
 FALSE_ALARM = 1e-3
 

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
-from truedraft.cache.carried import PIECE
 from truedraft.certify.checks import Deadline
 from truedraft.core.budget import Budget
 from truedraft.core.params import SamplingParams
@@ -32,6 +30,8 @@ from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import RequestCache
+from truedraft.models.cache.carried import PIECE
 
 _LEEWAY = 2.0
 """A drafted row may lie so many times as far from the nearest plain one as plain ones differ: both are maxima over

@@ -36,10 +36,10 @@ from truedraft.certify.e_process import ALARM, ENOUGH, POWER, TestResult, TokenT
 from truedraft.certify.rounding import measure_rounding
 from truedraft.certify.sampling import beginnings, plain_logits, plain_probs, scored_answers
 from truedraft.core.params import SamplingParams
+from truedraft.core.theory import holm
 from truedraft.drafters.portfolio import with_members
 from truedraft.models.base import LanguageModel
 from truedraft.testing import altered, reduced
-from truedraft.theory import holm
 
 FALSE_ALARM = 1.0 / ALARM
 """Probability, at most, that the statistics of a correct stack keep a certificate from being issued."""

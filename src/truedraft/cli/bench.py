@@ -20,14 +20,15 @@ from truedraft.cli.session import (
     ReportOptions,
 )
 from truedraft.cli.streams import say, visible
-from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
+from truedraft.engine.policy.specs import controller_from_spec, controller_help
 from truedraft.errors import DataError, PromptError, errors_about
 from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
-    from truedraft.bench import (
+    from truedraft.cli.terminal import Terminal
+    from truedraft.measure.bench import (
         Circumstances,
         Group,
         MachineCosts,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         Suite,
         Summary,
     )
-    from truedraft.cli.terminal import Terminal
 
 _SHOWN_DIFFERENCES = 5
 _DISTURBED = 0.1
@@ -92,7 +92,6 @@ class BenchOptions:
 
 def bench(options: BenchOptions) -> int:
     """Measure plain decoding, drafters and other libraries against each other, in turns, on the same prompts."""
-    from truedraft.bench import OutputFolder, check_peers
     from truedraft.cli.session import (
         as_chat,
         check_rule,
@@ -104,6 +103,7 @@ def bench(options: BenchOptions) -> int:
         with_model,
     )
     from truedraft.cli.terminal import Terminal
+    from truedraft.measure.bench import OutputFolder, check_peers
 
     check_peers(options.what.peer)
     params, out = options.sampling, options.report.out
@@ -157,7 +157,7 @@ class _Run:
 
 def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
     """The name of the set, and as many of its prompts as are wanted."""
-    from truedraft.bench import is_question_file, read_questions, spread
+    from truedraft.measure.bench import is_question_file, read_questions, spread
 
     path = user_path(options.what.prompts)
     if options.what.prompts != HELDOUT and (path.is_dir() or is_question_file(path)):
@@ -175,8 +175,8 @@ def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
 
 def _load(options: BenchOptions, terminal: Terminal) -> Suite:
     """Load the systems under test; on a terminal, show what is being waited for."""
-    from truedraft.bench import load_suite
     from truedraft.cli.session import waiting
+    from truedraft.measure.bench import load_suite
 
     what = options.what
     drafters, peers = tuple(dict.fromkeys(what.drafter)), tuple(dict.fromkeys(what.peer))
@@ -195,7 +195,7 @@ def _load(options: BenchOptions, terminal: Terminal) -> Suite:
 
 def _costs(suite: Suite, params: SamplingParams, refresh: bool, terminal: Terminal) -> MachineCosts:
     """Cost curves of this machine, measured now or kept from an earlier run."""
-    from truedraft.bench import PARTS, measure_costs
+    from truedraft.measure.bench import PARTS, measure_costs
 
     with terminal.progress("cost curves", PARTS * len(suite.ours)) as progress:
         measured = measure_costs(suite, params, progress, refresh=refresh)
@@ -205,7 +205,7 @@ def _costs(suite: Suite, params: SamplingParams, refresh: bool, terminal: Termin
 
 
 def _measure(run: _Run, folder: OutputFolder | None, terminal: Terminal) -> Results:
-    from truedraft.bench import run_all
+    from truedraft.measure.bench import run_all
 
     about = run.circumstances.of_a_row()
     with terminal.progress("benchmark", run.turns) as progress:
@@ -224,8 +224,8 @@ def _circumstances(
     options: BenchOptions, suite: Suite, measured: MachineCosts, params: SamplingParams, prompts: tuple[str, int]
 ) -> Circumstances:
     """Of this run, on a prompt set of this name and size."""
-    from truedraft.bench import Circumstances
     from truedraft.machine import dtype_name, machine_facts
+    from truedraft.measure.bench import Circumstances
 
     machine, target = machine_facts(), suite.target
     return Circumstances(
@@ -255,7 +255,7 @@ def _circumstances(
 
 def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, terminal: Terminal) -> int:
     """Print and write what was measured; the exit status."""
-    from truedraft.bench import (
+    from truedraft.measure.bench import (
         answered_prompts,
         bench_record,
         drafted_trees,
@@ -309,8 +309,8 @@ def _print_summaries(
     summaries: Sequence[Summary], circumstances: Circumstances, notes: Sequence[str], terminal: Terminal
 ) -> None:
     """The tables for people, with what they were measured on and what to know about them."""
-    from truedraft.bench import all_tables
     from truedraft.cli.terminal import print_table
+    from truedraft.measure.bench import all_tables
 
     terminal.out.print()
     terminal.out.print(circumstances.line(), style="dim", soft_wrap=True)
@@ -324,7 +324,7 @@ def _print_summaries(
 
 def _disturbance(results: Results, device: str) -> list[str]:
     """A sentence if this process often had to wait for a core."""
-    from truedraft.bench import time_without_core
+    from truedraft.measure.bench import time_without_core
 
     waited = time_without_core(results.rows)
     if not device.startswith("cpu") or waited < _DISTURBED:
@@ -334,7 +334,7 @@ def _disturbance(results: Results, device: str) -> list[str]:
 
 def _differences(suite: Suite, results: Results, groups: Sequence[Group], circumstances: Circumstances) -> list[str]:
     """Where our engines' tokens part from plain decoding, though they must not; the first few, a sentence each."""
-    from truedraft.bench import differing_answers, find_difference
+    from truedraft.measure.bench import differing_answers, find_difference
 
     if not circumstances.must_agree:
         return []

@@ -18,8 +18,8 @@ from truedraft.cli.failures import report as report_error
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cli.streams import visible
-from truedraft.control.specs import controller_from_spec
 from truedraft.core.params import SamplingParams
+from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import DataError, OptionError, errors_about
 from truedraft.files import user_path
 from truedraft.options import MachineOptions, flag, group, option

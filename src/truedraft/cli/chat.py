@@ -307,7 +307,7 @@ class _Server:
     """
 
     def __init__(self, url: str, model: str | None, params: SamplingParams, tell: Callable[[str], None]) -> None:
-        from truedraft.peers.calling import Caller
+        from truedraft.measure.peers.calling import Caller
 
         self._params = params
         try:

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from truedraft.bench import (
+from truedraft.cli.explain import explain
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
+from truedraft.cli.generate import GenerateOptions, remark, write_answer
+from truedraft.cli.report import counts_dict, divergence_words, undrafted_line
+from truedraft.cli.session import MEASURING, StackOptions, encoded, waiting
+from truedraft.cli.streams import say, visible
+from truedraft.cli.terminal import print_table
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters, repeated_ngrams
+from truedraft.engine import Engine
+from truedraft.machine import dtype_name
+from truedraft.measure.bench import (
     PLAIN,
     CurveCosts,
     Difference,
@@ -28,17 +39,6 @@ from truedraft.bench import (
     summarise,
     vocabulary_costs,
 )
-from truedraft.cli.explain import explain
-from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
-from truedraft.cli.generate import GenerateOptions, remark, write_answer
-from truedraft.cli.report import counts_dict, divergence_words, undrafted_line
-from truedraft.cli.session import MEASURING, StackOptions, encoded, waiting
-from truedraft.cli.streams import say, visible
-from truedraft.cli.terminal import print_table
-from truedraft.core.params import SamplingParams
-from truedraft.core.stats import Counters, repeated_ngrams
-from truedraft.engine import Engine
-from truedraft.machine import dtype_name
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,9 +16,9 @@ from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
+    from truedraft.measure.doctor import Diagnosis, Prompt
+    from truedraft.measure.predictions import Interval
     from truedraft.models.base import LanguageModel
-    from truedraft.planning.doctor import Diagnosis, Prompt
-    from truedraft.planning.predictions import Interval
 
 _PROMPTS, _LEAST_PROMPTS, _TOKENS = 24, 12, 64  # the least is that of `examine`
 _PATIENCE_S = 20.0
@@ -77,8 +77,8 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def _examine(options: DoctorOptions, drafter: str) -> int:
-    from truedraft.bench import spread
     from truedraft.cli.session import quiet_hub, set_threads, waiting, with_model
+    from truedraft.measure.bench import spread
 
     terminal, what = Terminal(), options.what
     with errors_about("prompts"):
@@ -87,9 +87,9 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
     model = with_model(options.model)
     with waiting(terminal.err, f"loading {model.model}"), quiet_hub(), errors_about("model"):
         from truedraft.drafters.registry import TrainedDrafter
+        from truedraft.measure.doctor import examine, promised_by
+        from truedraft.measure.variants import case_of
         from truedraft.models.loading import load_model
-        from truedraft.planning.doctor import examine, promised_by
-        from truedraft.planning.variants import case_of
 
         target = load_model(model.model, **model.of_target, **options.machine.of_models)
     with errors_about("drafter"), quiet_hub():
@@ -120,8 +120,8 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
 
 def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
     """What a running server's drafts bring, beside what the drafter's card promises."""
-    from truedraft.peers.acceptance import served_acceptance
-    from truedraft.peers.calling import Caller
+    from truedraft.measure.peers.acceptance import served_acceptance
+    from truedraft.measure.peers.calling import Caller
 
     terminal = Terminal()
     promised = _least_promise(drafter)
@@ -165,7 +165,7 @@ def _least_promise(drafter: str | None) -> float | None:
         OptionError: there is no folder, or no card in it.
     """
     from truedraft.drafters.registry import TrainedDrafter
-    from truedraft.planning.variants import place_of
+    from truedraft.measure.variants import place_of
 
     if drafter is None:
         return None
@@ -185,7 +185,7 @@ def written_prompts(target: LanguageModel, texts: Sequence[NamedPrompt], *, plai
     """Prompts as the target reads them: by its chat template, where it has one and nobody wants otherwise."""
     from truedraft.engine.prompts import encode_prompt
     from truedraft.errors import PromptError
-    from truedraft.planning.doctor import Prompt
+    from truedraft.measure.doctor import Prompt
 
     chats = not plain and target.tokenizer is not None and bool(target.tokenizer.chat_template)
     found = []

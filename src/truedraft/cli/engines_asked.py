@@ -15,8 +15,8 @@ from truedraft.cli.failures import UndecidedError
 from truedraft.cli.prompts import read_prompts
 from truedraft.cli.terminal import Terminal
 from truedraft.errors import DataError, OptionError, PeerError, errors_about
+from truedraft.measure.peers.asking import Peer, Question, Reply
 from truedraft.models.base import LanguageModel, Reader
-from truedraft.peers.asking import Peer, Question, Reply
 from truedraft.progress import Progress
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Asking:
         Raises:
             OptionError: there is none, or it has no argument for an option.
         """
-        from truedraft.peers import ProcessPeer, load_function
+        from truedraft.measure.peers import ProcessPeer, load_function
 
         function = load_function("process", name)
         self._reader = reader = self._read()
@@ -80,7 +80,7 @@ class Asking:
         Raises:
             OptionError, PeerError: unusable options, or one cannot be reached.
         """
-        from truedraft.peers import Endpoint, Patience
+        from truedraft.measure.peers import Endpoint, Patience
 
         server = self._options.server
         if not 0.0 < server.timeout < 1e6:
@@ -117,7 +117,7 @@ class Asking:
 
     def _add(self, peer: Peer, file: Path | None) -> None:
         """A peer whose answers are written down, if that is wanted."""
-        from truedraft.peers import Recorded
+        from truedraft.measure.peers import Recorded
 
         if file is not None:
             about = {"model": self._options.stack.model, "batch": self._ask.batch, "seed": self._params.seed}

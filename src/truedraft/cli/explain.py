@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from truedraft.bench import decisions_table
 from truedraft.cli.streams import visible
 from truedraft.cli.terminal import print_table
 from truedraft.core.stats import PROBE
-from truedraft.planning.decisions import PLAIN, Decisions, Stretch
+from truedraft.engine.policy.decisions import PLAIN, Decisions, Stretch
+from truedraft.measure.bench import decisions_table
 
 if TYPE_CHECKING:
     from rich.console import Console

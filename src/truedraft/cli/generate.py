@@ -24,8 +24,8 @@ from truedraft.options import MachineOptions, flag, group
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Answer, Engine, Piece, Request
+    from truedraft.engine.policy.decisions import Decisions
     from truedraft.engine.prompts import Prompt
-    from truedraft.planning.decisions import Decisions
 
 BATCH = 8
 """Prompts that are answered together."""
@@ -164,7 +164,7 @@ def _answer(
 def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
     """Counts what is decided meanwhile; what a plain step takes may have to be measured first."""
     from truedraft.cli.session import waiting
-    from truedraft.planning.decisions import Decisions
+    from truedraft.engine.policy.decisions import Decisions
 
     with waiting(terminal.err, "measuring what steps take on this machine"):
         decisions = Decisions(engine.forwards())

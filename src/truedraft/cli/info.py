@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions
 from truedraft.drafters.specs import drafter_described, drafter_words
-from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
 from truedraft.errors import ModelNotFoundError, OptionError, errors_about
 from truedraft.files import parameters_in
+from truedraft.models.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
 from truedraft.options import group, option
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class InfoOptions:
 def info(options: InfoOptions) -> int:
     """Show versions, devices, fast paths, the embedded models and the trained drafters that can be found."""
     from truedraft.cli.terminal import Terminal
-    from truedraft.costs import CostStore
     from truedraft.drafters.registry import list_drafters
+    from truedraft.engine.policy import CostStore
     from truedraft.machine import machine_facts
     from truedraft.models import smollm2
 
@@ -120,7 +120,7 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
         ModelError: there is no such model, or it cannot be loaded.
     """
     from truedraft.cli.session import quiet_hub
-    from truedraft.costs import StepCosts, read_bandwidth
+    from truedraft.engine.policy import StepCosts, read_bandwidth
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
     from truedraft.text.notations import notation_of

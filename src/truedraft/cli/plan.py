@@ -20,9 +20,9 @@ from truedraft.errors import OptionError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, check_not_negative, check_share, flag, group, option
 
 if TYPE_CHECKING:
-    from truedraft.bench import Group, Results
+    from truedraft.measure import Interval, Plan, Prediction, WhatIf
+    from truedraft.measure.bench import Group, Results
     from truedraft.models.base import LanguageModel
-    from truedraft.planning import Interval, Plan, Prediction, WhatIf
 
 _FILE, _WHAT_IF, _FORMULAS = "plan.json", "what_if", "formulas"
 _LEAST_PROMPTS = 4
@@ -129,7 +129,7 @@ def _check_ways(options: PlanOptions) -> None:
 
 
 def _closed(options: PlanOptions) -> int:
-    from truedraft.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
+    from truedraft.core.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
 
     alpha, cost = options.closed.alpha or 0.0, options.closed.cost or 0.0
     check_share("alpha", alpha)
@@ -201,7 +201,7 @@ def _numbers(values: Any) -> tuple[str, ...]:
 
 
 def _simulate(options: PlanOptions, file: Path) -> int:
-    from truedraft.planning import WhatIf, prediction_record, read_plan
+    from truedraft.measure import WhatIf, prediction_record, read_plan
 
     with errors_about("simulate"):
         made = read_plan(file)
@@ -296,7 +296,7 @@ def _prompts(options: PlanOptions) -> list[Any]:
     Raises:
         OptionError: there are too few to keep one back.
     """
-    from truedraft.bench import spread
+    from truedraft.measure.bench import spread
 
     prompts = spread(read_prompts(None, options.what.prompts), options.what.limit)
     if len(prompts) < _LEAST_PROMPTS:
@@ -311,8 +311,8 @@ def _split(
     options: PlanOptions, target: LanguageModel, asked: Sequence[Any]
 ) -> tuple[list[tuple[str, list[int], SamplingParams]], list[Group]]:
     """Three prompts in four to plan with, and the fourth to check, in groups that are answered together."""
-    from truedraft.bench import grouped
     from truedraft.cli.session import as_chat, encoded
+    from truedraft.measure.bench import grouped
 
     if options.prompt.chat:
         asked = as_chat(target, asked, trust_control_tokens=options.prompt.trust_control_tokens)
@@ -335,9 +335,9 @@ def _made(
     terminal: Terminal,
 ) -> Plan:
     """The plan; costs that were kept are held to some steps first."""
-    from truedraft.costs import StepCosts
     from truedraft.engine import Engine
-    from truedraft.planning import fitting_drafters, make_plan, outdated
+    from truedraft.engine.policy import StepCosts
+    from truedraft.measure import fitting_drafters, make_plan, outdated
 
     typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
     fitting = fitting_drafters(target, warn) if "auto" in typed else {}
@@ -393,9 +393,9 @@ def _announced(options: PlanOptions, drafters: Sequence[str], prompts: int, step
 
 def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, terminal: Terminal) -> Results:
     """Plain decoding and a drafter in turns, on prompts that the plan has not seen."""
-    from truedraft.bench import ENTROPY, PLAIN, OurEngine, run_all
     from truedraft.drafters.specs import from_spec
     from truedraft.engine import Engine
+    from truedraft.measure.bench import ENTROPY, PLAIN, OurEngine, run_all
 
     room = max(32, *(len(group.prompts) for group in groups))
     drafter = from_spec(words, target)
@@ -409,9 +409,9 @@ def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, 
 
 def _check(results: Results, predicted: Prediction, target: LanguageModel, params: SamplingParams) -> dict[str, Any]:
     """Predicted against measured, over the prompts that both ways answered; measured is None where none has tokens."""
-    from truedraft.bench import PLAIN, Row
     from truedraft.core.stats import Counters
-    from truedraft.planning import ratio_of_rates
+    from truedraft.measure import ratio_of_rates
+    from truedraft.measure.bench import PLAIN, Row
 
     rows: dict[str, dict[tuple[str, ...], list[Row]]] = {}
     for row in results.rows:
@@ -526,7 +526,7 @@ def _print_recommended(made: Plan, run: Prediction, terminal: Terminal) -> None:
 
 def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) -> dict[str, Any]:
     """For programs."""
-    from truedraft.planning import prediction_record
+    from truedraft.measure import prediction_record
 
     measured = checked["speedup"]
     predicted = [
@@ -596,7 +596,7 @@ def _of(found: Mapping[str, float | None]) -> str:
 
 
 def _break_even(made: Plan, prediction: Prediction, what_if: WhatIf | None = None) -> str:
-    from truedraft.planning import BATCHES
+    from truedraft.measure import BATCHES
 
     found = made.break_even(prediction, what_if)
     return f"above {BATCHES[-1]}" if found is None else str(found)

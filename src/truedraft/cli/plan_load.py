@@ -12,7 +12,7 @@ from truedraft.errors import OptionError
 from truedraft.options import check_positive, option
 
 if TYPE_CHECKING:
-    from truedraft.planning import Level, Plan, WhatIf
+    from truedraft.measure import Level, Plan, WhatIf
 
 _USUAL_BATCH = 32  # as of `truedraft serve`
 
@@ -65,7 +65,7 @@ def tell_load(
     Raises:
         OptionError: a number that is out of range.
     """
-    from truedraft.planning import Traffic, levels, load_record
+    from truedraft.measure import Traffic, levels, load_record
 
     if asked.load is None:
         return {}

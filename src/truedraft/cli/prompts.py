@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from truedraft.cli.streams import typed_text
 from truedraft.core.params import SamplingParams
-from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, OptionError, PromptError, errors_about
 from truedraft.files import json_in, object_in, text_of, user_path
+from truedraft.models.embedded import heldout_prompts_file
 from truedraft.options import flag, option
 
 if TYPE_CHECKING:
@@ -137,8 +137,6 @@ def _read_stdin() -> str:
 
 def _read_file(name: str, own_options: bool) -> list[NamedPrompt]:
     path = heldout_prompts_file() if name == HELDOUT else user_path(name)
-    if name == HELDOUT and not path.is_file():
-        raise DataError("the held-out prompts are not part of this installation; name a file of your own")
     if path.suffix not in (".jsonl", ".json", ".txt"):
         raise DataError(
             f"the prompts file {name!r} must be .jsonl (an object a line), .json (a list) or .txt (a prompt a line)"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions, StackOptions
-from truedraft.cluster import ray_module
 from truedraft.errors import MissingExtraError, OptionError
 from truedraft.options import NEEDED, MachineOptions, group, read_bytes
+from truedraft.server.cluster import ray_module
 from truedraft.server.options import LearningOptions, ReplicaOptions, ServerOptions
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from rich.console import Console
 
-    from truedraft.cluster.replicas import Size
     from truedraft.engine import Engine
-    from truedraft.learning import Learner
+    from truedraft.server.cluster.replicas import Size
     from truedraft.server.service import Service
+    from truedraft.training.online import Learner
 
 _CACHE_SHARE = 0.75
 """Of the memory that is free once all is loaded, for keys and values where --max-cache-bytes is not given."""
@@ -71,7 +71,7 @@ def serve(options: ServeOptions) -> int:
 
     if options.replicas.range is not None:
         ray_module("ray.serve")
-        from truedraft.cluster.replicas import serve_replicas
+        from truedraft.server.cluster.replicas import serve_replicas
 
         make, size = partial(loaded, options), partial(_size, options)
         serve_replicas(make, options.server, size, partial(ready, "replicas on Ray"))
@@ -99,13 +99,13 @@ def replicas(options: ServeOptions) -> Application:
     Raises:
         OptionError: how many there are to be cannot be read.
     """
-    from truedraft.cluster.replicas import application
+    from truedraft.server.cluster.replicas import application
 
     return application(partial(loaded, options), options.server, _size(options))
 
 
 def _size(options: ServeOptions) -> Size:
-    from truedraft.cluster.replicas import Size
+    from truedraft.server.cluster.replicas import Size
 
     asked = replace(options.replicas, ray=True).range
     assert asked is not None
@@ -177,7 +177,7 @@ def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None
     if learning.learn_per_tenant and (server.share_prefixes or server.api_key_file is None):
         ways = "leave --share-prefixes out" if server.share_prefixes else "give them keys by --api-key-file"
         raise OptionError(f"needs clients that are told apart; {ways}", field="learn_per_tenant")
-    from truedraft.learning import Learner
+    from truedraft.training.online import Learner
 
     return Learner(
         learning.learn_folder,
@@ -191,7 +191,11 @@ def _log_to_standard_error() -> None:
     """One line a request, and what the engine has to say, with tracebacks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    levels = {"truedraft.server": logging.INFO, "truedraft.learning": logging.INFO, "truedraft.engine": logging.WARNING}
+    levels = {
+        "truedraft.server": logging.INFO,
+        "truedraft.training.online": logging.INFO,
+        "truedraft.engine": logging.WARNING,
+    }
     for name, level in levels.items():
         log = logging.getLogger(name)
         log.addHandler(handler)

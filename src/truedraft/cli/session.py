@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from truedraft.cli.failures import warn
 from truedraft.cli.prompts import Asked, NamedPrompt
 from truedraft.cli.streams import say
-from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
+from truedraft.engine.policy.specs import controller_from_spec, controller_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.files import named_adapter, user_path
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
@@ -26,10 +26,10 @@ from truedraft.progress import STAGES
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from truedraft.bench import Failure, Group
     from truedraft.engine import Engine
+    from truedraft.measure import NodeBudget, Plan
+    from truedraft.measure.bench import Failure, Group
     from truedraft.models.base import LanguageModel
-    from truedraft.planning import NodeBudget, Plan
 
 RULE_HELP = (
     "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
@@ -148,7 +148,7 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
         raise OptionError(
             f"names the drafter, and --drafter {drafters[0]} names one as well; leave one of them out", field="plan"
         )
-    from truedraft.planning import read_plan
+    from truedraft.measure import read_plan
 
     with errors_about("plan"):
         found = read_plan(plan)
@@ -170,7 +170,7 @@ def plan_for(file: Path | None, target: LanguageModel) -> Plan | None:
     """
     if file is None:
         return None
-    from truedraft.planning import read_plan
+    from truedraft.measure import read_plan
 
     with errors_about("plan"):
         plan = read_plan(file)
@@ -216,7 +216,7 @@ def load_engine(
         from truedraft.drafters.prediction import with_own_drafts
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
-        from truedraft.planning import sized
+        from truedraft.measure import sized
 
         with quiet_hub(), errors_about("model"):
             target = load_target(stack, machine)
@@ -367,8 +367,8 @@ def _seeing(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedProm
 
 def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tuple[list[Group], list[Failure]]:
     """Prompts as token ids, so that all systems get the same, in groups; and those that the target cannot take."""
-    from truedraft.bench import Failure, grouped
     from truedraft.engine.prompts import encode_prompt
+    from truedraft.measure.bench import Failure, grouped
 
     kept: list[tuple[str, list[int], SamplingParams]] = []
     failures: list[Failure] = []

@@ -27,10 +27,10 @@ from truedraft.cli.train_options import (
     PEagleOptions,
     RedrafterOptions,
 )
-from truedraft.cluster import ray_module
-from truedraft.embedded import FOR_HEADS, FOR_TABLES, refuse_no_text
 from truedraft.errors import DataError, OptionError, TrainingError
+from truedraft.models.embedded import FOR_HEADS, FOR_TABLES, refuse_no_text
 from truedraft.options import check_positive
+from truedraft.server.cluster import ray_module
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
@@ -266,7 +266,7 @@ def _elsewhere(options: DraftOptions | HeadsOptions | NgramOptions, model: str) 
     if not options.job.ray:
         return None
     ray_module("ray.data")
-    from truedraft.cluster.predictor import answers_on_ray
+    from truedraft.server.cluster.predictor import answers_on_ray
 
     return partial(answers_on_ray, model, options.machine.device)
 

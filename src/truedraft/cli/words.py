@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from truedraft.control.specs import controller_from_spec
 from truedraft.drafters.registry import ENGINES, refuse_no_folder
 from truedraft.drafters.specs import check_drafter_words
-from truedraft.embedded import embedded_folder
+from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import DataError, OptionError, UnknownOptionError
 from truedraft.files import named_adapter, refuse_lost_model, refuse_no_adapter, user_path
+from truedraft.models.embedded import embedded_folder
 from truedraft.options import BITS, DTYPE_NAMES, PADDED_NAMES, read_bytes
 from truedraft.verification.specs import rule_words
 

@@ -9,7 +9,7 @@ from ray.serve import Application
 
 from truedraft.cli.parameters import read_words
 from truedraft.cli.serve import ServeOptions, replicas
-from truedraft.cluster.predictor import Predictor
+from truedraft.server.cluster.predictor import Predictor
 
 __all__ = ["Predictor", "app"]
 

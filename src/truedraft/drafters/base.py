@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget, Hint
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.params import SamplingParams
@@ -19,6 +18,7 @@ from truedraft.core.shaping import Shaping
 from truedraft.drafters.held import Held
 from truedraft.errors import DrafterError
 from truedraft.models.base import LanguageModel
+from truedraft.models.cache import RequestCache
 
 if TYPE_CHECKING:
     from truedraft.drafters.heads.base import HeadDrafter

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import Noise
@@ -25,6 +24,7 @@ from truedraft.drafters.base import CutShortError, Drafter, DraftRequest, LostDr
 from truedraft.drafters.held import Held
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import RequestCache
 from truedraft.verification import ArgmaxRule, CoupledSampling, Rule, SpeculativeSampling
 
 _LIKELY, _LIKELY_WEIGHT = 0.35, 8.0  # share of tokens that guesses give, until it is known, and tokens that it is worth

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.cache import FEW, PrefixCache, RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
@@ -26,6 +25,7 @@ from truedraft.drafters.tree_builder import (
 )
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
 from truedraft.models.base import Choose, LanguageModel, Segment
+from truedraft.models.cache import FEW, PrefixCache, RequestCache
 
 _PREFILL_TOKENS = 512
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.models.base import LanguageModel
+from truedraft.models.cache import CachePool, PrefixCache, RequestCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.embedded import embedded_drafters
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 from truedraft.files import cache_folder, object_of, user_path, written_whole
 
@@ -249,7 +248,6 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
         yield from () if alone is None else (alone,)
         yield from _in_folder(folder, "--drafters-dir")
     yield from Registry().drafters()
-    yield from _in_folder(embedded_drafters(), "ships with truedraft")
     for package in metadata.entry_points(group=_GROUP):
         with contextlib.suppress(ImportError, ValueError):  # what somebody's package says wrongly is no drafter
             spec = find_spec(package.value)  # which finds it without running it

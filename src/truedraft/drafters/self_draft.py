@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget, check_nodes
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
@@ -18,6 +17,7 @@ from truedraft.drafters.held import Held
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import RequestCache
 
 _READ_TOKENS = 512
 

@@ -7,12 +7,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import INDEPENDENT_DRAWS, OpenNode
 from truedraft.drafters.tree_builder import TreeBuilder
+from truedraft.models.cache import RequestCache
 
 
 class SiblingChains(TreeBuilder):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import truedraft.drafters
 from truedraft.drafters.registry import ORDER, find_drafters
-from truedraft.embedded import embedded_heads
 from truedraft.errors import (
     CompositionError,
     ModelNotFoundError,
@@ -26,6 +25,7 @@ from truedraft.errors import (
     errors_about,
 )
 from truedraft.files import refuse_lost_model, user_path
+from truedraft.models.embedded import embedded_heads
 from truedraft.options import Words, called, read_whole
 
 if TYPE_CHECKING:

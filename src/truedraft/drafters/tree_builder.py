@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
@@ -21,6 +20,7 @@ from truedraft.core.tree import TokenTree, chain_shape, path_to, shape_of
 from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import DraftIds, OpenNode, drawing_for, existing, fetch_children
 from truedraft.models.base import Choose, Segment
+from truedraft.models.cache import RequestCache
 
 
 class TreeBuilder:

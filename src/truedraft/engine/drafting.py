@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from truedraft.control import Controller
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, RequestView, Speculation
 from truedraft.core.proposal import Proposal
@@ -19,6 +18,7 @@ from truedraft.drafters.portfolio import MergedProposal, joint_features
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.guarded import GuardedDrafter, disowned
+from truedraft.engine.policy import Controller
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError, UnknownOptionError
 from truedraft.models.base import ForwardOutput, LanguageModel

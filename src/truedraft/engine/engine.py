@@ -14,13 +14,11 @@ from typing import Unpack, cast, overload
 
 import torch
 
-from truedraft.control import Controller, Goodput
-from truedraft.control.specs import controller_from_spec
 from truedraft.core.budget import Speculation
 from truedraft.core.noise import GOLDEN, mix
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
-from truedraft.costs import RunningTimes, StepCosts
+from truedraft.core.theory import TargetCost
 from truedraft.drafters.base import Drafter, NoDrafter
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer, Piece, Timing
@@ -30,6 +28,8 @@ from truedraft.engine.failures import Failures, told
 from truedraft.engine.learner import EngineLearner
 from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.memory import GPU_MEMORY_UTILIZATION, CacheMemory
+from truedraft.engine.policy import Controller, Goodput, RunningTimes, StepCosts
+from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.engine.prompts import (
     Chat,
     Messages,
@@ -57,7 +57,6 @@ from truedraft.options import check_whole
 from truedraft.progress import Progress, unwatched
 from truedraft.text.forms import Forms
 from truedraft.text.tokenizer import ChatOptions
-from truedraft.theory import TargetCost
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
 
@@ -86,7 +85,7 @@ class Engine:
             which they are submitted or prepared; None draws it from the operating system. Engines that share a drafter
             which learns from answers need different ones, or it has seen what their noise draws.
         learner: trains in the background what drafts, and gives it better weights between steps, such as
-            `truedraft.learning.Learner`; None never does.
+            `truedraft.training.online.Learner`; None never does.
 
     One thread at a time steps it; `generate`, `stream`, `submit` and `cancel` may be called from any number of threads.
 

@@ -1,4 +1,4 @@
-"""What an engine asks of what learns beside it; `truedraft.learning` has one."""
+"""What an engine asks of what learns beside it; `truedraft.training.online` has one."""
 
 from __future__ import annotations
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.core.tree import chain_shape
-from truedraft.costs.measuring import most_held
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.held import HeadCaches, ModelCaches
+from truedraft.engine.policy.measuring import most_held
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, PromptError
 from truedraft.machine import free_memory, gpu_memory, in_bytes
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import CachePool, PrefixCache, RequestCache
 from truedraft.models.mapped import return_freed_memory
 from truedraft.options import check_whole
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.cache.carried import PIECE
 from truedraft.core import transfers
 from truedraft.core.stats import StepRecord
 from truedraft.drafters.base import Features
 from truedraft.engine.request import Request
+from truedraft.models.cache.carried import PIECE
 
 MOST_TOKENS = 8192
 """Of prompts that a step reads on a device. What a layer computes for them is in memory together: 470 MB of an MLP of

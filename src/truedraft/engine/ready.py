@@ -18,7 +18,6 @@ from typing import TypeAlias
 
 import torch
 
-from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
@@ -29,6 +28,7 @@ from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
 from truedraft.errors import CacheError
 from truedraft.models.backends.graphs.batch import WORD_BITS, Bucket
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.models.cache import RequestCache
 from truedraft.progress import Progress
 
 _log = logging.getLogger("truedraft.engine")

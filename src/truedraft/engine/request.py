@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.core.budget import MOST_NODES, RequestView
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
@@ -24,6 +23,7 @@ from truedraft.core.verdict import Divergence, Origin, Verdict
 from truedraft.drafters.base import DraftRequest
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.models.cache import RequestCache
 from truedraft.text.forms import Forms
 from truedraft.text.reasoning import ReasonedForm
 from truedraft.text.stopping import TextStream

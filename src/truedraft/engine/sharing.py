@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from truedraft.cache import PrefixCache
 from truedraft.drafters.base import Drafter
 from truedraft.engine.request import Request
 from truedraft.models.base import LanguageModel
+from truedraft.models.cache import PrefixCache
 from truedraft.options import check_whole
 
 _AMPLE = 1.25

@@ -1,8 +1,8 @@
 """Models: the only place that touches transformers' models.
 
 `base` is the contract that engine and drafters see. `huggingface` fulfils it for unmodified Hugging Face models, which
-`loading` loads: it packs all segments of a forward (`packing`) and lets a backend run them. Names that need
-transformers are loaded when they are first asked for.
+`loading` loads: it packs all segments of a forward (`packing`) and lets a backend run them. Each name loads on
+first use.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from truedraft.lazy import loads
-from truedraft.models.base import ForwardOutput as ForwardOutput
-from truedraft.models.base import HeadRun as HeadRun
-from truedraft.models.base import LanguageModel as LanguageModel
-from truedraft.models.base import Segment as Segment
 
 if TYPE_CHECKING:
+    from truedraft.models.base import ForwardOutput as ForwardOutput
+    from truedraft.models.base import HeadRun as HeadRun
+    from truedraft.models.base import LanguageModel as LanguageModel
+    from truedraft.models.base import Segment as Segment
     from truedraft.models.export import export_model as export_model
     from truedraft.models.huggingface import HuggingFaceModel as HuggingFaceModel
     from truedraft.models.lm_head import LmHead as LmHead
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from truedraft.models.translated import TranslatedModel as TranslatedModel
 
 _HOMES = {
+    **dict.fromkeys(("ForwardOutput", "HeadRun", "LanguageModel", "Segment"), "truedraft.models.base"),
     "HuggingFaceModel": "truedraft.models.huggingface",
     "LmHead": "truedraft.models.lm_head",
     "MultimodalPrompt": "truedraft.models.multimodal",
@@ -34,5 +35,5 @@ _HOMES = {
     "pad_model": "truedraft.models.padding",
 }
 
-__all__ = ["ForwardOutput", "HeadRun", "LanguageModel", "Segment", *_HOMES]
+__all__ = list(_HOMES)
 __getattr__ = loads(__name__, _HOMES)

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from truedraft.cache import WIDEST_GAP, key_span
 from truedraft.core.tree import TreeShape
+from truedraft.models.cache import WIDEST_GAP, key_span
 
 Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 _LONGEST_KEPT = 512  # of chains whose masks are kept

@@ -31,7 +31,6 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
-from truedraft.embedded import embedded_folder
 from truedraft.errors import (
     MissingExtraError,
     ModelError,
@@ -58,6 +57,7 @@ from truedraft.models.backends.parallel import follow, parallel_backend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.checkpoint import Checkpoint
+from truedraft.models.embedded import embedded_folder
 from truedraft.models.extents import refuse_vast_sizes
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from truedraft.cache import CachePool
 from truedraft.errors import ModelError, ModelNotFoundError, TruedraftError, UnsupportedModelError, first_line
 from truedraft.files import user_path
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import CachePool
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_config, packed_backend, quiet_transformers, resolve_source
 from truedraft.models.mapped import in_memory

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.errors import PromptError
+from truedraft.models.cache import RequestCache
 
 if TYPE_CHECKING:
     # Its import takes seconds, and whatever drafts or samples without a model of transformers has this module.

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from truedraft.cache.carried import PIECE, StateRow
 from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.cache.carried import PIECE, StateRow
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.states import States, door_of
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from truedraft.cache import FamilyState, RequestCache
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, shape_of
 from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.models.cache import FamilyState, RequestCache
 from truedraft.text.translation import Translation
 
 

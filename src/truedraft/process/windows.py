@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from truedraft.control import Budget, Controller, Goodput
 from truedraft.core.budget import NO_DRAFT, RequestView
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, DraftShare, DraftTime, RequestStep, StepRecord
+from truedraft.core.theory.cost_curves import CostCurve
+from truedraft.engine.policy import Budget, Controller, Goodput
 from truedraft.options import check_whole
-from truedraft.theory.cost_curves import CostCurve
 
 MOST = 16
 _LAST, _NEAR = 9, 0.34  # times of each size that are kept, and how far sizes may be apart to say the same
@@ -69,7 +69,7 @@ class _Measured:
 
 
 class Times:
-    """What rounds take: `truedraft.control.StepTimes`, for the batch of all running chains as one request.
+    """What rounds take: `truedraft.engine.policy.StepTimes`, for the batch of all running chains as one request.
 
     Rows are those of each chain. What the costly function takes is measured for 1, 2, 4, ... of them, as long as a
     batch is cheaper than its points one by one, and held to the rounds' own times.

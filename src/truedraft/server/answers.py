@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer
-from truedraft.planning.decisions import Decisions
+from truedraft.engine.policy.decisions import Decisions
 from truedraft.server.errors import ApiError
 from truedraft.server.events import EventStream, unless_gone
 from truedraft.server.front import Front

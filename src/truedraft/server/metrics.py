@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from truedraft.cache import BLOCK
 from truedraft.core.stats import Counters, StepRecord
-from truedraft.planning.decisions import Decisions, Speedup
+from truedraft.engine.policy.decisions import Decisions, Speedup
+from truedraft.models.cache import BLOCK
 from truedraft.server.service import Service, Stream
 
 _PREFIX = "truedraft:"

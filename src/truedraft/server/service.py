@@ -17,7 +17,7 @@ import torch
 from truedraft.core.stats import StepRecord
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
-from truedraft.planning.decisions import Decisions, ForwardSeconds
+from truedraft.engine.policy.decisions import Decisions, ForwardSeconds
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
 from truedraft.server.preparing import FormQueue, stopping

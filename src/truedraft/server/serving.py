@@ -18,9 +18,9 @@ from fastapi import FastAPI
 
 from truedraft.core.params import SamplingParams
 from truedraft.engine import Engine
+from truedraft.engine.policy.sizes import made_up_prompt
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import read_bytes
-from truedraft.planning.sizes import made_up_prompt
 from truedraft.progress import Progress
 from truedraft.server.app import build_app
 from truedraft.server.connections import BACKLOG, Connection, Connections, most_connections

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from truedraft.cache import CachePool
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.models.cache import CachePool
 
 
 class MarkovModel(LanguageModel):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from truedraft.control import Controller, Decision, RequestView
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.engine.policy import Controller, Decision, RequestView
 
 Script = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 

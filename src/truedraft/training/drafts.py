@@ -19,6 +19,7 @@ from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.registry import write_record
 from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError, VocabularyMismatchError
 from truedraft.machine import describe_machine, in_bytes
+from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import (
     LlamaShape,
     load_causal_lm,
@@ -30,7 +31,6 @@ from truedraft.models.checkpoint import sample_of
 from truedraft.models.huggingface import fingerprint_of, weights_hash
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.options import check_share
-from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import (
     EngineEvaluation,
     EngineRound,

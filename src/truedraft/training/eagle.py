@@ -23,11 +23,11 @@ from truedraft.drafters.heads.eagle import Eagle3
 from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head
+from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import weights_hash
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
-from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.head_objective import heads_optimizer

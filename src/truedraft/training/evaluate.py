@@ -23,8 +23,8 @@ from truedraft.core.stats import Counters
 from truedraft.drafters.base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import DataError, TrainingError
+from truedraft.measure import CONFIDENCE, Interval, ratio_over_prompts, traces_of_answers, walk_along
 from truedraft.models.base import LanguageModel
-from truedraft.planning import CONFIDENCE, Interval, ratio_over_prompts, traces_of_answers, walk_along
 from truedraft.training.workspace import TimeBudget
 
 if TYPE_CHECKING:

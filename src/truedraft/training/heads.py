@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from truedraft.core.stats import repeated_ngrams
-from truedraft.embedded import FOR_HEADS, refuse_no_text
 from truedraft.errors import CompositionError, DataError, OptionError
 from truedraft.heads import Head, HeadRecord
 from truedraft.heads.base import HeadConfig
 from truedraft.machine import in_bytes
+from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import load_causal_lm
+from truedraft.models.embedded import FOR_HEADS, refuse_no_text
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
-from truedraft.planning import TREE_TEMPERATURES
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.evaluate import EngineRound, foretold, measure_in_engine
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig

@@ -11,8 +11,8 @@ from truedraft.drafters.heads.calibration import COUNTED, FACT, LIKELIEST, Calib
 from truedraft.drafters.heads.guess_trees import GuessTrees, fixed_trees
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.measure import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of
 from truedraft.options import check_share, check_whole
-from truedraft.planning import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from truedraft.drafters.ngram.drafter import NgramDrafter
 from truedraft.drafters.ngram.table import MOST_ORDER
 from truedraft.drafters.registry import TABLE, write_record
-from truedraft.embedded import FOR_TABLES, refuse_no_text
 from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import describe_machine, in_bytes
+from truedraft.measure import TREE_TEMPERATURES
+from truedraft.models.embedded import FOR_TABLES, refuse_no_text
 from truedraft.models.loading import load_model, quiet_transformers
 from truedraft.options import check_whole, read_bytes
-from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import EngineEvaluation, EngineRound, measure_in_engine
 from truedraft.training.loop import Callbacks
 from truedraft.training.ngram_counts import count_ngrams

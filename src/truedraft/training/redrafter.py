@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.heads import HeadRecord, RedrafterConfig, RedrafterHead
+from truedraft.measure import BUDGETS, TREE_TEMPERATURES, BeamTokens, ReplayedBeams, facts_of, replay_beams
 from truedraft.options import check_share, check_whole
-from truedraft.planning import BUDGETS, TREE_TEMPERATURES, BeamTokens, ReplayedBeams, facts_of, replay_beams
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.head_objective import HeldOutAccuracy

@@ -11,7 +11,7 @@ import truedraft.certify.engines.allowance as allowance_module
 from truedraft import SamplingParams
 from truedraft.certify.engines.allowance import EXACT, measured_allowance
 from truedraft.certify.engines.answer_probs import Judge
-from truedraft.peers import FILTERS, Question, Reply
+from truedraft.measure.peers import FILTERS, Question, Reply
 from truedraft.testing import MarkovModel
 
 

@@ -17,7 +17,7 @@ from truedraft.certify.engines.allowance import EXACT, Allowance
 from truedraft.certify.engines.answer_probs import AnswerProbs, Judge, ended_tokens, filtered
 from truedraft.certify.engines.behaviour import lengths
 from truedraft.core.probs import probs_from_logits
-from truedraft.peers import FILTERS, Question, Reply
+from truedraft.measure.peers import FILTERS, Question, Reply
 from truedraft.testing import MarkovModel
 from truedraft.text import Tokenizer
 

@@ -23,7 +23,7 @@ from truedraft.certify.engines.alternatives import (
 from truedraft.certify.engines.answer_probs import AnswerProbs, filtered
 from truedraft.certify.engines.bets import WEIGHTS, Bets
 from truedraft.core import probs as L
-from truedraft.peers import FILTERS, Question
+from truedraft.measure.peers import FILTERS, Question
 
 VOCAB = 6
 

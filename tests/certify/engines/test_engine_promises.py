@@ -23,7 +23,7 @@ from truedraft.certify.engines.bets import WEIGHTS, Bets
 from truedraft.certify.engines.evidence import Evidence
 from truedraft.certify.engines.run import drafted
 from truedraft.errors import OptionError, PeerError
-from truedraft.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
+from truedraft.measure.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
 from truedraft.testing import MarkovModel
 
 

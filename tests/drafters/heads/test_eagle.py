@@ -16,7 +16,6 @@ from support.eagle_reference import EagleReference, random_eagle
 from support.layer_heads import GREEDY, Records, answers_of, as_transformers_runs_it, plain_answers, target
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams
-from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Purpose
 from truedraft.core.probs import draw, total_variation
@@ -28,6 +27,7 @@ from truedraft.drafters.heads.levels import LikeliestTree, drawn_tree
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import native_linears
+from truedraft.models.cache import RequestCache
 
 SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=32, inner=64, reach=3, most_positions=CONTEXT)
 VARIANTS: dict[str, dict[str, Any]] = {

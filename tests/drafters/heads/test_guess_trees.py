@@ -12,6 +12,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
+from truedraft.core.theory import AcceptanceCurve
 from truedraft.core.top_k import TopK
 from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import Calibration, tree_curves
@@ -23,7 +24,6 @@ from truedraft.drafters.heads.guess_trees import (
     trees_for,
 )
 from truedraft.errors import CompositionError, ModelError, OptionError
-from truedraft.theory import AcceptanceCurve
 
 TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
 STAR = RankTree(((0,), (1,), (2,), (3,)))

@@ -15,8 +15,8 @@ from support.tiny_models import PROMPTS
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import Eagle3
 from truedraft.drafters.heads.eagle import Eagle3Runner
-from truedraft.learning.tenants import Tenants
 from truedraft.models.base import LanguageModel
+from truedraft.training.online.tenants import Tenants
 
 
 class Replayed(Records, Eagle3):

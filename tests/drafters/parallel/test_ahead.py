@@ -14,8 +14,6 @@ from support.parallel_drafting import SameProcess, beside, markov, near, off_by_
 from support.tiny_models import CONTEXT, PROMPTS, build, noisy, packed
 from support.tiny_models import VOCAB as TINY_VOCAB
 from truedraft import Engine, SamplingParams
-from truedraft.cache import key_span
-from truedraft.control import Controller, FixedBudget, Goodput
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import Proposal
@@ -25,9 +23,11 @@ from truedraft.drafters import Drafter, DraftModel, DraftRequest, ParallelDraft,
 from truedraft.drafters.parallel.ahead import Call
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Answer
+from truedraft.engine.policy import Controller, FixedBudget, Goodput
 from truedraft.errors import OptionError
 from truedraft.models.backends.native.build import built
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import key_span
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import MarkovModel, ScriptedController, altered
 

@@ -9,12 +9,12 @@ import pytest
 from support.tiny_models import PROMPTS, packed
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
-from truedraft.costs import Effort, measure_drafter
 from truedraft.drafters import PromptLookup, SuffixDrafter, from_spec
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.suffix import SuffixStore
 from truedraft.drafters.suffix.drafter import tree_of
 from truedraft.drafters.suffix.index import END, Matches
+from truedraft.engine.policy import Effort, measure_drafter
 from truedraft.errors import OptionError
 
 GREEDY = SamplingParams(max_tokens=24)

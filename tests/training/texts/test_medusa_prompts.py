@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError
+from truedraft.models.embedded import heldout_prompts_file
 from truedraft.training.texts import prompts
 from truedraft.training.texts.prompts import (
     PromptCounts,

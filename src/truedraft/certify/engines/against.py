@@ -34,7 +34,7 @@ from truedraft.certify.engines.asked import (
 )
 from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
-from truedraft.peers import Peer, Reply
+from truedraft.measure.peers import Peer, Reply
 
 _TRUST = (1.0, 4.0, 16.0, 64.0)
 _BEGINNING, _ANYWHERE = 0, 1

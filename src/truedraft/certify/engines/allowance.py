@@ -11,8 +11,8 @@ from torch import Tensor
 
 from truedraft.certify.sampling import plain_logits
 from truedraft.core.params import SamplingParams
+from truedraft.measure.peers import Question, Reply
 from truedraft.models.base import LanguageModel
-from truedraft.peers import Question, Reply
 
 
 @dataclass(frozen=True, slots=True)

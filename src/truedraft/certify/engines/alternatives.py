@@ -15,7 +15,7 @@ from torch import Tensor
 from truedraft.certify import faults
 from truedraft.certify.engines.answer_probs import AnswerProbs
 from truedraft.core.params import SamplingParams
-from truedraft.peers import FILTERS
+from truedraft.measure.peers import FILTERS
 
 COPIED = "copied from the text"
 """The name of candidates that are copied as n-gram speculation does."""

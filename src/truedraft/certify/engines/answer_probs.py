@@ -19,8 +19,8 @@ from torch import Tensor
 from truedraft.certify.engines.allowance import EXACT, FAR, Allowance, judging_logits, stretch
 from truedraft.core.params import SamplingParams
 from truedraft.core.shaping import Shaping
+from truedraft.measure.peers import Question, Reply
 from truedraft.models.base import LanguageModel
-from truedraft.peers import Question, Reply
 
 _NUCLEUS = 1e-6
 """How far a sum of float64 probabilities that came from float32 logits may be off."""

@@ -14,7 +14,7 @@ from truedraft.certify.report import Report, option_words
 from truedraft.certify.sampling import beginnings
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
-from truedraft.peers import Peer, PeerFacts, Question, Reply
+from truedraft.measure.peers import Peer, PeerFacts, Question, Reply
 
 BEGINNING = 12
 """Tokens of a prompt that is asked many times."""

@@ -13,8 +13,8 @@ from truedraft.certify.checks import Finding, Part, Status
 from truedraft.certify.engines.allowance import Allowance
 from truedraft.certify.engines.answer_probs import Judge, unknown_end
 from truedraft.certify.engines.asked import Answered, AskedEngine
+from truedraft.measure.peers import Question, Reply
 from truedraft.models.base import LanguageModel
-from truedraft.peers import Question, Reply
 from truedraft.text import REPLACEMENT, Tokenizer
 
 _STOP_TOKENS = 24

@@ -32,8 +32,8 @@ from truedraft.certify.engines.evidence import Evidence
 from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
+from truedraft.measure.peers import Peer
 from truedraft.models.base import LanguageModel
-from truedraft.peers import Peer
 
 _LEAST_GREEDY = 32
 """Greedy tokens away from near ties below which nothing is said."""

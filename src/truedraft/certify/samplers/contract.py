@@ -29,7 +29,7 @@ from torch import Tensor
 
 from truedraft.certify.samplers.worlds import Rows
 from truedraft.errors import OptionError, TruedraftError
-from truedraft.peers import load_function
+from truedraft.measure.peers import load_function
 
 _OFFSET = 3.0
 

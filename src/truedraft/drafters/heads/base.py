@@ -13,13 +13,13 @@ from torch import Tensor
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
+from truedraft.core.theory import AcceptanceCurve
 from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
 from truedraft.drafters.held import Held
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.heads.base import Head
 from truedraft.models.backends.graphs.replay import CudaGraphs, Recorder
 from truedraft.models.base import LanguageModel
-from truedraft.theory import AcceptanceCurve
 
 HeadT = TypeVar("HeadT", bound=Head)
 RunnerT = TypeVar("RunnerT")

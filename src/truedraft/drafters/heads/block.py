@@ -8,8 +8,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from truedraft.cache import CachePool, RequestCache
-from truedraft.cache.buffers import key_span
 from truedraft.core import transfers
 from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, running
 from truedraft.errors import OptionError
@@ -19,6 +17,8 @@ from truedraft.models.backends.graphs.blocks import GraphBlocks
 from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.base import LanguageModel
+from truedraft.models.cache import CachePool, RequestCache
+from truedraft.models.cache.buffers import key_span
 from truedraft.options import check_share
 
 BlockT = TypeVar("BlockT", bound=BlockHead)

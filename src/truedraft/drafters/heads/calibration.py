@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.core.params import SamplingParams
+from truedraft.core.theory import AcceptanceCurve
 from truedraft.drafters.heads.acceptance import RAW, AcceptanceOdds
 from truedraft.errors import ModelError, OptionError
-from truedraft.theory import AcceptanceCurve
 
 GREEDY, SAMPLED, COUPLED = "greedy", "sampled", "coupled"
 LIKELIEST, COUNTED = "likeliest", "counted"

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from truedraft.cache import CachePool, RequestCache
 from truedraft.core import transfers
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
@@ -28,6 +27,7 @@ from truedraft.models.backends.graphs.pairs import GraphPairs
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.backends.native.pairs import NativePairs
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
 from truedraft.models.packing import ForwardPlan
 

@@ -17,12 +17,12 @@ from truedraft.core.noise import Noise, gumbel_of
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import by_rows
 from truedraft.core.rank_tree import RankTree, likeliest_paths
+from truedraft.core.theory import AcceptanceCurve
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import FACT, GREEDY, SAMPLED, Calibration, fixed_for, kind_of, tree_curves
 from truedraft.errors import CompositionError, OptionError
-from truedraft.theory import AcceptanceCurve
 
 MOST_RANKS = 64
 """Guesses of a head that a tree chosen at each step may take up."""

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from truedraft.cache import CachePool, RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
@@ -46,6 +45,7 @@ from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import is_fastest, native_linears
 from truedraft.models.base import Choose, LanguageModel, Segment
+from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
 BEAMS = 8

@@ -14,6 +14,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
+from truedraft.core.theory import AcceptanceCurve
 from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.base import HeadDrafter, SizePlan, TreeFacts
@@ -23,7 +24,6 @@ from truedraft.drafters.heads.guesses import MedusaGuesses
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaHeads, MedusaRunner
 from truedraft.models.base import LanguageModel
-from truedraft.theory import AcceptanceCurve
 
 DEFAULT_NODES = 16
 """Nodes of a tree whose size nobody chose; what is best depends on the machine and is measured (planning)."""

@@ -13,6 +13,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.theory import AcceptanceCurve
 from truedraft.core.tree import TokenTree, narrowed
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.base import HeadDrafter, SizePlan
@@ -22,7 +23,6 @@ from truedraft.drafters.heads.sampled_beams import SampledBeams
 from truedraft.errors import OptionError
 from truedraft.heads.redrafter import RedrafterHead, RedrafterRunner
 from truedraft.models.base import LanguageModel
-from truedraft.theory import AcceptanceCurve
 
 DEFAULT_BEAMS, DEFAULT_NODES = 8, 16
 """Sizes that nobody chose; what is best depends on the machine and is measured (planning)."""

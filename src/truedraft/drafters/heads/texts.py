@@ -10,9 +10,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.drafters.base import DraftRequest
 from truedraft.errors import first_line
+from truedraft.models.cache import CachePool, PrefixCache, RequestCache
 
 _log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from truedraft.cache import Buffers, RequestCache
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import Backend, decoder_layers, showing
+from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packing import ForwardPlan, SegmentPlan

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
-from truedraft.cache import CachePool
 from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.base import Choose, ForwardOutput, HeadRun, Segment
+from truedraft.models.cache import CachePool
 from truedraft.models.packing import ForwardPlan
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from truedraft.cache import CachePool, RequestCache
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend, PathCache
+from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.multimodal import on_device
 from truedraft.models.packing import SegmentPlan
 from truedraft.models.sources import Sources

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.cache import CachePool, Entries, RequestCache
 from truedraft.core.tree import TreeShape
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
+from truedraft.models.cache import CachePool, Entries, RequestCache
 from truedraft.models.packed_linear import LEAST_ROWS, can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns

@@ -16,12 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from truedraft.cache import CachePool
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.adapters import Adapters, LowRank
 from truedraft.models.attention import AttentionPattern, Scoring
 from truedraft.models.backends.base import Backend, decoder_layers, showing
 from truedraft.models.backends.native.linear import quantized_linears
+from truedraft.models.cache import CachePool
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packed_linear import multiplies_packed_alone

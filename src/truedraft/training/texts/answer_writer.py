@@ -22,8 +22,8 @@ from truedraft.drafters.base import Features, StepOutcome
 from truedraft.engine import Engine
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, TrainingError
+from truedraft.measure import StepWatcher, outputs_along
 from truedraft.models.base import LanguageModel
-from truedraft.planning import StepWatcher, outputs_along
 from truedraft.training.loop import Callbacks, identity_of
 from truedraft.training.options import WritingOptions
 from truedraft.training.texts.prompts import prompts_hash

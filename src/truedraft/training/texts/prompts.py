@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError
+from truedraft.models.embedded import heldout_prompts_file
 from truedraft.models.loading import quiet_transformers
 from truedraft.training.texts.data import Encoder, as_stream
 
@@ -258,12 +258,7 @@ def _others(library: Mapping[str, str], shipped: Sequence[Mapping[str, object]])
 
 def shipped_prompts() -> list[dict[str, object]]:
     """The shipped held-out prompts, with the files they come from."""
-    path = heldout_prompts_file()
-    if not path.is_file():
-        raise DataError(
-            "the held-out prompts are not part of this installation; name text of your own with --data FILE"
-        )
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in heldout_prompts_file().read_text(encoding="utf-8").splitlines()]
 
 
 def _library() -> dict[str, str]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.errors import DataError
-from truedraft.planning import Trace
+from truedraft.measure import Trace
 from truedraft.training.loop import Identity, refuse_another_run
 from truedraft.training.workspace import write_whole, writing
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from truedraft.cache.pages import Pages
 from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs
+from truedraft.models.cache.pages import Pages
 
 Look: TypeAlias = Callable[[int, int, float, Tensor], Tensor]
 """Attention of queries `[rows, heads, width]` to what is in the pages of an attention call, by the number of its

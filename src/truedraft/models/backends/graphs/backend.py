@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
-from truedraft.cache import CachePool, PagePool, Pages, PageTable
 from truedraft.errors import CacheError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend
@@ -33,6 +32,7 @@ from truedraft.models.backends.graphs.batch import (
 )
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Choose, ForwardOutput, Segment
+from truedraft.models.cache import CachePool, PagePool, Pages, PageTable
 from truedraft.models.llama import Linears, Llama, LlamaLayer, RotaryTable
 from truedraft.models.packed_linear import joined
 from truedraft.models.packing import ForwardPlan

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from truedraft.cache.pages import PAGE, PageTable
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.base import Segment
+from truedraft.models.cache.pages import PAGE, PageTable
 
 WORD_BITS = 64
 """Nodes of a tree that one number tells about."""

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from truedraft.cache import PagePool, Pages, RequestCache
 from truedraft.core import transfers
 from truedraft.core.tree import chain_shape
 from truedraft.models.attention import AttentionPattern, Full
@@ -22,6 +21,7 @@ from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
 from truedraft.models.backends.graphs.growth import Grow, joined_work
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Segment
+from truedraft.models.cache import PagePool, Pages, RequestCache
 from truedraft.models.llama import RotaryTable
 
 _PATTERNS: tuple[AttentionPattern, ...] = (Full(),)

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from truedraft.cache import PagePool, Pages
 from truedraft.models.attention import AttentionPattern, Full
 from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, write
 from truedraft.models.backends.graphs.backend import PagedForward
@@ -18,6 +17,7 @@ from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
 from truedraft.models.backends.graphs.growth import Grow, joined_work, own_bits
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Segment
+from truedraft.models.cache import PagePool, Pages
 from truedraft.models.llama import RotaryTable
 
 _PATTERNS: tuple[AttentionPattern, ...] = (Full(),)

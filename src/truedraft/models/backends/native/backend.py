@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from truedraft.cache import Buffers, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
 from truedraft.errors import CacheError, ModelError, UnsupportedModelError
@@ -40,6 +39,7 @@ from truedraft.models.backends.native.memory import (
     quantized_bytes,
 )
 from truedraft.models.base import HeadRun
+from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.mapped import forget_pages, return_freed_memory
 from truedraft.models.packed_linear import release

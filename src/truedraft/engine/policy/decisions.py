@@ -1,0 +1,404 @@
+"""What was decided in the steps of an engine, and what it brought: from step records to counts and a speed-up.
+
+`Decisions` listens to an engine (`engine.listeners.append(decisions)`), or is made of records that somebody kept. Steps
+with a part of a prompt are left out: nothing is decided for prompts, and what they take is no time of decoding. Steps
+that were not settled (`StepRecord.settled`) are counted without their seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from truedraft.core.budget import Decision
+from truedraft.core.stats import PROBE, RequestStep, StepRecord
+from truedraft.core.sums import summed
+from truedraft.core.theory import ForwardTable
+
+PLAIN = "plain"
+"""What was decided where nothing was to be drafted; `PROBE` where a step was made to learn from, whoever drafted."""
+END, NOT_ASKED = "end", "not asked"
+"""Why nothing was drafted: no token could follow a draft any more; or there was nobody to ask, or all failed."""
+
+ForwardSeconds: TypeAlias = Callable[[int, Sequence[int]], float]
+"""V: seconds of a target forward over so many rows, for requests with so many cached tokens each."""
+
+_MOST = 512  # stretches
+_SHOWN = 128  # of them in a record
+_ENOUGH_PLAIN = 16  # plain steps that tell what such a step takes
+_LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # from which an interval says anything, and that are drawn from
+_DRAWS = 2000
+_INTERVAL = (0.025, 0.975)
+
+
+def what_was_decided(step: RequestStep) -> str:
+    """Names of the drafters that were to draft, joined by "+"; "plain" where none was; "probe" where one learned."""
+    decision = step.decision
+    if decision is None:
+        return PLAIN
+    if decision.reason == PROBE:
+        return PROBE
+    return PLAIN if decision.is_zero else "+".join(part.drafter for part in decision.parts)
+
+
+def why(decision: Decision | None) -> str:
+    """The reason of a decision in a word or two; "" where its controller gave none."""
+    if decision is None:
+        return NOT_ASKED
+    cut_to_nothing = decision.budget.depth == 0 and decision.budget.nodes > 0
+    return END if cut_to_nothing and decision.is_zero else decision.reason
+
+
+@dataclass(slots=True)
+class Tally:
+    """All that was decided alike, a drafter's name or "plain" or "probe". A step of three requests counts three times.
+
+    Attributes:
+        steps: how often.
+        drafted: nodes.
+        accepted: of them.
+        emitted: tokens, those that ended an answer included, so that plain decoding has exactly one a step.
+        foreseen: tokens that were expected.
+        foreseen_steps: in so many of the steps; in others nobody estimated it.
+        seconds: of the settled ones of these steps: what drafters took goes to those that they drafted for, the rest of
+            a step in equal parts to all its requests.
+        reasons: how often for which, see `why`.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    foreseen: float = 0.0
+    foreseen_steps: int = 0
+    seconds: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def count(self, step: RequestStep, seconds: float) -> None:
+        """One step for one request."""
+        self.steps += 1
+        self.drafted += step.nodes
+        self.accepted += step.accepted
+        self.emitted += step.emitted + step.stop_tokens
+        self.seconds += seconds
+        reason = why(step.decision)
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if step.decision is not None and step.decision.expected_tokens is not None and reason != END:
+            self.foreseen += step.decision.expected_tokens
+            self.foreseen_steps += 1
+
+    __add__ = summed
+
+    @property
+    def drafted_per_step(self) -> float:
+        """Mean drafted nodes."""
+        return self.drafted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted over drafted; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def expected_per_step(self) -> float | None:
+        """Tokens a step, as they were expected before it; None where nobody estimated them."""
+        return self.foreseen / self.foreseen_steps if self.foreseen_steps else None
+
+    @property
+    def emitted_per_step(self) -> float:
+        """Tokens a step, as they came."""
+        return self.emitted / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Consecutive steps.
+
+    Attributes:
+        steps: of the engine.
+        decisions: of its requests, by what was decided.
+        drafted: nodes, of all requests.
+        accepted: of them.
+        emitted: tokens, those that ended an answer included.
+        seconds: from beginning to end of each settled step, and so in all that follows.
+        bare_s: the same without drafting and deciding.
+        curve_s: V of the steps.
+        plain_curve_s: V of the plain steps that would have emitted as many tokens.
+        plain_steps: steps in which nothing was drafted.
+        plain_s: what these took, drafting and deciding apart.
+        plain_steps_curve_s: V of them.
+    """
+
+    steps: int = 0
+    decisions: dict[str, int] = field(default_factory=dict)
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    seconds: float = 0.0
+    bare_s: float = 0.0
+    curve_s: float = 0.0
+    plain_curve_s: float = 0.0
+    plain_steps: int = 0
+    plain_s: float = 0.0
+    plain_steps_curve_s: float = 0.0
+
+    __add__ = summed
+
+    @property
+    def requests(self) -> int:
+        """Requests, summed over steps."""
+        return sum(self.decisions.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """An estimated factor over plain decoding.
+
+    Attributes:
+        factor: seconds that plain decoding would have needed for the same tokens / measured seconds.
+        low: of the 95 % interval; None where there were too few steps for one.
+        high: likewise.
+        by_plain_steps: whether plain steps of the same run say what a plain step takes; else the cost curve does, held
+            to what all steps took.
+    """
+
+    factor: float
+    low: float | None
+    high: float | None
+    by_plain_steps: bool
+
+    def describe(self) -> str:
+        """In a sentence."""
+        interval = "too few steps for an interval"
+        if self.low is not None and self.high is not None:
+            interval = f"95 % interval {self.low:.2f} to {self.high:.2f}"
+        basis = "this run's plain steps" if self.by_plain_steps else "the cost curve, held to this run's steps"
+        return f"estimated speed-up over plain decoding: {self.factor:.2f} ({interval}), by {basis}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For records."""
+        return dataclasses.asdict(self)
+
+
+class Decisions:
+    """Counts what was decided in an engine's steps; its size does not grow with their number.
+
+    Args:
+        forward_s: V of the target, for the speed-up; None leaves that to the run's plain steps.
+        request: id of the one whose tokens count, of those that share the steps; None counts all.
+
+    Attributes:
+        tallies: by what was decided, in the order of the first time.
+        stretches: all steps, in order; the longer the run, the more of them in each.
+    """
+
+    def __init__(self, forward_s: ForwardSeconds | None = None, request: int | None = None) -> None:
+        self.tallies: dict[str, Tally] = {}
+        self.stretches: list[Stretch] = []
+        self._forward_s = forward_s
+        self._request = request
+        self._curve_s = ForwardTable(forward_s or (lambda rows, contexts: 1.0))
+        self._in_each = 1  # steps of a stretch
+
+    @classmethod
+    def of(
+        cls, records: Iterable[StepRecord], forward_s: ForwardSeconds | None = None, request: int | None = None
+    ) -> Decisions:
+        """Those of steps whose records were kept."""
+        decisions = cls(forward_s, request)
+        for record in records:
+            decisions(record)
+        return decisions
+
+    def __call__(self, record: StepRecord) -> None:
+        """A step was made."""
+        if record.prefill or not record.requests:
+            return
+        own: Sequence[int] = range(len(record.requests))
+        if self._request is not None:
+            if self._request not in record.numbers:
+                return  # the one that counts took no part
+            own = [record.numbers[self._request]]
+        counts: dict[str, int] = {}
+        for number in own:
+            step = record.requests[number]
+            what = what_was_decided(step)
+            counts[what] = counts.get(what, 0) + 1
+            seconds = record.seconds_of_each[number] if record.settled else 0.0
+            self.tallies.setdefault(what, Tally()).count(step, seconds)
+        made = self._stretch(record, [record.requests[number] for number in own], counts)
+        if self.stretches and self.stretches[-1].steps < self._in_each:
+            self.stretches[-1] += made
+        else:
+            self.stretches.append(made)
+            self._keep_bounded()
+
+    def _stretch(self, record: StepRecord, own: Sequence[RequestStep], counts: dict[str, int]) -> Stretch:
+        requests = len(record.requests)
+        emitted = sum(step.emitted + step.stop_tokens for step in own)
+        counts_only = Stretch(1, counts, sum(step.nodes for step in own), sum(step.accepted for step in own), emitted)
+        if not record.settled:
+            return counts_only
+        bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
+        curve_s = self._curve_s(record.rows, record.contexts)
+        plain = not record.nodes
+        return replace(
+            counts_only,
+            seconds=record.total_s,
+            bare_s=bare_s,
+            curve_s=curve_s,
+            plain_curve_s=emitted / max(len(own), 1) * (curve_s if plain else self._curve_s(requests, record.contexts)),
+            plain_steps=int(plain),
+            plain_s=bare_s if plain else 0.0,
+            plain_steps_curve_s=curve_s if plain else 0.0,
+        )
+
+    def _keep_bounded(self) -> None:
+        while len(self.stretches) > _MOST:
+            self.stretches = _joined(self.stretches, 2)
+            self._in_each *= 2
+
+    def __add__(self, other: Decisions) -> Decisions:
+        """Those of both runs, one behind the other."""
+        found = Decisions(self._forward_s)
+        found.tallies = {
+            name: dataclasses.replace(each, reasons=dict(each.reasons)) for name, each in self.tallies.items()
+        }
+        for name, each in other.tallies.items():
+            found.tallies[name] = found.tallies.get(name, Tally()) + each
+        found.stretches = [*self.stretches, *other.stretches]
+        found._in_each = max(self._in_each, other._in_each)
+        found._keep_bounded()
+        return found
+
+    @property
+    def steps(self) -> int:
+        """Decisions: steps, each as often as it had requests."""
+        return sum(each.steps for each in self.tallies.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return sum(each.seconds for each in self.tallies.values())
+
+    @property
+    def drafted(self) -> int:
+        """Nodes."""
+        return sum(each.drafted for each in self.tallies.values())
+
+    @property
+    def ordered(self) -> dict[str, Tally]:
+        """The tallies: drafters first, then "plain", then "probe"."""
+        return dict(
+            sorted(
+                self.tallies.items(),
+                key=lambda each: (PLAIN, PROBE).index(each[0]) + 1 if each[0] in (PLAIN, PROBE) else 0,
+            )
+        )
+
+    def timeline(self, most: int) -> list[Stretch]:
+        """All steps in order, in at most so many stretches of equally many."""
+        return _joined(self.stretches, -(-len(self.stretches) // most)) if self.stretches else []
+
+    def estimate(self) -> Speedup | None:
+        """The estimated factor over plain decoding, without its interval, which takes milliseconds.
+
+        None where nothing was drafted, or where there is neither a cost curve nor enough plain steps.
+        """
+        by_plain_steps = sum(each.plain_steps for each in self.stretches) >= _ENOUGH_PLAIN
+        if not self.drafted or not (by_plain_steps or self._forward_s is not None):
+            return None
+        sums = np.array([_sums(each, by_plain_steps) for each in self.stretches])
+        factor = float(_factors(sums.sum(0)[None])[0])
+        return Speedup(factor, None, None, by_plain_steps) if np.isfinite(factor) else None
+
+    def speedup(self) -> Speedup | None:
+        """`estimate` with an interval by a bootstrap over blocks of consecutive steps."""
+        found = self.estimate()
+        if found is None:
+            return None
+        # Neighbours are alike: a drafter that found a passage to copy will find it again. So blocks are drawn.
+        steps = sum(each.steps for each in self.stretches)
+        sums = np.array([_sums(each, found.by_plain_steps) for each in self.stretches])
+        length = max(round(steps ** (1 / 3) / self._in_each), -(-len(sums) // _MOST_BLOCKS), 1)
+        blocks = np.add.reduceat(sums, range(0, len(sums), length))
+        if len(blocks) < _LEAST_BLOCKS:
+            return found
+        drawn = np.random.default_rng(0).integers(len(blocks), size=(_DRAWS, len(blocks)))
+        counts = np.bincount((drawn + len(blocks) * np.arange(_DRAWS)[:, None]).ravel(), minlength=drawn.size)
+        factors = _factors(counts.reshape(drawn.shape).astype(np.float64) @ blocks)
+        known = factors[np.isfinite(factors)]
+        if not len(known):
+            return found
+        low, high = np.quantile(known, _INTERVAL)
+        return replace(found, low=float(low), high=float(high))
+
+    def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:
+        """For records: sums and what follows from them, and a timeline of at most `most` stretches."""
+        speedup = self.speedup()
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "speedup": None if speedup is None else speedup.as_dict(),
+            "decided": [self._tally_record(name, each) for name, each in self.ordered.items()],
+            "timeline": [_stretch_record(each) for each in self.timeline(most)] if most else [],
+        }
+
+    def _tally_record(self, name: str, tally: Tally) -> dict[str, Any]:
+        return {
+            "name": name,
+            "share": self.share(tally),
+            "drafted_per_step": tally.drafted_per_step,
+            "acceptance": tally.acceptance,
+            "expected_per_step": tally.expected_per_step,
+            "emitted_per_step": tally.emitted_per_step,
+            "time_share": self.time_share(tally),
+            "steps": tally.steps,
+            "drafted": tally.drafted,
+            "accepted": tally.accepted,
+            "emitted": tally.emitted,
+            "seconds": tally.seconds,
+            "reasons": dict(tally.reasons),
+        }
+
+    def share(self, tally: Tally) -> float:
+        """Of all decisions, a fraction."""
+        return tally.steps / self.steps if self.steps else 0.0
+
+    def time_share(self, tally: Tally) -> float:
+        """Of all seconds, a fraction."""
+        return tally.seconds / self.seconds if self.seconds else 0.0
+
+
+def _joined(stretches: Sequence[Stretch], count: int) -> list[Stretch]:
+    """Each `count` consecutive ones as one."""
+    found = []
+    for first in range(0, len(stretches), count):
+        whole = stretches[first]
+        for each in stretches[first + 1 : first + count]:
+            whole = whole + each
+        found.append(whole)
+    return found
+
+
+def _sums(stretch: Stretch, by_plain_steps: bool) -> tuple[float, float, float, float]:
+    """Seconds measured, V of plain decoding, and what holds V to the run: seconds and V of the same steps."""
+    if by_plain_steps:
+        return stretch.seconds, stretch.plain_curve_s, stretch.plain_s, stretch.plain_steps_curve_s
+    return stretch.seconds, stretch.plain_curve_s, stretch.bare_s, stretch.curve_s
+
+
+def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Speed-ups from sums, one in each row; not finite where a draw of blocks holds no plain step."""
+    measured_s, plain_curve_s, seconds, curve_s = sums.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return plain_curve_s * seconds / curve_s / measured_s
+
+
+def _stretch_record(stretch: Stretch) -> dict[str, Any]:
+    names = ("steps", "seconds", "drafted", "accepted", "emitted", "decisions")
+    return {name: getattr(stretch, name) for name in names}

@@ -1,0 +1,448 @@
+"""The goodput controller: at every step the drafters and budgets from which most tokens a second are expected.
+
+What a decision looks at. Everything is known before the step drafts anything, so whether a draw exists never depends
+on its token (docs/concepts.md, predictable choice). Tokens of greedy and seeded requests hang on no budget, and no two
+others share noise in an engine, so what became of one request's drafts may decide about any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import ClassVar, TypeAlias, TypeVar
+
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
+from truedraft.core.stats import RequestStep, StepRecord
+from truedraft.engine.policy.acceptance import UNKNOWN_RATE, Acceptance, Odds
+from truedraft.engine.policy.base import Controller, StepTimes
+from truedraft.engine.policy.plan import SIZES, TOLD, Candidate, Plan, Planner, Share
+
+_MOST_KINDS = 512  # of guesses, over drafters and sampling options, of which it is known how good they are
+_AHEAD = 32  # tokens over which catching up must pay, where so many may come
+_HYSTERESIS = 0.02  # gain below which nothing is changed, for costs are not known better
+_PLAN_SHARE, _MOST_KEPT = 0.005, 96  # of time that planning may take before a plan is kept for so many steps
+_ASK_SHARE, _MOST_RESTS = 0.02, 2  # of time that asking may take where drafts are made, and steps that it rests for
+_PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # steps, and seconds, until who drafts nothing is looked at
+_OTHER_BATCH = 0.34  # change of the number of requests after which a plan says nothing
+_CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
+_PLAIN_AGE_S = 0.25  # after which what a plain step takes is measured again
+_PLAIN_SHARE = 0.5  # of what probing may lose, where something is drafted
+_LEAST_LOST = 0.1  # of a plain step, for the first of them finds caches cold
+_READY_WITHIN = 48  # tokens
+_DEAR_LEVEL_S = 5e-4  # of a token drafted, from which it pays to look how likely tokens are: a tenth of it, measured
+_SLOW = 0.1  # share by which one step moves what steps are known to take
+_PLANS = 5  # of which the median says what planning takes, for one of them may have measured costs
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+Kind: TypeAlias = tuple[str, int]
+"""What a request's estimates are kept apart by: drafter, and kind of hint with what became of its last proposal;
+the pool's by sampling options too."""
+
+
+@dataclass(slots=True, eq=False)
+class _Own:
+    """What is kept of a request while it runs.
+
+    Attributes:
+        shaping: its sampling options that acceptance hangs on.
+        acceptance: estimates from its own verdicts.
+        kinds: at the last decision, by drafter.
+        accepted: whether anything of the last proposal was, by drafter.
+        share: what the last plan has for it.
+        decided: by these kinds, since that plan was made.
+        waited: whether it had plain steps because what steps take was not known yet.
+        weighed: what could last be drafted for it, and by whom that was decided.
+    """
+
+    shaping: object
+    acceptance: dict[Kind, Acceptance] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, bool] = field(default_factory=dict)
+    share: Share = None
+    decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)
+    waited: bool = False
+    weighed: tuple[Planner, Sequence[Candidate]] | None = None
+
+    def weigh(self, planner: Planner, candidates: Sequence[Candidate]) -> None:
+        """Keep what is told of them; at the end of an answer there is room for short drafts alone, which say less."""
+        if candidates and (self.weighed is None or len(candidates[0].gains) >= TOLD):
+            self.weighed = planner, candidates
+
+
+class Goodput(Controller):
+    """Chooses drafters and budgets by expected tokens per second; the default.
+
+    Args:
+        probing: share of time that probing may lose, a fraction. It never ends, so no drafter is given up for ever.
+        clock: seconds.
+        plain_steps: of plain decoding, one behind another, that tell what such a step takes.
+        follows: whether verdicts follow one another, as those on text do: what comes behind a proposal that was
+            rejected whole is estimated apart.
+    """
+
+    weighs_costs: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        probing: float = 0.01,
+        clock: Callable[[], float] = time.perf_counter,
+        plain_steps: int = 3,
+        follows: bool = True,
+    ) -> None:
+        self._probing = probing
+        self._clock = clock
+        self._plain_steps = plain_steps
+        self._follows = follows
+        self._times: StepTimes | None = None
+        self._expected: dict[str, Sequence[float]] = {}  # gains of chains by drafter
+        self._pool: dict[tuple[object, Kind], Acceptance] = {}
+        self._odds: dict[tuple[object, str], Odds] = {}
+        self._own: dict[int, _Own] = {}
+        self._planned: tuple[Planner, Plan, tuple[int, ...]] | None = None  # the last plan, and for which requests
+        self._kept, self._kept_until = 0, 0.0  # steps for which it is still kept, and until when
+        self._step = 0
+        self._steps_s = self._ask_s = 0.0  # that a step and asking take
+        self._plans_s: deque[float] = deque(maxlen=_PLANS)  # that the last plans took
+        self._rested = 0  # steps since the one that was last observed
+        self._observed = self._plain_at = clock()  # when that was, and when a step was last plain decoding
+        self._turn = 0  # whose turn it is to be probed with
+        self._credit_s = 0.0  # seconds that probing may lose
+        self._wanted_s = 0.0  # that the next probe may lose, which waits for credit or its time; 0 without one
+        self._probe: tuple[int, float, float] | None = None  # of the running step: request, rate, seconds at stake
+        self._plain_left = 0  # plain steps of a probe that are still to come
+
+    def begin(self, times: StepTimes) -> None:
+        self._times, self._kept = times, 0
+
+    def expect(self, survival: Mapping[str, Sequence[float]]) -> None:
+        self._expected.update(survival)
+
+    # ------------------------------------------------------------------------------------ deciding
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        self._rested, self.rests = self.rests, 0
+        self._probe = None
+        if not self._timing.ready(all(view.params.greedy for view in views)):
+            for view in views:
+                self._own_of(view).waited = True
+            return [Decision(next(iter(view.limits)), NO_DRAFT, reason="measuring") for view in views]
+        ids = tuple([view.id for view in views])
+        if self._plain_left and self._planned is not None and self._planned[2] == ids:
+            self._plain_left -= 1
+            return [self._plain(view, "probe") for view in views]
+        self._plain_left = 0
+        hints = [self._hints(view) for view in views]
+        if self._kept > 0 and self._clock() < self._kept_until and self._still_fits(ids):
+            self._kept -= 1 + self._rested
+            decisions = [self._decided(view, own) for view, own in zip(views, hints, strict=True)]
+        else:
+            decisions = self._renewed(views, hints)
+        if self._probe is None and self._steps_s:
+            if any(not each.is_zero for each in decisions):
+                self.rests = min(int(self._ask_s / (_ASK_SHARE * self._steps_s)), _MOST_RESTS)
+            else:
+                self.rests = min(int(_PLAIN_RESTS_S / self._steps_s), _PLAIN_RESTS)
+        return decisions
+
+    def _still_fits(self, ids: tuple[int, ...]) -> bool:
+        """Whether the last plan says anything of a batch: of about as many requests, and alone the same one."""
+        planned = self._planned[2] if self._planned is not None else ()
+        if min(len(ids), len(planned)) == 1:
+            return ids == planned
+        return abs(len(ids) - len(planned)) <= _OTHER_BATCH * len(planned)
+
+    def _renewed(self, views: Sequence[RequestView], hints: Sequence[Mapping[str, Hint]]) -> list[Decision]:
+        """Decisions by a new plan; where planning takes long, it is kept for some steps."""
+        began = self._clock()
+        owns = [self._own_of(view) for view in views]
+        candidates = [self._candidates(*each) for each in zip(views, hints, strict=True)]
+        planner = Planner(self._timing, [view.context for view in views], all(view.params.greedy for view in views))
+        plan = planner.best(candidates)
+        before = [_before(*each) for each in zip(owns, candidates, plan.shares, strict=True)]
+        plan = planner.settled(plan, before, _HYSTERESIS)
+        self._planned = planner, plan, tuple([view.id for view in views])
+        decisions = []
+        for view, own, share, found, looked_at in zip(views, owns, plan.shares, hints, candidates, strict=True):
+            own.share = share
+            own.weigh(planner, looked_at)
+            decisions.append(self._decision(view, share))
+            own.decided = {_kinds(own, found): decisions[-1]}
+        self._make_probe(views, decisions, hints, candidates)
+        self._plans_s.append(self._clock() - began)
+        plan_s = median_low(self._plans_s)
+        self._kept = min(int(plan_s / (_PLAN_SHARE * self._steps_s)), _MOST_KEPT) if self._steps_s else 0
+        self._kept_until = self._clock() + plan_s / _PLAN_SHARE  # for it may make steps longer than they were
+        return decisions
+
+    def _decided(self, view: RequestView, hints: Mapping[str, Hint]) -> Decision:
+        """A decision beside the plan that is kept, where a request is new or drafters know other things."""
+        assert self._planned is not None
+        own = self._own_of(view)
+        kinds = _kinds(own, hints)
+        own.kinds = dict(kinds)
+        if kinds not in own.decided:
+            planner, plan, ids = self._planned
+            others = list(plan.shares)
+            others[ids.index(view.id) if view.id in ids else -1] = None  # a new one takes somebody's place
+            candidates = self._candidates(view, hints)
+            own.weigh(planner, candidates)
+            own.decided[kinds] = self._decision(view, planner.choice(plan, others, candidates).share)
+        return own.decided[kinds]
+
+    def _decision(self, view: RequestView, share: Share, reason: str = "pays") -> Decision:
+        if share is None:
+            return self._plain(view)
+        assert self._planned is not None
+        planner, plan, _ = self._planned
+        candidate, nodes = share
+        floor = planner.floor(plan, share) if candidate.odds is not None else 0.0
+        tokens, speedup = candidate.tokens[nodes], plan.rate / planner.plain.rate
+        return Decision(candidate.drafter, candidate.budget(nodes, floor), (), reason, tokens, speedup)
+
+    def _plain(self, view: RequestView, reason: str = "plain") -> Decision:
+        assert self._planned is not None
+        planner, plan, _ = self._planned
+        return Decision(next(iter(view.limits)), NO_DRAFT, (), reason, 1.0, plan.rate / planner.plain.rate)
+
+    def undrafted(self, request: int) -> str:
+        own = self._own.get(request)
+        if own is None or own.weighed is None:
+            waited = own is not None and own.waited
+            return "what drafts take was still being measured" if waited else "no drafter found anything to propose"
+        planner, candidates = own.weighed
+        return f"plain was expected to be faster ({planner.weighed(candidates)})"
+
+    # ------------------------------------------------------------------------------------ what may be drafted
+
+    def _hints(self, view: RequestView) -> dict[str, Hint]:
+        """What drafters that may draft for a request know beforehand."""
+        return {
+            drafter: view.hints[drafter]() if drafter in view.hints else Hint()
+            for drafter, limits in view.limits.items()
+            if not limits.is_zero
+        }
+
+    def _candidates(self, view: RequestView, hints: Mapping[str, Hint]) -> list[Candidate]:
+        """The drafters that may draft for a request, as far as its own verdicts say, too."""
+        own, room = self._own_of(view), view.remaining - 1
+        own.kinds = dict(_kinds(own, hints))
+        found = []
+        for drafter, hint in hints.items() if room >= 1 else ():
+            if not hint.finds:
+                continue
+            limits = view.limits[drafter].cut(room)
+            gains = self._acceptance(view, own, (drafter, _kind(own, drafter, hint))).gains(_most(limits, room))
+            late_s = self._timing.catch_up_s(drafter, hint.behind)
+            odds = None
+            if hint.confident and self._level_s(drafter, view.params.greedy) >= _DEAR_LEVEL_S:
+                odds = self._odds_of(own, drafter).odds
+            ahead = max(1, min(room, _AHEAD) // 2)
+            found.append(Candidate(drafter, limits, gains, late_s / ahead, late_s, odds, hint.guessed))
+        return found
+
+    def _level_s(self, drafter: str, greedy: bool) -> float:
+        """Seconds that a drafter takes for one more token of one request."""
+        return self._timing.drafting_s(drafter, 1, 2, greedy) - self._timing.drafting_s(drafter, 1, 1, greedy)
+
+    def _own_of(self, view: RequestView) -> _Own:
+        own = self._own.get(view.id)
+        if own is None:
+            params = view.params
+            own = self._own[view.id] = _Own((params.probs_key, params.seeded, params.structured is not None))
+        return own
+
+    def _acceptance(self, view: RequestView, own: _Own, kind: Kind) -> Acceptance:
+        if kind not in own.acceptance:
+            key = own.shaping, kind
+            if key not in self._pool:
+                rates, chain = self._prior(view, kind)
+                # What followed other proposals says half of what is expected behind such as were not met yet.
+                if (other := self._pool.get((own.shaping, (kind[0], kind[1] ^ 1)))) is not None:
+                    rates = [(one + more) / 2.0 for one, more in zip(rates, other.rates(len(rates)), strict=True)]
+                self._pool[key] = Acceptance(rates, chain)
+            own.acceptance[kind] = _used(self._pool, key).of_one()
+        return own.acceptance[kind]
+
+    def _prior(self, view: RequestView, kind: Kind) -> tuple[list[float], bool]:
+        """Rates of a drafter of which no verdict is known, and whether they are of chains."""
+        (drafter, hint), limits = (kind[0], kind[1] // 2), view.limits[kind[0]]
+        chain = limits.width == 1
+        told = self._expected.get(drafter) if chain and not hint else None
+        known = [gain for gain in told or self._timing.acceptance(drafter, view) if gain > 0.0]
+        if chain:
+            return [after / before for before, after in itertools.pairwise([1.0, *known])] or [_rate_of(hint)], True
+        return known or _tree_of(limits, hint), False
+
+    def _odds_of(self, own: _Own, drafter: str) -> Odds:
+        return _used(self._odds, (own.shaping, drafter), Odds)
+
+    # ------------------------------------------------------------------------------------ probing
+
+    def _make_probe(
+        self,
+        views: Sequence[RequestView],
+        decisions: list[Decision],
+        hints: Sequence[Mapping[str, Hint]],
+        candidates: Sequence[Sequence[Candidate]],
+    ) -> None:
+        """Change the decisions of a step to learn something, where credit and hope suffice."""
+        assert self._planned is not None
+        planner, plan, _ = self._planned
+        drafts = any(share is not None for share in plan.shares)
+        age_s = self._clock() - self._plain_at
+        if drafts and age_s >= _PLAIN_AGE_S:
+            # Plain steps are worth their tokens. The first of them takes longer than those that follow.
+            plain = planner.plain
+            lost_s = self._plain_steps * max(plain.seconds - plain.tokens / plan.rate, _LEAST_LOST * plain.seconds)
+            if lost_s <= _PLAIN_SHARE * self._probing * age_s:
+                self._probe = views[0].id, plan.rate, 0.0
+                self._plain_left = self._plain_steps - 1
+                decisions[:] = [self._plain(view, "probe") for view in views]
+                return
+        if self._credit_s < self._wanted_s or not self._credit_s:
+            return
+        self._turn += 1
+        number = self._turn % len(views)
+        view, now = views[number], plan.shares[number]
+        others: list[Share] = list(plan.shares)
+        others[number] = None
+        hoped = [self._hoped(view, each, now, hints[number]) for each in candidates[number]]
+        choice = planner.choice(plan, others, [each for each in hoped if each is not None])
+        mine = planner.valued(plan, others, now)
+        if choice.share is None or choice.value <= mine.value:
+            self._wanted_s = 0.0
+            return
+        candidate, _ = choice.share
+        late_s = candidate.catch_up_s - candidate.setup_s  # which this step alone takes
+        brings = now[0].tokens[now[1]] - 1.0 if now is not None else 0.0
+        stake_s = max(choice.seconds - mine.seconds + late_s + brings / plan.rate, 0.0)
+        price_s = stake_s + (median_low(self._plans_s) if self._plans_s else 0.0)  # a new plan is made of what it shows
+        if price_s > self._credit_s or not _are_ready(views):
+            self._wanted_s = price_s
+            return
+        self._wanted_s = 0.0
+        self._credit_s -= price_s
+        self._probe = view.id, plan.rate, stake_s
+        decisions[number] = self._decision(view, choice.share, "probe")
+
+    def _hoped(self, view: RequestView, each: Candidate, now: Share, hints: Mapping[str, Hint]) -> Candidate | None:
+        """A drafter as good as may be hoped; of the one that drafts, a larger tree, where there is one."""
+        own, beyond = self._own_of(view), 0
+        most = _most(each.limits, view.remaining - 1)
+        if now is not None and now[0].drafter == each.drafter:
+            beyond = now[1]
+            if each.limits.width == 1 or beyond >= most:
+                return None
+        acceptance = own.acceptance[each.drafter, _kind(own, each.drafter, hints[each.drafter])]
+        gains = acceptance.hoped(most, beyond, self._step)
+        return Candidate(each.drafter, each.limits, gains, each.setup_s, each.catch_up_s)
+
+    # ------------------------------------------------------------------------------------ learning
+
+    def observe(self, record: StepRecord) -> None:
+        steps, now = 1 + self._rested, self._clock()
+        self._step += steps
+        self._timing.observe(record, steps)
+        if record.settled and not record.prefill:
+            self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
+            self._ask_s += _SLOW * (record.decide_s - self._ask_s)
+            took = record.total_s if steps == 1 else min(steps * record.total_s, now - self._observed)
+            earned_s = self._probing * took * (_PLAIN_SHARE if record.nodes else 1.0)
+            self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._wanted_s))
+            if not record.nodes:
+                self._plain_at = now
+        self._observed = now
+        for step in record.requests:
+            if step.id in self._own:
+                self._observe_one(self._own[step.id], step)
+        if len(self._own) > 2 * len(record.requests) + 8:
+            running = {step.id for step in record.requests}
+            self._own = {number: own for number, own in self._own.items() if number in running}
+
+    def _observe_one(self, own: _Own, step: RequestStep) -> None:
+        if self._probe is not None and self._probe[0] == step.id:
+            # What the tokens were worth comes back, so only what was lost was spent.
+            _, rate, stake_s = self._probe
+            self._credit_s += min(max(step.emitted - 1, 0) / rate, stake_s)
+            self._kept = 0  # what it showed may change all
+        for share in step.shares:
+            kind = share.drafter, own.kinds.get(share.drafter, 0)
+            if kind not in own.acceptance:
+                continue
+            budget = step.decision.budget if step.decision is not None else NO_DRAFT
+            short = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
+            stopped = short and budget.floor > 0.0
+            own.acceptance[kind].learn(share, self._step, stopped)
+            own.accepted[share.drafter] = bool(share.path) or not self._follows
+            if (own.shaping, kind) in self._pool:
+                _used(self._pool, (own.shaping, kind)).learn(share, self._step, stopped)
+                if share.confidence:
+                    self._odds_of(own, share.drafter).learn(share)
+
+    @property
+    def _timing(self) -> StepTimes:
+        assert self._times is not None, "an engine says what steps take when it takes a controller on"
+        return self._times
+
+
+def _used(found: dict[Key, Value], key: Key, made: Callable[[], Value] | None = None) -> Value:
+    """One of what was learned of sampling options; of too many, as clients may ask with ever new ones, those go that
+    were not used for longest."""
+    value = made() if made is not None and key not in found else found.pop(key)
+    found[key] = value
+    while len(found) > _MOST_KINDS:
+        del found[next(iter(found))]
+    return value
+
+
+def _before(own: _Own, candidates: Sequence[Candidate], now: Share) -> Share:
+    """What a request drafted before; what is best now where it drafted nothing yet, or cannot do so again."""
+    if not own.decided or own.share is None:
+        return None if own.decided else now
+    drafter, nodes = own.share[0].drafter, own.share[1]
+    return next(((each, nodes) for each in candidates if each.drafter == drafter and nodes <= len(each.gains)), now)
+
+
+def _kinds(own: _Own, hints: Mapping[str, Hint]) -> tuple[Kind, ...]:
+    """By drafter; -1 where there is nothing to propose."""
+    return tuple([(drafter, _kind(own, drafter, hint) if hint.finds else -1) for drafter, hint in hints.items()])
+
+
+def _kind(own: _Own, drafter: str, hint: Hint) -> int:
+    """Verdicts follow one another: where something of the last proposal was accepted the next one is likelier to be.
+
+    Worked example: hints of kind 0 and 1 are 0 and 2 behind a proposal that was rejected whole, else 1 and 3.
+    """
+    return 2 * hint.kind + own.accepted.get(drafter, False)
+
+
+def _most(limits: Budget, room: int) -> int:
+    """Nodes of the largest proposal within limits that is looked at."""
+    return min(limits.nodes, room if limits.width == 1 else SIZES[-1], SIZES[-1])
+
+
+def _are_ready(views: Sequence[RequestView]) -> bool:
+    """Whether it is time to probe: with one request from one of its tokens on, another one for each request.
+
+    The first steps of an answer say little of those that follow: of far-fetched prompts the first drafts are rejected
+    nearly always, and once the answer has found its way nearly never.
+    """
+    return len(views) > 1 or views[0].counters.emitted_tokens >= views[0].id * 29 % _READY_WITHIN
+
+
+def _rate_of(hint: int) -> float:
+    """Acceptance of a drafted token of which nobody knows more than the kind of a hint: a longer match is better."""
+    return 1.0 - (1.0 - UNKNOWN_RATE) * 2.0 / (1 + max(hint, 1))
+
+
+def _tree_of(limits: Budget, hint: int) -> list[float]:
+    """Gains of a tree's nodes of which nobody knows more than the kind of a hint: then the likeliest are one path."""
+    if hint:
+        return [_rate_of(hint) ** (1 + place) for place in range(min(limits.nodes, 64))]
+    return [UNKNOWN_RATE ** (1 + place // limits.width) / limits.width for place in range(min(limits.nodes, 64))]

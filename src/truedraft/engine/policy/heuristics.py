@@ -1,0 +1,147 @@
+"""Controllers that know no costs: what other engines do, to compare with, and schedules written by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, RequestView
+from truedraft.core.stats import StepRecord
+from truedraft.engine.policy.base import Controller
+from truedraft.errors import OptionError
+from truedraft.options import check_whole
+
+
+class AssistedHeuristic(Controller):
+    """Two tokens more after a proposal that was accepted whole, one less after any other: transformers' heuristic.
+
+    Of the first drafter, starting at 5, at least 1 and at most what the drafter's limits allow. A request follows its
+    own verdicts alone.
+
+    Args:
+        start: tokens drafted first.
+
+    Raises:
+        OptionError: a start below 1.
+    """
+
+    def __init__(self, start: int = 5) -> None:
+        self._start = check_whole("start", start, least=1)
+        self._lengths: dict[int, int] = {}
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        decisions = []
+        for view in views:
+            name, limits = next(iter(view.limits.items()))
+            length = min(self._lengths.get(view.id, self._start), limits.depth)
+            nodes = min(limits.nodes, length) if limits.width == 1 else limits.nodes
+            decisions.append(Decision(name, replace(limits, depth=length, nodes=nodes), reason="heuristic"))
+        return decisions
+
+    def observe(self, record: StepRecord) -> None:
+        lengths = {}
+        for step in record.requests:
+            length = self._lengths.get(step.id, self._start)
+            if step.shares:
+                whole = len(step.shares[0].path) == step.depth
+                length = length + 2 if whole else max(1, length - 1)
+            lengths[step.id] = length
+        self._lengths = lengths  # of those that still run
+
+
+class ConfidenceStop(Controller):
+    """Drafts until the drafter gave a token less than a threshold; that token stays, for it was drawn.
+
+    Args:
+        threshold: the drafter's probability of a token below which nothing is drafted behind it.
+
+    Raises:
+        OptionError: a threshold outside [0, 1].
+    """
+
+    def __init__(self, threshold: float = 0.4) -> None:
+        if not 0.0 <= threshold <= 1.0:
+            raise OptionError(f"threshold must be a probability in [0, 1], got {threshold!r}", field="threshold")
+        self._threshold = threshold
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        chosen = (next(iter(view.limits.items())) for view in views)
+        return [Decision(name, replace(most, min_probability=self._threshold)) for name, most in chosen]
+
+
+class Schedule(Controller):
+    """Lengths by the number of requests that decode together, as written by hand.
+
+    Worked example: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3 requests, 2 for 4 to 15, and none from 16 on.
+
+    Args:
+        lengths: tokens drafted by the first drafter, from so many requests on; below the least of them its limits.
+
+    Raises:
+        OptionError: no lengths, requests below 1, or a length below 0.
+    """
+
+    def __init__(self, lengths: Mapping[int, int]) -> None:
+        if not lengths:
+            raise OptionError("a schedule needs a length for at least one number of requests, got none")
+        self._steps = sorted(
+            (check_whole("requests", requests, least=1), check_whole("length", length, least=0))
+            for requests, length in lengths.items()
+        )
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        length = next((each for least, each in reversed(self._steps) if len(views) >= least), None)
+        return [self._of(view, length) for view in views]
+
+    def _of(self, view: RequestView, length: int | None) -> Decision:
+        name, limits = next(iter(view.limits.items()))
+        if length == 0:
+            return Decision(name, NO_DRAFT, reason="schedule")
+        return Decision(name, limits if length is None else _of_length(limits, length), reason="schedule")
+
+
+class InTurn(Controller):
+    """Every drafter in turn, then two by two with their proposals merged, then none: for tests that leave nothing out.
+
+    Budgets go round as well: all that a drafter may, one token, half. Where in this a request is hangs on its own
+    number of steps alone. A drafter that is alone drafts all that it may at every step.
+
+    Worked example: of a and b the steps draft a whole, one token of b, half of a with half of b behind it, nothing, one
+    token of a, and so on, the second time round with a behind b.
+
+    Args:
+        whole: whether budgets do not go round: all that the drafters may, always.
+    """
+
+    takes_all_sizes: ClassVar[bool] = True
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        return [self._of(view) for view in views]
+
+    def _of(self, view: RequestView) -> Decision:
+        names = list(view.limits)
+        if len(names) == 1:
+            return Decision(names[0], view.limits[names[0]], reason="in turn")
+        pairs = list(itertools.combinations(names, 2))
+        turns = [*((name,) for name in names), *pairs, ()]
+        round_, place = divmod(view.counters.target_calls, len(turns))
+        size = 0 if self._whole else round_ + place
+        asked = turns[place][::-1] if round_ % 2 else turns[place]
+        parts = [Decision(name, _sized(view.limits[name], size), reason="in turn") for name in asked]
+        return replace(parts[0], merged=tuple(parts[1:])) if parts else Decision(names[0], NO_DRAFT, reason="in turn")
+
+
+def _sized(limits: Budget, number: int) -> Budget:
+    """All that a drafter may, one token, half of it, and again."""
+    length = (limits.depth, 1, (limits.depth + 1) // 2)[number % 3]
+    return limits if length == limits.depth else _of_length(limits, length)
+
+
+def _of_length(limits: Budget, length: int) -> Budget:
+    """A drafter's limits cut to paths of a length; of a tree also to so many nodes."""
+    return replace(limits, depth=min(limits.depth, length), nodes=min(limits.nodes, length))

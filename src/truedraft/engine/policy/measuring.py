@@ -1,0 +1,611 @@
+"""Measure what forwards of a target and proposals of a drafter cost, each by itself, without the engine.
+
+Many sizes are measured in turn until the time is up, so that a slow moment of the machine meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import Proposal
+from truedraft.core.stats import Settling
+from truedraft.core.theory import SETTLED, BatchPoint, DraftCost, DraftPoint, TargetCost
+from truedraft.core.token_view import TokenView
+from truedraft.core.tree import chain_shape
+from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.errors import DrafterError, OptionError, TruedraftError
+from truedraft.machine import wait_for
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import RequestCache
+from truedraft.progress import Progress, unwatched
+
+Key = TypeVar("Key", bound=Hashable)
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_CONTEXTS = (128, 512, 1024)
+_REQUESTS = (2, 4, 8)
+_PROMPT_TOKENS = 128
+_GROWTH = 256  # tokens after which a new request starts
+_PERIOD = 16
+_ALL_DEPTHS = 8  # beyond these, only every doubling
+_ACCEPTED_SHARES = (0.0, 1.0, 0.5)
+_TRIES = 6  # of one measurement, until it is settled; a shape is as it stays from its third forward on
+_SETTLED_OF = 12  # forwards whose median is what they take in the end
+_SETTLING_S = 0.6  # within which a model must settle: the weights of one that takes longer fit no processor's caches
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        budget_s: seconds after which no further round starts.
+        least_rounds: that are run whatever they take.
+        most_rounds: after which it is enough.
+
+    Raises:
+        OptionError: a negative budget, or rounds below 1 or out of order.
+    """
+
+    budget_s: float = 6.0
+    least_rounds: int = 3
+    most_rounds: int = 25
+
+    def __post_init__(self) -> None:
+        """Refuse what measures nothing."""
+        if not self.budget_s >= 0.0 or not 1 <= self.least_rounds <= self.most_rounds:
+            raise OptionError(f"0 <= budget_s and 1 <= least_rounds <= most_rounds must hold, got {self}")
+
+
+def in_rounds(
+    keys: Sequence[Key],
+    measure: Callable[[Key, int], bool],
+    effort: Effort,
+    progress: Progress,
+    label: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """Call `measure(key, round)` for all keys, round after round, each round beginning at another key.
+
+    Round -1 comes first, to warm up; its results should be dropped. In every round each key is measured until that was
+    settled: shapes of forwards may have to be recorded again, as where caches grew for another key. A key that does not
+    settle within some tries is never tried again in a round: then no forward of it is like another.
+
+    Args:
+        keys: what to measure.
+        measure: measures one and keeps the result itself; returns whether it was settled, see `Settling`.
+        effort: when to stop.
+        progress: told after each measurement; when time is up before all rounds are run, the rest counts as done.
+        label: for `progress`.
+        clock: seconds.
+
+    Returns:
+        Rounds that were run, the first not counted.
+    """
+    *_, rounds = piecewise(keys, measure, effort, progress, label, clock)
+    return rounds
+
+
+def piecewise(
+    keys: Sequence[Key],
+    measure: Callable[[Key, int], bool],
+    effort: Effort,
+    progress: Progress = unwatched,
+    label: str = "",
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[int]:
+    """As `in_rounds`, which stops behind each key and tells how many rounds were run."""
+    total = len(keys) * (effort.most_rounds + 1)
+    tries = dict.fromkeys(keys, _TRIES)
+    started = clock()
+    for number in range(-1, effort.most_rounds):
+        if number >= effort.least_rounds and clock() - started > effort.budget_s:
+            break
+        for place in range(len(keys)):
+            key = keys[(place + number) % len(keys)]
+            began = clock()
+            settled_late = _settled_late(measure, key, number, tries)
+            if settled_late and number < 0:
+                started += clock() - began  # what is made ready once takes nothing of the budget
+            progress(((number + 1) * len(keys) + place + 1) / total, label)
+            yield number + (place == len(keys) - 1) if number >= 0 else 0
+    progress(1.0, label)
+
+
+def _settled_late(measure: Callable[[Key, int], bool], key: Key, number: int, tries: dict[Key, int]) -> bool:
+    """Measure until that was settled, at most `tries[key]` times; returns whether it was, but not at once."""
+    for attempt in range(tries[key]):
+        if measure(key, number):
+            return attempt > 0
+    tries[key] = 1
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One kind of forward: so many requests with so many rows and cached tokens each."""
+
+    requests: int
+    rows: int
+    context: int
+
+
+@torch.inference_mode()
+def measure_target(
+    model: LanguageModel,
+    *,
+    effort: Effort | None = None,
+    progress: Progress = unwatched,
+    clock: Callable[[], float] = time.perf_counter,
+) -> TargetCost:
+    """Time forwards of 1 to 64 rows behind contexts of 128 to 1,024 tokens, and of several requests at once.
+
+    Rows and contexts are cut to the model's context length. Each kind of forward is run to warm up, then in interleaved
+    rounds; the median of its settled ones counts, see `Settling`, and of all of them only where none was. Then forwards
+    of one row follow each other, as in plain decoding, until they take no less time than before.
+
+    Args:
+        model: any; it must not run elsewhere at the same time.
+        effort: how long to measure; None takes 8 seconds, and three rounds at least.
+        progress: told after each forward.
+        clock: seconds.
+
+    Raises:
+        ModelError: the model failed.
+    """
+    found = TargetTimes(model, clock)
+    try:
+        in_rounds(found.keys, found.measure, effort or Effort(8.0), progress, f"forwards of {model.name}", clock)
+        return found.cost(whole=True)
+    finally:
+        found.release()
+
+
+class TargetTimes:
+    """What `measure_target` measures, one kind of forward at a time.
+
+    Args:
+        model: as there.
+        clock: seconds.
+
+    Attributes:
+        keys: what there is to measure.
+    """
+
+    def __init__(self, model: LanguageModel, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.keys = _cells(_room(model))
+        self._model, self._clock = model, clock
+        self._settled: dict[_Cell, list[float]] = {}
+        self._others: dict[_Cell, list[float]] = {}
+        self._caches: dict[int, list[RequestCache]] = {}
+
+    @torch.inference_mode()
+    def measure(self, cell: _Cell, number: int) -> bool:
+        """Measure one of the keys in a round, -1 being that which warms up; returns whether that was settled."""
+        caches = self._filled(cell)
+        settling = Settling(self._model)
+        seconds = _forward_s(self._model, caches, cell.rows, self._clock)
+        if number >= 0:
+            (self._settled if settling.settled else self._others).setdefault(cell, []).append(seconds)
+        return settling.settled
+
+    def _filled(self, cell: _Cell) -> list[RequestCache]:
+        held = self._caches.setdefault(cell.context, [])
+        most = max(each.requests for each in self.keys if each.context == cell.context)
+        while len(held) < most:  # all at once, for memory that grows later voids what was recorded
+            held.append(self._model.begun_cache())
+            _fill(self._model, held[-1], cell.context)
+        return held[: cell.requests]
+
+    @torch.inference_mode()
+    def cost(self, *, whole: bool) -> TargetCost:
+        """By what was measured so far, once a round was.
+
+        Args:
+            whole: also find out what forwards take in the end, one behind another.
+        """
+        first = self.keys[0]
+        settled_s = _settled_s(self._model, self._filled(first)[0], self._clock) if whole else None
+        times = self._others | self._settled
+        alone = {(cell.rows, cell.context): median(times[cell]) for cell in self.keys if cell.requests == 1}
+        batches = [
+            BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in self.keys if cell.requests > 1
+        ]
+        cost = TargetCost.fit(alone, batches)
+        saved_s = cost(1, [first.context]) - settled_s if settled_s is not None else 0.0
+        return replace(cost, settles_s=max(saved_s, 0.0))
+
+    def release(self) -> None:
+        """Give memory back; it is taken again when more is measured."""
+        for cache in (cache for held in self._caches.values() for cache in held):
+            self._model.release_cache(cache)
+        self._caches.clear()
+
+
+def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], float]) -> float | None:
+    """Seconds of a plain forward behind many others; None where so many would take too long."""
+    began = clock()
+    found: list[float] = []
+    while len(found) < SETTLED + _SETTLED_OF:
+        if clock() - began > _SETTLING_S:
+            return None
+        settling = Settling(model)
+        seconds = _forward_s(model, [cache], 1, clock)
+        if settling.settled:
+            found.append(seconds)
+    return median(found[SETTLED:])
+
+
+def _room(model: LanguageModel) -> int:
+    """Tokens that may follow what a text has to begin with."""
+    return model.most_tokens(model.opening) - len(model.opening)
+
+
+def _cells(context_length: int) -> list[_Cell]:
+    """What to measure of a model with so many positions."""
+    rows = [count for count in _ROWS if 2 * count <= context_length] or [1]
+    room = max(1, context_length - rows[-1])
+    contexts = sorted({min(context, room) for context in _CONTEXTS})
+    alone = [_Cell(1, count, context) for context in contexts for count in rows]
+    return alone + [_Cell(count, 1, contexts[0]) for count in _REQUESTS]
+
+
+def most_held(model: LanguageModel) -> int:
+    """Tokens that are in caches of a model at the most while it is measured, with what forwards write behind them."""
+    held: dict[int, tuple[int, int]] = {}  # by context: most requests, and most rows of one
+    for cell in _cells(_room(model)):
+        requests, rows = held.get(cell.context, (0, 0))
+        held[cell.context] = max(requests, cell.requests), max(rows, cell.rows)
+    return sum(requests * (context + rows) for context, (requests, rows) in held.items())
+
+
+def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
+    """Give a cache `context` tokens, each a copy of the first: what attention reads does not change its cost.
+
+    A true prefill would cost more than all that is measured.
+    """
+    model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64, device=model.device), chain_shape(1), (0,))])
+    cache.commit((0,))
+    before = cache.length
+    first = [(keys[:, before - 1 : before], values[:, before - 1 : before]) for keys, values in cache.entries()]
+    cache.reserve(context - 1)
+    for call, (key, value) in enumerate(first):
+        cache.write(call, key.expand(-1, context - 1, -1), value.expand(-1, context - 1, -1))
+    cache.commit(range(context - 1))
+
+
+def _forward_s(model: LanguageModel, caches: Sequence[RequestCache], rows: int, clock: Callable[[], float]) -> float:
+    """Seconds of one forward, with logits for every row, as a verification asks for them; nothing is kept."""
+    # Different tokens, for a mixture of experts reads more weights then.
+    segments = [
+        Segment(
+            cache,
+            (torch.arange(rows, device=model.device) + place * rows) * 7919 % model.vocab_size,
+            chain_shape(rows),
+            range(rows),
+        )
+        for place, cache in enumerate(caches)
+    ]
+    wait_for(model.device)
+    started = clock()
+    model.forward(segments)
+    wait_for(model.device)
+    seconds = clock() - started
+    for cache in caches:
+        cache.rollback(cache.length)
+    return seconds
+
+
+@torch.inference_mode()
+def measure_drafter(
+    drafter: Drafter,
+    target: LanguageModel,
+    *,
+    params: SamplingParams | None = None,
+    effort: Effort | None = None,
+    progress: Progress = unwatched,
+    clock: Callable[[], float] = time.perf_counter,
+) -> DraftCost:
+    """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own.
+
+    The target runs before each proposal, untimed, as it does between two steps: without it, a small draft would be
+    found in the processor's caches, and look cheaper than it is. The request's text repeats itself, so that drafters
+    that copy find something; not so for a drafter whose tokens are drafted themselves (`Drafter.levels`), for guesses
+    that are always there and always wrong are none that a real text leads to. Proposals are accepted in none, all or
+    half of their depth in turn, so the catch-up that follows full acceptance has its share. Each depth is asked for in
+    interleaved rounds; the median of the settled steps counts, see `Settling`, and of all only where none was. A
+    proposal counts for the levels that it took, which are its depth where nothing else is known, not for the depth
+    allowed.
+
+    Args:
+        drafter: must fit the target, and not run elsewhere at the same time.
+        target: names the vocabulary and, for drafters that want them, gives hidden vectors.
+        params: sampling options, for distributions and draws cost time; None is greedy.
+        effort: how long to measure; None takes 4 seconds, and three rounds at least.
+        progress: told after each proposal.
+        clock: seconds.
+
+    Returns:
+        The cost; for a drafter that finds nothing to propose, that of looking.
+
+    Raises:
+        CompositionError: the drafter does not fit the target.
+        DrafterError: the drafter failed.
+    """
+    drafter.check(target)
+    if drafter.limits.is_zero:
+        return DraftCost(())
+    found = DrafterTimes(drafter, target, params or SamplingParams(), clock)
+    try:
+        in_rounds(
+            found.keys, found.measure, effort or Effort(4.0, 3, 60), progress, f"proposals of {drafter.name}", clock
+        )
+        return found.cost(whole=True)
+    finally:
+        found.release()
+
+
+class DrafterTimes:
+    """What `measure_drafter` measures, one depth at a time.
+
+    Args:
+        drafter: that drafts anything at all.
+        target: as there.
+        params: as there.
+        clock: seconds.
+
+    Attributes:
+        keys: what there is to measure.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: LanguageModel,
+        params: SamplingParams,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._drafter, self._target = drafter, target
+        self._make = partial(_Rehearsal, drafter, target, params, clock)
+        self._rehearsal: _Rehearsal | None = None
+        self._settled: dict[int, list[tuple[int, float]]] = {}  # by depth: nodes and seconds
+        self._others: dict[int, list[tuple[int, float]]] = {}
+        self.keys = _depths(min(drafter.limits.depth, _most_depth(drafter, target)))
+
+    @torch.inference_mode()
+    def measure(self, depth: int, number: int) -> bool:
+        """As of `TargetTimes`.
+
+        Raises:
+            DrafterError: the drafter failed.
+        """
+        with _told_of(self._drafter):
+            if self._rehearsal is None:
+                self._rehearsal = self._make()
+            settling = Settling(self._drafter, self._target)
+            proposal, seconds = self._rehearsal.step(depth, _ACCEPTED_SHARES[number % len(_ACCEPTED_SHARES)])
+        if number >= 0:
+            taken = proposal.tree.shape.depth if self._drafter.levels is None else self._drafter.levels
+            found = self._settled if settling.settled else self._others
+            found.setdefault(taken, []).append((len(proposal.tree), seconds))
+        return settling.settled
+
+    def cost(self, *, whole: bool) -> DraftCost:
+        """By what was measured so far, once a round was."""
+        return DraftCost(_points(self._others | self._settled))
+
+    @torch.inference_mode()
+    def release(self) -> None:
+        """As of `TargetTimes`."""
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if rehearsal is not None:
+            rehearsal.close()
+
+
+@torch.inference_mode()
+def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> None:
+    """Let a drafter draft for a made-up request: what it makes the first time, as weights, is not made in an answer.
+
+    Raises:
+        CompositionError: the drafter does not fit the target.
+        DrafterError: the drafter failed.
+    """
+    drafter.check(target)
+    if drafter.limits.is_zero:
+        return
+    with _told_of(drafter):
+        rehearsal = _Rehearsal(drafter, target, params, time.perf_counter)
+        try:
+            rehearsal.step(1, 0.0)
+        finally:
+            rehearsal.close()
+
+
+@contextmanager
+def _told_of(drafter: Drafter) -> Iterator[None]:
+    """What fails is told of the drafter."""
+    try:
+        yield
+    except TruedraftError:
+        raise
+    except Exception as error:
+        raise DrafterError(
+            f"drafter {drafter.name!r} failed while its cost was measured ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _depths(limit: int) -> list[int]:
+    """Depths to measure: all small ones, then every doubling, and the limit."""
+    depths = set(range(1, min(limit, _ALL_DEPTHS) + 1)) | {limit}
+    depth = 2 * _ALL_DEPTHS
+    while depth < limit:
+        depths.add(depth)
+        depth *= 2
+    return sorted(depths)
+
+
+def _points(found: dict[int, list[tuple[int, float]]]) -> tuple[DraftPoint, ...]:
+    """Medians by depth; empty proposals count only if there were no others."""
+    drafted = sorted(depth for depth in found if depth > 0) or [0]
+    points = []
+    for depth in drafted:
+        nodes = round(median(nodes for nodes, _ in found[depth]))
+        points.append(DraftPoint(max(1, depth), max(1, nodes), median(seconds for _, seconds in found[depth])))
+    return tuple(points)
+
+
+def _lengths(drafter: Drafter, target: LanguageModel) -> tuple[int, int]:
+    """Tokens of a made-up prompt, and most of a whole text behind what texts have to begin with."""
+    own = getattr(drafter, "model", None)
+    context = min(_room(target), _room(own) if isinstance(own, LanguageModel) else 1 << 62)
+    prompt = max(1, min(_PROMPT_TOKENS, context // 2))
+    # Beyond the prompt: its first token, that of the first step, and one step with a token of its own.
+    return prompt, max(min(context, prompt + _GROWTH), prompt + 4)
+
+
+def _most_depth(drafter: Drafter, target: LanguageModel) -> int:
+    """Of the deepest proposal that fits into the context."""
+    prompt, limit = _lengths(drafter, target)
+    return limit - prompt - 3
+
+
+class _Rehearsal:
+    """A request that lives through steps as in the engine, with made-up verdicts.
+
+    Args:
+        drafter: is told of it.
+        target: gives hidden vectors once, if the drafter wants them.
+        params: of the request.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, drafter: Drafter, target: LanguageModel, params: SamplingParams, clock: Callable[[], float]
+    ) -> None:
+        self._drafter = drafter
+        self._target = target
+        self._params = params
+        self._clock = clock
+        self._prompt, limit = _lengths(drafter, target)
+        self._limit = len(target.opening) + limit
+        self._hidden, self._layers = _last_vectors(target, drafter.features)
+        self._kept = drafter.features is not None and drafter.features.rows == "kept"
+        self._between = target.begun_cache()
+        self._tokens = torch.zeros(1, dtype=torch.int64, device=target.device)
+        self._period = _PERIOD if drafter.levels is None else target.vocab_size
+        self._begun = 0
+        self._steps = 0
+        self._request: DraftRequest | None = None
+        self._seen: list[int] = []  # its tokens
+
+    def step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
+        """One step; returns the proposal and the seconds that the drafter took."""
+        with self._target.stepping():
+            return self._step(depth, accepted_share)
+
+    def _step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
+        request = self._request
+        if request is None or len(request.tokens) + depth + 1 > self._limit:
+            request = self._start()
+        limits = self._drafter.limits
+        budget = Budget(depth, limits.width, limits.nodes, limits.min_probability)
+        noise = KeyedNoise(0, len(request.tokens), self._steps)
+        self._steps += 1
+        self._run_target()
+        self._read_on(request)
+        started = self._now()
+        proposal = self._drafter.propose([request], [budget], [noise])[0]
+        proposed_s = self._now() - started
+        shape = proposal.tree.shape
+        longest = shape.path(shape.depths.index(shape.depth)) if len(shape) else ()
+        path = longest[: round(accepted_share * len(longest))]
+        tokens = (*(proposal.tree.host_ids[node] for node in path), self._text(len(request.tokens) + len(path)))
+        return proposal, proposed_s + self._observe(request, self._outcome(proposal, path, tokens))
+
+    def _read_on(self, request: DraftRequest) -> None:
+        """What the target itself has read before a step: all tokens but the last."""
+        cache, end = request.cache, len(request.tokens) - 1
+        while cache is not None and cache.length < end:
+            ids = torch.tensor(request.tokens[cache.length : end][:_PROMPT_TOKENS], device=self._target.device)
+            self._target.forward([Segment(cache, ids, chain_shape(len(ids)), ())])
+            cache.commit(range(len(ids)))
+
+    def _run_target(self) -> None:
+        """As between two proposals: the target's weights then fill the processor's caches, and the draft's are gone."""
+        self._target.forward([Segment(self._between, self._tokens, chain_shape(1), (0,))])
+        self._between.commit(())
+
+    def _start(self) -> DraftRequest:
+        """A new request, its prompt read and its first proposal made: that one reads the prompt too."""
+        self.end()
+        self._begun += 1
+        # The engine counts its requests up from 0; two of them may share a drafter.
+        self._seen = [*self._target.opening, *map(self._text, range(self._prompt))]
+        inputs = self._target.opening_inputs
+        request = DraftRequest(-self._begun, self._params, TokenView(self._seen), inputs=inputs, kept=False)
+        if self._drafter.held.in_target:
+            request = replace(request, cache=self._target.new_cache())
+        self._request = request
+        self._drafter.begin(request)
+        nothing = Proposal.empty()
+        self._observe(request, self._outcome(nothing, (), (self._text(self._prompt),)))
+        self.step(1, 0.0)
+        return request
+
+    def _observe(self, request: DraftRequest, outcome: StepOutcome) -> float:
+        self._seen.extend(outcome.tokens)
+        started = self._now()
+        self._drafter.observe([request], [outcome])
+        return self._now() - started
+
+    def _outcome(self, proposal: Proposal, path: tuple[int, ...], tokens: tuple[int, ...]) -> StepOutcome:
+        """What became of a proposal; every row that is shown is the same."""
+        count = len(tokens) if self._kept else 1
+        shown = [each.expand(count, -1) for each in self._layers]
+        hidden = None if self._hidden is None else self._hidden.expand(count, -1)
+        return StepOutcome(proposal, path, tokens, hidden, layers=tuple(shown))
+
+    def _text(self, place: int) -> int:
+        """The token at a place of a text that repeats itself, sooner or later."""
+        return (place % self._period * 7919 + 1) % self._target.vocab_size
+
+    def _now(self) -> float:
+        wait_for(self._target.device)
+        return self._clock()
+
+    def end(self) -> None:
+        """The request is over."""
+        request, self._request = self._request, None
+        if request is not None:
+            self._drafter.end(request)
+            if request.cache is not None:
+                self._target.release_cache(request.cache)
+
+    def close(self) -> None:
+        """The rehearsal is over."""
+        self.end()
+        self._target.release_cache(self._between)
+
+
+def _last_vectors(target: LanguageModel, features: Features | None) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """Vectors `[1, width]` that entered the target's LM head and that layers gave; none where nobody asked for any."""
+    if features is None:
+        return None, ()
+    cache = target.begun_cache()
+    token = torch.zeros(1, dtype=torch.int64, device=target.device)
+    segment = Segment(cache, token, chain_shape(1), (0,))
+    output = target.forward_showing([segment], features.layers) if features.layers else target.forward([segment])
+    target.release_cache(cache)
+    return output.hidden, output.layers

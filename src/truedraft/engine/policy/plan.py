@@ -1,0 +1,296 @@
+"""What a step drafts: for each request the drafter and the size from which most tokens a second are expected.
+
+Goodput of a step (Liu et al., arXiv 2406.14066) is expected tokens over expected seconds. Tokens of a request are one
+and the gains of all nodes that are drafted for it; seconds are those of the step with so many rows and of the drafting.
+Nothing drafted is a plan like any other: plain decoding.
+
+Of several requests the geometric mean of their tokens counts. Their sum would let one request wait through long steps
+because others guess well; with the mean, a step that takes twice as long must double what they emit on balance.
+
+Worked example: one request, gains 0.6 and 0.3, a step of 10 ms with one row and 11 ms with two or three, 1 ms for
+drafting one token and 2 ms for two. Plain decoding emits 100 tokens a second, one drafted token 1.6 / 12 ms = 133, two
+1.9 / 13 ms = 146: two it is. Of two requests of which one emits 4 tokens and the other 1, the geometric mean is 2, so
+together they count as 4 tokens and not as 5.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from truedraft.core.budget import Budget
+from truedraft.engine.policy.base import StepTimes
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of nodes that are weighed; steps cost about the same in between."""
+TOLD = 4
+"""Tokens of the drafts of which costs are told, where there is room for so many."""
+_ROUNDS = 3  # in which requests choose, each time at the rate of the plan before
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A drafter that may draft for a request.
+
+    Attributes:
+        drafter: by name.
+        limits: of it, cut to what is left of the answer.
+        gains: of its nodes, in the order in which a budget takes them, falling.
+        setup_s: seconds of reading what it has not read that one step is charged.
+        catch_up_s: all of them.
+        odds: how its own probabilities tell acceptance; None where it cannot stop by them.
+        guessed: share of a chain's tokens, its first apart, that take no level of drafting.
+        sizes: numbers of nodes that are weighed.
+        tokens: that a step with no, one, two, ... nodes is expected to emit.
+        logs: of these.
+    """
+
+    drafter: str
+    limits: Budget
+    gains: Sequence[float]
+    setup_s: float = 0.0
+    catch_up_s: float = 0.0
+    odds: tuple[float, float] | None = None
+    guessed: float = 0.0
+    sizes: Sequence[int] = field(init=False)
+    tokens: Sequence[float] = field(init=False)
+    logs: Sequence[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Add up gains."""
+        most = len(self.gains)
+        self.sizes = [*itertools.takewhile(lambda size: size < most, SIZES), most]
+        self.tokens = list(itertools.accumulate(self.gains, initial=1.0))
+        self.logs = list(map(math.log, self.tokens))
+
+    def levels(self, nodes: int) -> float:
+        """Of drafting, one behind another, that a proposal of so many nodes is expected to take."""
+        depth = min(nodes, self.limits.depth)
+        return depth - self.guessed * (depth - 1) if self.guessed else depth
+
+    def budget(self, nodes: int, floor: float = 0.0) -> Budget:
+        """The budget that drafts so many nodes; with a floor of survival, as many as pay, about so many."""
+        limits = self.limits
+        if self.odds is None or not floor:
+            return Budget(min(nodes, limits.depth), limits.width, nodes, limits.min_probability)
+        most = min(2 * nodes + 2, limits.depth)
+        # The next token is about as likely to be accepted as the first one.
+        return Budget(most, 1, most, limits.min_probability, min(floor / self.gains[0], 1.0), self.odds)
+
+
+Share: TypeAlias = tuple[Candidate, int] | None
+"""What is drafted for one request: by whom and how many nodes; None is nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What a step drafts.
+
+    Attributes:
+        shares: one for each request.
+        tokens: as many as there are requests, times the geometric mean of what each is expected to emit.
+        seconds: expected.
+    """
+
+    shares: list[Share]
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+class Choice(NamedTuple):
+    """What is best for one request beside others.
+
+    Attributes:
+        share: what is drafted for it.
+        value: tokens that it brings beyond what the plan would emit in its seconds.
+        seconds: that it adds to the step.
+    """
+
+    share: Share
+    value: float
+    seconds: float
+
+
+_rate = operator.attrgetter("rate")
+_Load: TypeAlias = tuple[int, dict[str, tuple[int, float]], float]  # see `Planner._load`
+
+
+class Planner:
+    """Finds the plan of one step.
+
+    Args:
+        times: what steps and drafting take.
+        contexts: cached tokens of each request.
+        greedy: whether the requests are greedy; draws from distributions cost more.
+    """
+
+    def __init__(self, times: StepTimes, contexts: Sequence[int], greedy: bool) -> None:
+        self._times = times
+        self._contexts = contexts
+        self._greedy = greedy
+        self._steps_s: dict[int, float] = {}  # by rows
+        self._drafting_s: dict[tuple[str, int, float], float] = {}  # by drafter, requests and levels
+        self.plain = Plan([None] * len(contexts), float(len(contexts)), self.step_s(len(contexts)))
+
+    def best(self, candidates: Sequence[Sequence[Candidate]]) -> Plan:
+        """The plan with most expected tokens a second.
+
+        It begins with plain decoding or, if that is better, with one drafter and one size for all, so that all pay for
+        what they share. Then each request takes what is best for it beside the others (Dinkelbach's iteration: at the
+        rate of the plan before), as long as that makes the plan better.
+
+        Args:
+            candidates: of each request, at most one for each drafter.
+        """
+        starts = [self.plain]
+        for name in dict.fromkeys(each.drafter for own in candidates for each in own) if len(candidates) > 1 else ():
+            own = [next((each for each in of_one if each.drafter == name), None) for of_one in candidates]
+            sizes = sorted({size for each in own if each is not None for size in each.sizes})
+            same = [[None if each is None else (each, min(size, len(each.gains))) for each in own] for size in sizes]
+            starts.append(max(map(self.plan, same), key=_rate))
+        return max([self._improved(plan, candidates) for plan in starts], key=_rate)
+
+    def _improved(self, plan: Plan, candidates: Sequence[Sequence[Candidate]]) -> Plan:
+        """A plan in which each request takes in turn what is best for it beside the others."""
+        for _ in range(_ROUNDS):
+            shares = list(plan.shares)
+            for number, own in enumerate(candidates):
+                shares[number] = None
+                shares[number] = self.choice(plan, shares, own).share
+            if shares == plan.shares or (found := self.plan(shares)).rate <= plan.rate:
+                break
+            plan = found
+        return plan
+
+    def choice(self, plan: Plan, others: Sequence[Share], candidates: Sequence[Candidate]) -> Choice:
+        """How many tokens are drafted for a request, and by whom: those worth most beyond their seconds.
+
+        Args:
+            plan: a second is worth what it emits in one, and a request what it emits for each.
+            others: what is drafted for the other requests of the step.
+            candidates: of the request.
+        """
+        load = self._load(others)
+        best = Choice(None, 0.0, 0.0)
+        for candidate in candidates:
+            for nodes, seconds in self._extra_s(load, candidate, candidate.sizes):
+                value = self._worth(plan, candidate, nodes) - plan.rate * seconds
+                if value > best.value:
+                    best = Choice((candidate, nodes), value, seconds)
+        return best
+
+    def valued(self, plan: Plan, others: Sequence[Share], share: Share) -> Choice:
+        """What a share is worth to a request beside those of the others; see `choice`."""
+        if share is None:
+            return Choice(None, 0.0, 0.0)
+        ((_, seconds),) = self._extra_s(self._load(others), share[0], [share[1]])
+        return Choice(share, self._worth(plan, *share) - plan.rate * seconds, seconds)
+
+    def _extra_s(self, load: _Load, candidate: Candidate, sizes: Iterable[int]) -> Iterator[tuple[int, float]]:
+        """Numbers of nodes, each with the seconds that it adds to a step."""
+        rows, drafting, _ = load
+        name, (requests, deepest) = candidate.drafter, drafting.get(candidate.drafter, (0, 0.0))
+        without_s = self.step_s(rows) + self.drafting_s(name, requests, deepest) - candidate.setup_s
+        for nodes in sizes:
+            levels = max(candidate.levels(nodes), deepest)
+            yield nodes, self.step_s(rows + nodes) + self.drafting_s(name, requests + 1, levels) - without_s
+
+    def _worth(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
+        """What a request's tokens beyond its first are worth, in tokens of the batch.
+
+        Of several requests that is the slope of `Plan.tokens`, count times a geometric mean, by the logarithm of one.
+        """
+        count = len(self._contexts)
+        return candidate.tokens[nodes] - 1.0 if count == 1 else plan.tokens / count * candidate.logs[nodes]
+
+    def settled(self, plan: Plan, before: Sequence[Share], margin: float) -> Plan:
+        """The plan with what requests drafted before, where what is best now is hardly better for them.
+
+        Args:
+            plan: the best one.
+            before: shares at what is expected now.
+            margin: of a request's tokens, a fraction.
+        """
+        shares = list(plan.shares)
+        for number, (now, former) in enumerate(zip(plan.shares, before, strict=True)):
+            if now == former:
+                continue
+            shares[number] = None
+            gained = self.valued(plan, shares, now).value - self.valued(plan, shares, former).value
+            shares[number] = former if gained <= margin * plan.tokens / len(shares) else now
+        return self.plan(shares)
+
+    def plan(self, shares: list[Share]) -> Plan:
+        """The plan with these shares."""
+        rows, drafting, setup_s = self._load(shares)
+        drafting_s = sum(self.drafting_s(name, *asked) for name, asked in drafting.items())
+        mean = sum(share[0].logs[share[1]] for share in shares if share is not None) / len(shares)
+        return Plan(shares, len(shares) * math.exp(mean), self.step_s(rows) + drafting_s + setup_s)
+
+    def weighed(self, candidates: Sequence[Candidate]) -> str:
+        """What drafts of some tokens are known to take and to bring beside plain decoding, in words."""
+        count, told = len(self._contexts), []
+        for each in candidates:
+            nodes = min(TOLD, len(each.gains))
+            draft_ms = 1e3 * self.drafting_s(each.drafter, 1, each.levels(nodes))
+            row_ms = 1e3 * max(self.step_s(count + nodes) - self.step_s(count), 0.0) / nodes
+            told.append(
+                f"{each.drafter}: a draft of {nodes} takes {draft_ms:.2f} ms, a row {row_ms:.2f} ms, and "
+                f"{each.tokens[nodes] - 1.0:.1f} of {nodes} were expected to be accepted"
+            )
+        return f"{'; '.join(told)}; a plain step takes {1e3 * self.step_s(count):.2f} ms"
+
+    def floor(self, plan: Plan, share: Share) -> float:
+        """The chance of being accepted below which another token of a chain does not pay.
+
+        A level of drafting is paid for by all that draft with it.
+        """
+        if share is None:
+            return 0.0
+        candidate, nodes = share
+        rows, drafting, _ = self._load(plan.shares)
+        row_s = max(self.step_s(rows + 4) - self.step_s(rows), 0.0) / 4.0
+        together, _ = drafting.get(candidate.drafter, (1, 0.0))
+        levels_s = [self.drafting_s(candidate.drafter, together, levels) for levels in (nodes, nodes + 1)]
+        level_s = max(levels_s[1] - levels_s[0], 0.0) / together
+        count = len(self._contexts)
+        worth = 1.0 if count == 1 else plan.tokens / count / candidate.tokens[nodes]
+        return plan.rate * (row_s + level_s) / worth
+
+    def _load(self, shares: Sequence[Share]) -> _Load:
+        """Rows that the target is fed; of each drafter requests and levels of the deepest; seconds of catching up."""
+        rows, setup_s = len(shares), 0.0
+        drafting: dict[str, tuple[int, float]] = {}
+        for share in shares:
+            if share is not None:
+                candidate, nodes = share
+                rows += nodes
+                setup_s += candidate.setup_s
+                requests, deepest = drafting.get(candidate.drafter, (0, 0.0))
+                drafting[candidate.drafter] = requests + 1, max(deepest, candidate.levels(nodes))
+        return rows, drafting, setup_s
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of the step with so many rows, drafting apart."""
+        found = self._steps_s.get(rows)
+        if found is None:
+            found = self._steps_s[rows] = self._times.step_s(rows, self._contexts, self._greedy)
+        return found
+
+    def drafting_s(self, drafter: str, requests: int, levels: float) -> float:
+        """Seconds of drafting for so many requests, of which the deepest takes so many levels."""
+        key = drafter, requests, levels
+        found = self._drafting_s.get(key)
+        if found is None:
+            found = self._times.drafting_s(*key, self._greedy) if requests else 0.0
+            self._drafting_s[key] = found
+        return found

@@ -1,0 +1,200 @@
+"""How many nodes a drafter of trees should draft on this machine: expected tokens against measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from truedraft.core.params import SamplingParams
+from truedraft.core.theory import AcceptanceCurve, DraftCost, SizeOption, TargetCost, best_option, size_options
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.heads.base import SizePlan
+from truedraft.drafters.portfolio import with_members
+from truedraft.engine import Engine
+from truedraft.engine.policy import STEPS, CurveCheck, StepCosts, parts
+from truedraft.engine.prompts import Prompt
+from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
+from truedraft.models.multimodal import MultimodalPrompt
+
+_CONTEXT = 512
+_PROMPT_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBudget:
+    """The sizes of a drafter on this machine.
+
+    Attributes:
+        plan: the best of the drafter's plans.
+        choice: the number of nodes, and what it is predicted to gain.
+        costs: what it was chosen by.
+    """
+
+    plan: SizePlan
+    choice: SizeOption
+    costs: StepCosts
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes; 0 where drafting does not pay."""
+        return self.choice.nodes
+
+    @property
+    def sizes(self) -> str:
+        """What was chosen, as "8 beams of 4, 16 nodes"."""
+        nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
+        return f"{self.plan.name}, {nodes}" if self.plan.name and self.nodes else nodes
+
+    def describe(self) -> str:
+        """In one line."""
+        best = self.choice
+        if not best.nodes:
+            return (
+                "0 nodes by the cost curve: no tree is predicted to pay here, so nothing is drafted; if the machine was"
+                " busy then, `truedraft bench --refresh-costs` with this model and drafter measures again"
+            )
+        return (
+            f"{self.sizes} by the cost curve: {best.expected_tokens:.2f} tokens per target call promised, "
+            f"{best.speedup:.2f} times plain decoding predicted; the promise is of {self.plan.curve.measured_on}"
+        )
+
+
+def node_options(
+    curve: AcceptanceCurve, forwards: TargetCost, drafting: DraftCost, *, context: int = _CONTEXT, requests: int = 1
+) -> list[SizeOption]:
+    """What 0, 1, ... nodes are predicted to gain, for each request of a batch of `requests`; see `size_options`.
+
+    Args:
+        curve: what each node is expected to bring.
+        forwards: V(rows, contexts) of the target, in seconds.
+        drafting: seconds of a proposal by its depth.
+        context: cached tokens of each request.
+        requests: answered together.
+
+    Raises:
+        OptionError: there is no request.
+    """
+    contexts = [context] * requests
+    return size_options(curve, lambda rows: forwards(rows * requests, contexts), drafting)
+
+
+def nodes_for(
+    target: LanguageModel,
+    drafter: Drafter,
+    params: SamplingParams | None = None,
+    *,
+    requests: int = 1,
+    costs: StepCosts | None = None,
+    least: int = 0,
+) -> NodeBudget:
+    """Choose the sizes of a drafter for a target on this machine: of all its plans the one that is predicted best.
+
+    Args:
+        target: the model that decides.
+        drafter: fits it; it has plans for sizes.
+        params: sampling options; None is greedy.
+        requests: answered together.
+        costs: of the target's steps; None takes those that are kept, or measures.
+        least: nodes, whether or not they pay.
+
+    Raises:
+        OptionError: the drafter's sizes were chosen, or nobody measured what they bring.
+        TruedraftError: target or drafter failed.
+    """
+    params, costs = params or SamplingParams(), costs or StepCosts(target)
+    plans = () if drafter.trees is None else drafter.trees.size_plans(params)
+    if not plans:
+        raise OptionError(
+            "nobody measured what the nodes of these trees bring, so no number of them can be chosen; give the number "
+            "of nodes"
+        )
+    context = max(1, min(_CONTEXT, target.context_length // 2))
+    found = []
+    for plan in plans:
+        drafting = costs.drafting(plan.timed, params)
+        options = node_options(plan.curve, costs.forwards(), drafting, context=context, requests=requests)
+        found.append((plan, best_option([each for each in options if each.nodes >= least] or options)))
+    return NodeBudget(*max(found, key=lambda each: each[1].speedup), costs)  # of equal ones the first
+
+
+def sized(
+    drafter: Drafter,
+    target: LanguageModel,
+    params: SamplingParams | None = None,
+    *,
+    requests: int = 1,
+    costs: StepCosts | None = None,
+    least: int = 0,
+) -> tuple[Drafter, Mapping[str, NodeBudget]]:
+    """A drafter with as many nodes as pay on this machine, and why; arguments as in `nodes_for`.
+
+    Of a portfolio each member gets as many as pay for it alone. Drafters without trees of which somebody measured what
+    they bring, and those whose sizes somebody chose, stay as they are.
+
+    Returns:
+        The drafter, and by name the budgets of those of its members that got one, all by the same costs.
+
+    Raises:
+        TruedraftError: target or drafter failed.
+    """
+    params, members = params or SamplingParams(), dict(drafter.members)
+    budgets: dict[str, NodeBudget] = {}
+    for name, member in drafter.members.items():
+        if member.trees is not None and member.trees.size_plans(params):
+            costs = costs or StepCosts(target)
+            budget = budgets[name] = nodes_for(target, member, params, requests=requests, costs=costs, least=least)
+            members[name] = budget.plan.with_nodes(budget.nodes)
+    return with_members(drafter, members) if budgets else drafter, budgets
+
+
+def outdated(engine: Engine, forwards: TargetCost) -> str | None:
+    """Why kept curves are to be measured again, in a sentence; None where steps that are made now take what they say.
+
+    On a device nothing is known: forwards are only queued there, and the host does not see what they take.
+
+    Args:
+        engine: plain decoding, which does nothing else.
+        forwards: V of its target, as it was kept.
+    """
+    ratio = ratio_of_steps(engine, forwards) if engine.target.device.type == "cpu" else None
+    if ratio is None or not parts(ratio):
+        return None
+    return (
+        f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say; the machine "
+        "was busier then, or is now"
+    )
+
+
+def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
+    """The median of measured / V over 50 steps that are made for it; None where no answer is so long.
+
+    Args:
+        engine: does nothing else.
+        forwards: V of its target.
+    """
+    told: list[float] = []
+    check = CurveCheck(forwards, told.append)
+    engine.listeners.append(check)
+    try:
+        engine.generate(
+            made_up_prompt(engine.target, _PROMPT_TOKENS), SamplingParams(max_tokens=STEPS + 1, ignore_eos=True)
+        )
+    finally:
+        engine.listeners.remove(check)
+    return told[0] if told else None
+
+
+def made_up_prompt(target: LanguageModel, tokens: int) -> Prompt:
+    """A prompt that says nothing, for answers that are timed or thrown away.
+
+    Args:
+        target: that it is for.
+        tokens: most of them; half of the context is left.
+    """
+    opening, inputs = target.opening, target.opening_inputs
+    room = target.most_tokens(opening) - len(opening)
+    text = [place * 7919 % target.vocab_size for place in range(max(1, min(tokens, room // 2)))]
+    if inputs is not None:
+        return MultimodalPrompt((*opening[target.source_tokens(opening) :], *text), inputs)
+    return [*opening, *text]

@@ -1,0 +1,112 @@
+"""What drafting brings: traces and their replay, plans, the trees that are kept with heads, and how many nodes pay.
+
+`bench` and `peers`, other engines, measure it. Each name loads on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from truedraft.lazy import loads
+
+if TYPE_CHECKING:
+    from truedraft.engine.policy.sizes import NodeBudget as NodeBudget
+    from truedraft.engine.policy.sizes import node_options as node_options
+    from truedraft.engine.policy.sizes import nodes_for as nodes_for
+    from truedraft.engine.policy.sizes import outdated as outdated
+    from truedraft.engine.policy.sizes import sized as sized
+    from truedraft.measure.beam_trees import BeamTokens as BeamTokens
+    from truedraft.measure.beam_trees import ReplayedBeams as ReplayedBeams
+    from truedraft.measure.beam_trees import facts_of as facts_of
+    from truedraft.measure.beam_trees import replay_beams as replay_beams
+    from truedraft.measure.candidates import candidates_of as candidates_of
+    from truedraft.measure.candidates import fitting_drafters as fitting_drafters
+    from truedraft.measure.head_trees import BUDGETS as BUDGETS
+    from truedraft.measure.head_trees import TREE_TEMPERATURES as TREE_TEMPERATURES
+    from truedraft.measure.head_trees import CountedTree as CountedTree
+    from truedraft.measure.head_trees import count_trees as count_trees
+    from truedraft.measure.head_trees import survival_of as survival_of
+    from truedraft.measure.load import Level as Level
+    from truedraft.measure.load import Traffic as Traffic
+    from truedraft.measure.load import levels as levels
+    from truedraft.measure.load import load_record as load_record
+    from truedraft.measure.plan import NONE as NONE
+    from truedraft.measure.plan import Plan as Plan
+    from truedraft.measure.plan import footprint_of as footprint_of
+    from truedraft.measure.plan import make_plan as make_plan
+    from truedraft.measure.plan import read_plan as read_plan
+    from truedraft.measure.predictions import BATCHES as BATCHES
+    from truedraft.measure.predictions import CONFIDENCE as CONFIDENCE
+    from truedraft.measure.predictions import Footprint as Footprint
+    from truedraft.measure.predictions import Interval as Interval
+    from truedraft.measure.predictions import Prediction as Prediction
+    from truedraft.measure.predictions import WhatIf as WhatIf
+    from truedraft.measure.predictions import prediction_record as prediction_record
+    from truedraft.measure.predictions import ratio_of_rates as ratio_of_rates
+    from truedraft.measure.predictions import ratio_over_prompts as ratio_over_prompts
+    from truedraft.measure.replay import Trace as Trace
+    from truedraft.measure.traces import StepWatcher as StepWatcher
+    from truedraft.measure.traces import outputs_along as outputs_along
+    from truedraft.measure.traces import traces_of_answers as traces_of_answers
+    from truedraft.measure.walks import walk_along as walk_along
+
+_MODULES = {
+    "truedraft.engine.policy.sizes": (
+        "NodeBudget",
+        "node_options",
+        "nodes_for",
+        "outdated",
+        "sized",
+    ),
+    "truedraft.measure.beam_trees": (
+        "BeamTokens",
+        "ReplayedBeams",
+        "facts_of",
+        "replay_beams",
+    ),
+    "truedraft.measure.candidates": (
+        "candidates_of",
+        "fitting_drafters",
+    ),
+    "truedraft.measure.head_trees": (
+        "BUDGETS",
+        "CountedTree",
+        "TREE_TEMPERATURES",
+        "count_trees",
+        "survival_of",
+    ),
+    "truedraft.measure.load": (
+        "Level",
+        "Traffic",
+        "levels",
+        "load_record",
+    ),
+    "truedraft.measure.plan": (
+        "NONE",
+        "Plan",
+        "footprint_of",
+        "make_plan",
+        "read_plan",
+    ),
+    "truedraft.measure.predictions": (
+        "BATCHES",
+        "CONFIDENCE",
+        "Footprint",
+        "Interval",
+        "Prediction",
+        "WhatIf",
+        "prediction_record",
+        "ratio_of_rates",
+        "ratio_over_prompts",
+    ),
+    "truedraft.measure.replay": ("Trace",),
+    "truedraft.measure.traces": (
+        "StepWatcher",
+        "outputs_along",
+        "traces_of_answers",
+    ),
+    "truedraft.measure.walks": ("walk_along",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = list(_HOMES)
+__getattr__ = loads(__name__, _HOMES)

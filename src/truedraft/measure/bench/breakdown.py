@@ -1,0 +1,180 @@
+"""Where the time of decoding went, held against cost curves that were measured before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from truedraft.core.theory import DraftCost, TargetCost
+from truedraft.engine import StepRecord
+
+_ROUNDING = 0.005  # of a share that is shown with two digits
+
+
+class CurveCosts:
+    """What the steps of one engine should cost.
+
+    Args:
+        target: V(rows, contexts) of its target.
+        drafting: the cost of each of its drafters' proposals, by name; none without a drafter.
+    """
+
+    def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
+        self._target = target
+        self._drafting = dict(drafting or {})
+        self._of_nodes: dict[tuple[str, int], float] = {}
+
+    def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
+        """Seconds of one target forward: V(rows, contexts)."""
+        return self._target(rows, contexts)
+
+    def drafting_s(self, step: StepRecord) -> float:
+        """Seconds of drafting: as long as one request's share takes each drafter alone, for a batch is drafted in
+        common forwards.
+        """
+        return sum(self._of(name, step) for name in self._drafting)
+
+    def _of(self, name: str, step: StepRecord) -> float:
+        levels = next((each.levels for each in step.drafting if each.drafter == name), None)
+        if levels is not None:
+            return self._drafting[name](levels)
+        nodes = [share.nodes for request in step.requests for share in request.shares if share.drafter == name]
+        each = -(-sum(nodes) // max(1, len(nodes)))
+        if (name, each) not in self._of_nodes:
+            self._of_nodes[name, each] = self._drafting[name].of_nodes(each)
+        return self._of_nodes[name, each]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Sums over the settled decoding steps (those without a part of a prompt), in seconds unless it says otherwise.
+
+    Attributes:
+        steps: how many.
+        requests: requests that took part, summed over steps: their target calls.
+        rows: tokens fed to the target.
+        nodes: drafted nodes.
+        decode_s: wall time of decoding, what lies between the steps included, without steps that were not settled.
+        draft_s: the drafter, as timed within the steps.
+        target_s: the target's forward, as timed within the steps.
+        verify_s: distributions and verdicts, as timed within the steps.
+        forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
+        plain_curve_s: V(one row a request, contexts) of each step, by the curve.
+        drafting_curve_s: the cost of each step's drafting, by the curve.
+        unsettled: decoding steps that were not settled, see `StepRecord.settled`; they are left out of all sums above.
+        unsettled_s: wall time of these.
+    """
+
+    steps: int = 0
+    requests: int = 0
+    rows: int = 0
+    nodes: int = 0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    forward_curve_s: float | None = None
+    plain_curve_s: float | None = None
+    drafting_curve_s: float | None = None
+    unsettled: int = 0
+    unsettled_s: float = 0.0
+
+    def __add__(self, other: Breakdown) -> Breakdown:
+        """The sum of two; a curve that one of them lacks is lacking in the sum."""
+        sums: dict[str, Any] = {}
+        for each in fields(self):
+            left, right = getattr(self, each.name), getattr(other, each.name)
+            sums[each.name] = None if left is None or right is None else left + right
+        return Breakdown(**sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Fractions of the time of decoding.
+
+    `target` + `draft` + `host` is 1, as host is what the curves leave over: step time - V - draft cost. Verification is
+    part of it. None of the three is known where the run was faster than the curves: these were then measured at another
+    speed of the machine.
+
+    Attributes:
+        target: V of the steps, by the curve.
+        draft: cost of drafting, by the curve.
+        host: all the rest.
+        verification: distributions and verdicts, as timed.
+        timed_target: the target's forward, as timed.
+        timed_draft: the drafter, as timed.
+    """
+
+    target: float | None
+    draft: float | None
+    host: float | None
+    verification: float
+    timed_target: float
+    timed_draft: float
+
+
+def known_share(share: float | None) -> float | None:
+    """A share of time or of memory bandwidth; None of more than all, which no run can have had.
+
+    What it is held against was then measured at another speed of the machine, or, for memory, the weights were read
+    from the processor's caches.
+    """
+    return None if share is None or share > 1.0 + _ROUNDING else share
+
+
+def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | None) -> Breakdown:
+    """Sum the decoding steps of one run.
+
+    Args:
+        steps: all steps of the run, prefill among them.
+        total_s: wall time of the whole run, in seconds.
+        costs: the curves; None leaves what needs them out.
+    """
+    decoding = [step for step in steps if step.settled and not step.prefill]
+    unsettled = [step for step in steps if not step.settled and not step.prefill]
+    unsettled_s = sum(step.total_s for step in unsettled)
+    curves: list[float | None] = [None, None, None]
+    if costs is not None:
+        curves = [
+            sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
+            sum(costs.forward_s(len(step.requests), step.contexts) for step in decoding),
+            sum(costs.drafting_s(step) for step in decoding if step.nodes),
+        ]
+    return Breakdown(
+        steps=len(decoding),
+        requests=sum(len(step.requests) for step in decoding),
+        rows=sum(step.rows for step in decoding),
+        nodes=sum(step.nodes for step in decoding),
+        decode_s=total_s - sum(step.total_s for step in steps if step.prefill) - unsettled_s,
+        draft_s=sum(step.draft_s for step in decoding),
+        target_s=sum(step.target_s for step in decoding),
+        verify_s=sum(step.verify_s for step in decoding),
+        forward_curve_s=curves[0],
+        plain_curve_s=curves[1],
+        drafting_curve_s=curves[2],
+        unsettled=len(unsettled),
+        unsettled_s=unsettled_s,
+    )
+
+
+def shares(breakdown: Breakdown) -> Shares | None:
+    """Fractions of decoding time; None where nothing was decoded."""
+    whole = breakdown.decode_s
+    if whole <= 0 or not breakdown.steps:
+        return None
+    target = draft = host = None
+    if breakdown.forward_curve_s is not None and breakdown.drafting_curve_s is not None:
+        target, draft = breakdown.forward_curve_s / whole, breakdown.drafting_curve_s / whole
+        if known_share(target + draft) is None:
+            target = draft = None
+        else:
+            host = max(1.0 - target - draft, 0.0)
+    return Shares(
+        target=target,
+        draft=draft,
+        host=host,
+        verification=breakdown.verify_s / whole,
+        timed_target=breakdown.target_s / whole,
+        timed_draft=breakdown.draft_s / whole,
+    )

@@ -1,0 +1,131 @@
+"""Hugging Face's own `generate` as systems under test: plain, with prompt lookup and assisted, on the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from truedraft.core.params import SamplingParams
+from truedraft.measure.bench.runs import System, SystemOutput
+from truedraft.measure.peers.transformers import AssistedSetting, Generate, Way, assisted_way, load_stock, lookup_way
+from truedraft.models.base import LanguageModel
+from truedraft.options import ModelOptions
+
+ASSISTED = "transformers assisted"
+# The same length as our draft's default, transformers' own adaptation, and what it does when nothing is set.
+_SETTINGS = (
+    AssistedSetting("4 tokens", 4, "constant", 0.0),
+    AssistedSetting("heuristic from 5", 5, "heuristic", 0.0),
+    AssistedSetting("its defaults", 20, "constant", 0.4),
+)
+
+
+def generate_systems(
+    target: LanguageModel, loaded: ModelOptions, draft: LanguageModel | None, batch: int
+) -> tuple[list[System], str]:
+    """Plain generation; with one prompt at a time also prompt lookup and, with a draft, assisted generation.
+
+    Args:
+        target: of our engines; its weights are loaded once more.
+        loaded: what it was loaded by.
+        draft: the draft model, which shares its name with the folder that it came from; None without one.
+        batch: prompts that are answered together.
+
+    Returns:
+        The systems, and a sentence on what is left out; "" where nothing is.
+
+    Raises:
+        ModelError: a model cannot be loaded a second time.
+    """
+    model = load_stock(loaded.model, target, loaded.pad_to)
+
+    def system(name: str, way: Way) -> System:
+        return GenerateSystem(name, Generate(model, target.eos_token_ids, way))
+
+    systems = [system("transformers", Way())]
+    if batch > 1:
+        return systems, (
+            "transformers' assisted generation and prompt lookup take one prompt at a time, so they are left out at "
+            f"batch {batch}"
+        )
+    systems.append(system("transformers lookup", lookup_way()))
+    if draft is None:
+        return systems, "transformers' assisted generation is left out: no draft model is among the drafters"
+    assistant = load_stock(draft.name, draft, None)
+    ways = [(f"{ASSISTED}, {setting.words}", assisted_way(assistant, setting)) for setting in _SETTINGS]
+    return [*systems, *(system(*each) for each in ways)], ""
+
+
+class GenerateSystem(System):
+    """One way of calling `generate`.
+
+    Target calls are counted by a hook. A call that judges a draft is a target call; the first call of assisted
+    generation already does, so its mean acceptance length counts that call and all tokens.
+
+    Args:
+        name: for reports.
+        engine: is called.
+    """
+
+    def __init__(self, name: str, engine: Generate) -> None:
+        self.name = name
+        self.engine = engine
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
+        """Answer prompts in one call."""
+        drafts, started = self.engine.way.drafts, time.perf_counter()
+        came: list[tuple[float, int]] = []  # seconds until tokens came, and how many for each prompt
+        with _counting(self.engine.model, self.engine.way.assistant) as calls:
+            replies = self.engine.call(
+                prompts, params, lambda count: came.append((time.perf_counter() - started, count))
+            )
+        answers = tuple(reply.token_ids for reply in replies)
+        tokens = sum(map(len, answers))
+        first, first_tokens = came[0] if came else (None, 1)
+        later = max(calls.target - 1, 0)
+        judged = calls.target if drafts else later
+        emitted = tokens if drafts else tokens - len(answers)
+        return SystemOutput(
+            token_ids=answers,
+            first_token_s=(first,) * len(answers),
+            prefill_s=first or 0.0,
+            forwards=later,
+            draft_forwards=calls.draft,
+            context_tokens=later * (sum(map(len, prompts)) + tokens // 2),  # answers grow from none to all tokens
+            target_calls=judged * len(answers) if drafts else emitted,
+            mean_acceptance_length=(emitted / judged if judged else 0.0) if drafts else 1.0,
+            first_tokens=first_tokens,
+        )
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Forwards that were made."""
+
+    target: int = 0
+    draft: int = 0
+
+
+@contextlib.contextmanager
+def _counting(model: Module, assistant: Module | None) -> Iterator[_Calls]:
+    calls = _Calls()
+
+    def of_target(*_: Any) -> None:
+        calls.target += 1
+
+    def of_draft(*_: Any) -> None:
+        calls.draft += 1
+
+    handles = [model.register_forward_pre_hook(of_target)]
+    if assistant is not None:
+        handles.append(assistant.register_forward_pre_hook(of_draft))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,223 @@
+"""The one JSON object of a benchmark: what was run, where, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from truedraft.core.stats import Counters
+from truedraft.measure.bench.runs import Results
+from truedraft.measure.bench.suite import PLAIN
+from truedraft.measure.bench.summary import Ratio, Spread, Summary
+from truedraft.measure.bench.trees import DraftedTree
+from truedraft.measure.bench.vocabularies import VocabularyCost
+
+_DIVERGENCES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy", "mean_kl_greedy")
+"""How far the distributions of emitted tokens were from the target's, by `Counters`; None after a lossless rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a benchmark was run on and with; its reports repeat it.
+
+    Attributes:
+        model: the target's name as it was typed.
+        note: what a padded target's figures mean; None for a target as it is.
+        pad_to: the size it was padded to, or None.
+        weights: how they were quantised at load, or None.
+        drafters: as they were typed.
+        peers: likewise.
+        rule: that judges drafted tokens.
+        dtype: of the weights.
+        device: that computes.
+        threads: of the CPU.
+        fast_paths: what is switched on in the target beyond the plain forward.
+        batch: prompts answered together.
+        prompt_set: its name.
+        prompts: how many prompts were asked for.
+        runs: how often each system answered each group.
+        sampling: all sampling options.
+        must_agree: whether our engines' tokens are promised to be those of plain decoding.
+        costs_kept: whether a cost curve is of an earlier run, and so of another moment of the machine.
+        bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
+        weight_bytes: bytes that a forward of the target reads; None where not known.
+        machine: machine and versions.
+        lossless: whether the rule keeps the target's distribution.
+        controller: of our engines, as it was typed.
+    """
+
+    model: str
+    note: str | None
+    pad_to: str | None
+    weights: str | None
+    drafters: tuple[str, ...]
+    peers: tuple[str, ...]
+    rule: str
+    dtype: str
+    device: str
+    threads: int
+    fast_paths: tuple[str, ...]
+    batch: int
+    prompt_set: str
+    prompts: int
+    runs: int
+    sampling: Mapping[str, Any]
+    must_agree: bool
+    costs_kept: bool
+    bandwidth: float | None
+    weight_bytes: int | None
+    machine: Mapping[str, Any]
+    lossless: bool = True
+    controller: str = "goodput"
+
+    @property
+    def peers_agree(self) -> bool:
+        """Whether peers should give the same tokens, up to rounding: they draw other random numbers."""
+        return (self.must_agree or not self.lossless) and not self.sampling.get("temperature", 0.0)
+
+    @property
+    def tells_identical(self) -> bool:
+        """Whether identical tokens of ours say something: they are promised, or a lossy rule alone may change them."""
+        return self.must_agree or self.peers_agree
+
+    def line(self) -> str:
+        """In one line, for the head of tables and under plots; with what a padded target's figures mean."""
+        where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        temperature = self.sampling.get("temperature", 0.0)
+        how, seed = f"temperature {temperature:g}" if temperature else "greedy", self.sampling.get("seed")
+        how += f", seed {seed}" if temperature and seed is not None else ""
+        runs = f"{self.runs} run{'s' if self.runs > 1 else ''} each"
+        model = self.model if self.pad_to is None else f"{self.model} padded to {self.pad_to}"
+        model += "" if self.weights is None else f" with {self.weights} weights"
+        prompts = f"{self.prompts} prompt{'s' if self.prompts > 1 else ''} of {self.prompt_set}"
+        parts = [
+            self.dtype,
+            where,
+            f"batch {self.batch}",
+            how,
+            *([] if self.lossless else [f"lossy rule {self.rule}"]),
+            *([f"controller {self.controller}"] if self.drafters else []),
+            prompts,
+            f"at most {self.sampling.get('max_tokens')} tokens",
+            runs,
+        ]
+        head = f"{model}, " if self.note is None else f"{model}: {self.note}; "
+        return head + ", ".join(parts)
+
+    def of_a_row(self) -> dict[str, Any]:
+        """What each row in the file of rows repeats, for it may be all that is left of a run."""
+        names = (
+            "model",
+            "pad_to",
+            "weights",
+            "note",
+            "rule",
+            "controller",
+            "lossless",
+            "dtype",
+            "device",
+            "threads",
+            "batch",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+def bench_record(
+    summaries: Sequence[Summary],
+    circumstances: Circumstances,
+    costs: Sequence[Mapping[str, float]],
+    results: Results,
+    differences: Sequence[str] = (),
+    trees: Sequence[DraftedTree] = (),
+    vocabularies: Sequence[VocabularyCost] = (),
+) -> dict[str, Any]:
+    """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
+
+    Args:
+        summaries: of systems that finished a row.
+        circumstances: of the run.
+        costs: points of the target's cost curve: rows, context, seconds.
+        results: of the run.
+        differences: where tokens part that must not, a sentence each.
+        trees: that systems drafted.
+        vocabularies: what it costs drafts that their tokenizers are not the target's.
+    """
+    ours = [each for each in summaries if each.ours]
+    speculative = [each for each in ours if each.name != PLAIN]
+    first = next(iter(speculative or ours), None)
+    return {
+        "command": "bench",
+        "tokens_per_s": None if first is None else first.tokens_per_s.median,
+        "speedup": None if first is None or first.speedup is None else first.speedup.mean,
+        "identical": _identical(ours, circumstances),
+        "differences": list(differences),
+        "interrupted": results.interrupted,
+        "failures": [failure.describe() for failure in results.failures],
+        "systems": [_summary_record(each, circumstances) for each in summaries],
+        "costs": [dict(point) for point in costs],
+        "trees": [tree.as_dict() for tree in trees],
+        "vocabularies": [each.as_dict() for each in vocabularies],
+        **dataclasses.asdict(circumstances),
+    }
+
+
+def _identical(ours: Sequence[Summary], circumstances: Circumstances) -> bool | None:
+    verdicts = [_all_identical(each) for each in ours if circumstances.must_agree]
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return all(known) if known else None
+
+
+def _all_identical(summary: Summary) -> bool | None:
+    """None where there was nothing to compare with."""
+    return summary.identical_groups == summary.compared_groups if summary.compared_groups else None
+
+
+def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str, Any]:
+    must_agree = circumstances.must_agree if summary.ours else circumstances.peers_agree
+    told = must_agree or (summary.ours and circumstances.tells_identical)
+    return {
+        "name": summary.name,
+        "note": circumstances.note,
+        "ours": summary.ours,
+        "groups": summary.groups,
+        "tokens": summary.tokens,
+        **_spread("tokens_per_s", summary.tokens_per_s),
+        **_spread("decode_tokens_per_s", summary.decode_tokens_per_s),
+        **_spread("first_token_s", summary.first_token_s),
+        "target_calls": summary.target_calls,
+        "mean_acceptance_length": summary.mean_acceptance_length,
+        "draft_acceptance_rate": None if summary.counters is None else summary.counters.draft_acceptance_rate,
+        "acceptance_per_position": list(summary.acceptance_per_position),
+        "counters": None if summary.counters is None else dataclasses.asdict(summary.counters),
+        "speedup": None if summary.speedup is None else summary.speedup.mean,
+        "speedup_spread": _ratio(summary.speedup),
+        "decode_speedup": None if summary.decode_speedup is None else summary.decode_speedup.mean,
+        "predicted_speedup": summary.predicted_speedup,
+        "measured_over_predicted": summary.measured_over_predicted,
+        "shares": None if summary.shares is None else dataclasses.asdict(summary.shares),
+        "mbu": summary.mbu,
+        "cpu_s_per_1000_tokens": summary.cpu_s_per_1000_tokens,
+        "identical": _all_identical(summary) if must_agree else None,
+        "identical_groups": summary.identical_groups if told else None,
+        "compared_groups": summary.compared_groups if told else None,
+        "lossless": not summary.lossy if summary.ours else None,
+        "empty_answers": list(summary.empty_answers),
+        "unsettled_steps": summary.unsettled,
+        "unsettled_s": summary.unsettled_s,
+        "decisions": None if summary.decisions is None else summary.decisions.as_dict(),
+        **{name: getattr(summary.counters or Counters(), name) for name in _DIVERGENCES},
+    }
+
+
+def _spread(name: str, spread: Spread | None) -> dict[str, Any]:
+    if spread is None:
+        return {name: None, f"{name}_quartiles": None}
+    return {name: spread.median, f"{name}_quartiles": [spread.low, spread.high]}
+
+
+def _ratio(ratio: Ratio | None) -> dict[str, float] | None:
+    if ratio is None:
+        return None
+    return {"min": ratio.low, "max": ratio.high, "share_faster": ratio.share_faster}

@@ -1,0 +1,313 @@
+"""Paired runs: every system answers every group of prompts, in turns, after a warm-up; a row for each turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters, StepRecord
+from truedraft.engine.policy.decisions import Decisions
+from truedraft.errors import TruedraftError
+from truedraft.measure.bench.breakdown import Breakdown, CurveCosts, break_down
+from truedraft.progress import Progress, unwatched
+
+T = TypeVar("T")
+_WARM_UP_TOKENS = 16
+_WARM_UPS = 3  # of all groups, where steps were not settled: a shape is as it stays from its third forward on
+
+
+@dataclass(frozen=True, slots=True)
+class SystemOutput:
+    """What a system gives back for a group of prompts that it answered together.
+
+    Attributes:
+        token_ids: new tokens of each prompt, without the one that ended it.
+        first_token_s: for each prompt, seconds until its first token; None where there is none.
+        prefill_s: seconds spent on prompts, the first tokens included.
+        forwards: forwards of the target after the prefill; each serves all prompts of the group.
+        draft_forwards: forwards of the draft model.
+        context_tokens: cached tokens that those target forwards read, summed over forwards and prompts.
+        target_calls: target calls of the prompts, as far as they can be counted; None where they cannot.
+        mean_acceptance_length: tokens per target call; None where it cannot be counted.
+        first_tokens: new tokens of a prompt that came with the prefill; several where that already judges a draft.
+        counters: of our engine; None for another library.
+        steps: of our engine, in order.
+        finish_reasons: of our engine, for each prompt.
+        warnings: of our engine, about all prompts together.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    first_token_s: tuple[float | None, ...]
+    prefill_s: float
+    forwards: int
+    draft_forwards: int
+    context_tokens: int
+    target_calls: int | None
+    mean_acceptance_length: float | None
+    first_tokens: int = 1
+    counters: Counters | None = None
+    steps: Sequence[StepRecord] = field(default=(), repr=False)
+    finish_reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class System(ABC):
+    """One way of answering: a system under test.
+
+    Attributes:
+        name: for reports; unique in a run.
+    """
+
+    name: str
+
+    @abstractmethod
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
+        """Answer prompts, given as token ids, together.
+
+        Raises:
+            TruedraftError: one of them could not be answered.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Prompts that are answered together.
+
+    Attributes:
+        names: what reports call them.
+        prompts: their token ids.
+        params: how their answers are drawn.
+    """
+
+    names: tuple[str, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+
+    def cut(self, context_length: int, most: int | None = None) -> SamplingParams:
+        """Options with as many tokens as the longest prompt leaves room for, so that all stop alike; or with fewer."""
+        room = context_length - max(map(len, self.prompts))
+        wanted = self.params.max_tokens if most is None else min(self.params.max_tokens, most)
+        return dataclasses.replace(self.params, max_tokens=max(1, min(wanted, room)))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One system, one group of prompts, one run.
+
+    Attributes:
+        system: its name.
+        prompts: names of the group's prompts.
+        run: number of the run, from 0.
+        place: when the system's turn came within the group, from 0.
+        total_s: wall time from the first submission to the last answer, in seconds.
+        cpu_s: CPU time of the whole process meanwhile, all threads together, in seconds.
+        output: what it answered.
+        breakdown: where the time went; None for a peer.
+        decisions: what was decided in its steps; None for a peer.
+    """
+
+    system: str
+    prompts: tuple[str, ...]
+    run: int
+    place: int
+    total_s: float
+    cpu_s: float
+    output: SystemOutput
+    breakdown: Breakdown | None = None
+    decisions: Decisions | None = None
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all prompts of the group."""
+        return sum(map(len, self.output.token_ids))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second, prefill included."""
+        return self.tokens / self.total_s if self.total_s else 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds after the prefill."""
+        return self.total_s - self.output.prefill_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens that came after the prefill, per second after it."""
+        later = sum(max(len(tokens) - self.output.first_tokens, 0) for tokens in self.output.token_ids)
+        return later / self.decode_s if later and self.decode_s > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the file of rows: counts and seconds, no rates, so that every rate can be computed again."""
+        output = self.output
+        return {
+            "system": self.system,
+            "prompts": list(self.prompts),
+            "run": self.run,
+            "place": self.place,
+            "tokens": self.tokens,
+            "total_s": self.total_s,
+            "cpu_s": self.cpu_s,
+            "first_token_s": list(output.first_token_s),
+            "prefill_s": output.prefill_s,
+            "first_tokens": output.first_tokens,
+            "forwards": output.forwards,
+            "draft_forwards": output.draft_forwards,
+            "context_tokens": output.context_tokens,
+            "target_calls": output.target_calls,
+            "mean_acceptance_length": output.mean_acceptance_length,
+            "counters": None if output.counters is None else dataclasses.asdict(output.counters),
+            "breakdown": None if self.breakdown is None else dataclasses.asdict(self.breakdown),
+            "decisions": None if self.decisions is None else self.decisions.as_dict(most=0),
+            "token_ids": [list(tokens) for tokens in output.token_ids],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A group that a system could not answer.
+
+    Attributes:
+        system: its name; "" where no system got as far.
+        prompts: names of the group's prompts.
+        reason: in a sentence.
+    """
+
+    system: str
+    prompts: tuple[str, ...]
+    reason: str
+
+    def describe(self) -> str:
+        """In a sentence."""
+        return f"{self.system}{', ' if self.system else ''}prompt {', '.join(self.prompts)}: {self.reason}"
+
+
+@dataclass(slots=True)
+class Results:
+    """What a benchmark brought, also one that was interrupted.
+
+    Attributes:
+        rows: finished ones, in the order of running.
+        failures: what could not be answered, and why.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def grouped(prompts: Sequence[tuple[str, Sequence[int], SamplingParams]], size: int) -> list[Group]:
+    """Prompts (name, token ids, options) in groups of `size`, in order; a group has the options of its first."""
+    parts = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    return [
+        Group(tuple(name for name, _, _ in part), tuple(tuple(ids) for _, ids, _ in part), part[0][2]) for part in parts
+    ]
+
+
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """The items, beginning with another one, so that none always goes first."""
+    first = by % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def run_all(
+    systems: Sequence[System],
+    groups: Sequence[Group],
+    *,
+    runs: int,
+    context_length: int,
+    costs: Mapping[str, CurveCosts] | None = None,
+    keep: Callable[[Row], None] = lambda row: None,
+    progress: Progress = unwatched,
+) -> Results:
+    """Let all systems answer all groups, `runs` times each: A B C, then B C A, and so on.
+
+    The one that goes first changes from group to group, so that none always finds the caches and clocks that another
+    left behind. Ctrl-C ends the run; what was finished stays.
+
+    Args:
+        systems: with different names.
+        groups: at least one; answers are cut where prompt and answer fill the target's context.
+        runs: how often each system answers each group.
+        context_length: most tokens of prompt and answer together.
+        costs: what the steps of our engines should cost, by their names.
+        keep: is given each row as soon as it is finished.
+        progress: is called with the number of finished turns and the name of the next system.
+    """
+    results = Results()
+    turns = [(run, number, group) for run in range(runs) for number, group in enumerate(groups)]
+    done = 0
+    try:
+        _warm_up(systems, groups, context_length, progress)
+        for run, number, group in turns:
+            cut = dataclasses.replace(group, params=group.cut(context_length))
+            for place, system in enumerate(rotated(systems, run * len(groups) + number)):
+                progress(done, system.name)
+                try:
+                    row = take_turn(system, cut, run, place, (costs or {}).get(system.name))
+                except TruedraftError as error:
+                    results.failures.append(Failure(system.name, group.names, str(error)))
+                else:
+                    results.rows.append(row)
+                    keep(row)
+                done += 1
+        progress(done, "")
+    except KeyboardInterrupt:
+        results.interrupted = True
+    return results
+
+
+def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs: CurveCosts | None = None) -> Row:
+    """Let one system answer one group, timed.
+
+    Raises:
+        TruedraftError: it could not.
+    """
+    cpu, started = time.process_time(), time.perf_counter()
+    output = system.answer(group.prompts, group.params)
+    total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+    breakdown = break_down(output.steps, total_s, costs) if output.steps else None
+    forward_s = None if costs is None else costs.forward_s
+    decisions = Decisions.of(output.steps, forward_s) if output.steps else None
+    output = dataclasses.replace(output, steps=())  # summed up; thousands of runs need not keep them
+    return Row(system.name, group.names, run, place, total_s, cpu_s, output, breakdown, decisions)
+
+
+def _warm_up(systems: Sequence[System], groups: Sequence[Group], context_length: int, progress: Progress) -> None:
+    """Let first-time costs fall outside the measurement; what fails here is told when it is measured.
+
+    A beginning of the first group will do, unless a step of it was not settled: then all groups are answered until all
+    steps were, or a few times.
+    """
+    for system in systems:
+        progress(0, f"warm-up: {system.name}")
+        if _settles(system, groups[0], groups[0].cut(context_length, _WARM_UP_TOKENS)):
+            continue
+        for _ in range(_WARM_UPS):
+            settled = [_settles(system, group, group.cut(context_length)) for group in groups]
+            if all(settled):
+                break
+
+
+def _settles(system: System, group: Group, params: SamplingParams) -> bool:
+    """Let a system answer; whether all of its steps were settled, as far as they are known."""
+    try:
+        return all(step.settled for step in system.answer(group.prompts, params).steps)
+    except TruedraftError:
+        return True
+
+
+def time_without_core(rows: Sequence[Row]) -> float:
+    """The least fraction of their time in which this process ran on no core: 1 - CPU time / wall time, 0 or more.
+
+    Decoding on the CPU computes all the time, so anything much above 0 means that others were using the machine. With
+    several threads more may have gone unseen.
+    """
+    total_s = sum(row.total_s for row in rows)
+    return max(0.0, 1.0 - sum(row.cpu_s for row in rows) / total_s) if total_s > 0 else 0.0

@@ -1,0 +1,246 @@
+"""From the words of a benchmark to the systems under test: one target, engines around it, peers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.specs import from_spec
+from truedraft.engine import Engine, StepRecord
+from truedraft.engine.policy.specs import controller_from_spec
+from truedraft.errors import ModelError, UnknownOptionError
+from truedraft.machine import dtype_name, has_bfloat16
+from truedraft.measure.bench.generate import ASSISTED, generate_systems
+from truedraft.measure.bench.runs import System, SystemOutput
+from truedraft.models.base import LanguageModel
+from truedraft.models.loading import load_model
+from truedraft.options import MachineOptions, ModelOptions, Words
+from truedraft.verification.specs import rule_from_spec
+
+if TYPE_CHECKING:
+    pass
+
+PLAIN = "plain"
+ENTROPY = 0
+"""Of engines that are measured: a benchmark of requests without a seed draws from the same noise each time."""
+_LEAST_BATCH = 32  # the engine's own limit; a larger batch raises it
+_NO_DRAFTER = "none"
+PEERS = ("transformers",)
+"""Names of other libraries that are measured beside our engines."""
+
+
+class OurEngine(System):
+    """Our engine, which promises the tokens of plain decoding.
+
+    Args:
+        name: for reports.
+        engine: composed of target, drafter and rule.
+    """
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name = name
+        self.engine = engine
+
+    def answer(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> SystemOutput:
+        """Likewise; each prompt may have options of its own."""
+        steps: list[StepRecord] = []
+        self.engine.listeners.append(steps.append)
+        try:
+            answers = self.engine.generate([list(prompt) for prompt in prompts], params)
+        finally:
+            self.engine.listeners.pop()
+        broken = next((answer.error for answer in answers if answer.error is not None), None)
+        if broken is not None:
+            raise ModelError(broken)
+        counters = sum((answer.stats for answer in answers), Counters())
+        decoding = [step for step in steps if not step.prefill]
+        return SystemOutput(
+            token_ids=tuple(tuple(answer.token_ids) for answer in answers),
+            first_token_s=tuple(answer.timing.first_token_s for answer in answers),
+            prefill_s=sum(step.total_s for step in steps if step.prefill),
+            forwards=len(decoding),
+            draft_forwards=sum(self._draft_forwards(step) for step in decoding),
+            context_tokens=sum(sum(step.contexts) for step in decoding),
+            target_calls=counters.target_calls,
+            mean_acceptance_length=counters.mean_acceptance_length,
+            counters=counters,
+            steps=steps,
+            finish_reasons=tuple(answer.finish_reason for answer in answers),
+            warnings=tuple(warning for answer in answers for warning in answer.warnings),
+        )
+
+    def _draft_forwards(self, step: StepRecord) -> int:
+        """A draft model runs once a level for the whole batch; no level lies below the drafter's limit or the nodes."""
+        shares = [share for request in step.requests for share in request.shares]
+        nodes = {name: sum(each.nodes for each in shares if each.drafter == name) for name in self._drafting_models}
+        members = self.engine.drafter.members
+        return sum(min(members[name].limits.depth, count) for name, count in nodes.items())
+
+    @property
+    def draft_model(self) -> LanguageModel | None:
+        """The draft model, if that is what drafts; of several the first that is no copy of the target."""
+        members = self.engine.drafter.members
+        models = sorted(self._drafting_models.items(), key=lambda each: members[each[0]].held.in_target)
+        return models[0][1] if models else None
+
+    @property
+    def _drafting_models(self) -> dict[str, LanguageModel]:
+        members = self.engine.drafter.members
+        return {name: member.model for name, member in members.items() if member.model is not None}
+
+
+@dataclass(slots=True)
+class Suite:
+    """The systems under test.
+
+    Attributes:
+        target: of our engines.
+        lossless: whether the rule keeps the target's distribution.
+        ours: our engines, plain decoding first.
+        peers: systems of other libraries.
+        best_of: titles, each with the systems of which only the best is shown.
+        notes: what readers of a report should know, a sentence each.
+        batch: prompts answered together.
+        controller: words for the controller that each of our engines has one of.
+    """
+
+    target: LanguageModel
+    lossless: bool
+    ours: list[OurEngine]
+    peers: list[System] = field(default_factory=list)
+    best_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    batch: int = 1
+    controller: str = "goodput"
+
+    @property
+    def systems(self) -> list[System]:
+        """All of them, plain decoding first."""
+        return [*self.ours, *self.peers]
+
+    @property
+    def our_names(self) -> list[str]:
+        """Names of our engines, plain decoding first."""
+        return [each.name for each in self.ours]
+
+    @property
+    def assistant(self) -> LanguageModel | None:
+        """What peers draft with: the first draft model among our drafters that is no copy of the target."""
+        members = (member for each in self.ours for member in each.engine.drafter.members.values())
+        return next((each.model for each in members if each.model is not None and not each.held.in_target), None)
+
+    def must_agree(self, params: SamplingParams) -> bool:
+        """Whether our engines promise the tokens of plain decoding."""
+        return self.lossless and (params.greedy or params.seeded)
+
+    def redraft(self, system: OurEngine, drafter: Drafter) -> None:
+        """Let one of our engines draft with another drafter.
+
+        Raises:
+            CompositionError: the drafter does not fit.
+        """
+        controller, room = controller_from_spec(self.controller), _room(self.batch)
+        system.engine = Engine(self.target, drafter, system.engine.rule, controller, max_batch=room, entropy=ENTROPY)
+
+
+def load_suite(
+    model: ModelOptions,
+    machine: MachineOptions,
+    drafters: Sequence[str] = ("auto",),
+    *,
+    drafters_dir: Sequence[str | Path] = (),
+    peers: Sequence[str] = (),
+    rule: str = "speculative",
+    controller: str = "goodput",
+    batch: int = 1,
+) -> Suite:
+    """Load the target once for our engines, and once more for each peer.
+
+    Args:
+        model: the target.
+        machine: on what models run.
+        drafters: words for drafters; "none" adds nothing to plain decoding, which is always measured.
+        drafters_dir: folders of drafters where "auto", and kinds without a path, look, too.
+        peers: names of other libraries.
+        rule: words for the rule.
+        controller: words for the controller.
+        batch: prompts answered together.
+
+    Raises:
+        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    """
+    lossless = rule_from_spec(rule).lossless
+    target = load_model(model.model, **model.of_target, **machine.of_models)
+    room = _room(batch)
+    ours = [OurEngine(PLAIN, Engine(target, max_batch=room, entropy=ENTROPY))]
+    notes = _dtype_notes(machine.dtype, target)
+    for spec in drafters:
+        if spec != _NO_DRAFTER:
+            drafter = from_spec(spec, target, drafters_dir, tell=notes.append)
+            name = _short_name(spec, [each.name for each in ours])
+            engine = Engine(target, drafter, rule_from_spec(rule), controller, max_batch=room, entropy=ENTROPY)
+            ours.append(OurEngine(name, engine))
+            if len(drafter.members) > 1:
+                notes.append(f"{name} is {' + '.join(drafter.members)}")
+    suite = Suite(target, lossless, ours, notes=notes, batch=batch, controller=controller)
+    draft = suite.assistant
+    check_peers(peers)
+    if peers:
+        suite.peers, left_out = generate_systems(target, model, draft, batch)
+        suite.best_of = {ASSISTED: tuple(each.name for each in suite.peers if each.name.startswith(ASSISTED))}
+        suite.notes += [left_out] if left_out else []
+        if draft is not None and suite.best_of[ASSISTED]:
+            suite.notes.append(f"transformers' assistant is {draft.name}")
+    return suite
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Refuse libraries that cannot be measured, before anything is loaded.
+
+    Raises:
+        UnknownOptionError: there is no such; names those that there are.
+    """
+    for name in names:
+        if name not in PEERS:
+            raise UnknownOptionError.nearest("peer", name, PEERS)
+
+
+def _room(batch: int) -> int:
+    """Requests that an engine must have room for."""
+    return max(_LEAST_BATCH, batch)
+
+
+def _short_name(spec: str, taken: Sequence[str]) -> str:
+    """The word with the last part of its paths, which is enough for a table; the whole word where that is taken."""
+    members = Words.parse("drafter", spec).members
+    short = _with_short_path(spec)
+    if members:
+        short = f"{spec.partition('(')[0]}({';'.join(map(_with_short_path, members))})"
+    name = spec if short in taken else short
+    return name if name not in taken else f"{name} ({taken.count(name) + 1})"
+
+
+def _with_short_path(spec: str) -> str:
+    head, comma, options = spec.partition(",")
+    kind, colon, path = head.partition(":")
+    return f"{kind}{colon}{Path(path).name if '/' in path else path}{comma}{options}"
+
+
+def _dtype_notes(asked: str, target: LanguageModel) -> list[str]:
+    """What to know where the CPU has no instructions for bfloat16."""
+    if target.device.type != "cpu" or has_bfloat16(target.device):
+        return []
+    if str(target.dtype) != "torch.bfloat16":
+        return (
+            [f"this CPU has no bfloat16 instructions, so {dtype_name(target.dtype)} is used"] if asked == "auto" else []
+        )
+    if "native forward" in target.fast_paths:
+        return ["this CPU has no bfloat16 instructions: weights are read in bfloat16, and products are made in float32"]
+    return ["this CPU has no bfloat16 instructions, so bfloat16 is emulated, and slower than float32"]

@@ -1,0 +1,359 @@
+"""From rows to what a system achieved: medians and spread over prompts, and ratios paired by prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from truedraft.core.stats import Counters
+from truedraft.core.theory import predicted_speedup
+from truedraft.engine.policy.decisions import Decisions
+from truedraft.measure.bench.breakdown import Breakdown, Shares, known_share, shares
+from truedraft.measure.bench.costs import Memory
+from truedraft.measure.bench.runs import Row
+from truedraft.measure.bench.suite import PLAIN
+
+_KILO = 1000
+_SHOWN_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Over the groups of prompts, each with the median of its runs.
+
+    Attributes:
+        median: the middle.
+        low: first quartile.
+        high: third quartile.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The median and quartiles of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Paired with plain decoding by group: ratios of tokens per second.
+
+    Attributes:
+        mean: geometric mean over groups.
+        low: the smallest.
+        high: the largest.
+        share_faster: fraction of the groups with a ratio above 1.
+    """
+
+    mean: float
+    low: float
+    high: float
+    share_faster: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> Ratio:
+        """From at least one ratio."""
+        mean = statistics.geometric_mean(ratios) if min(ratios) > 0 else 0.0
+        return cls(mean, min(ratios), max(ratios), sum(ratio > 1 for ratio in ratios) / len(ratios))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one system achieved.
+
+    Attributes:
+        name: its name.
+        ours: whether it is our engine.
+        groups: groups of prompts that it answered.
+        tokens: new tokens of one run of each group.
+        tokens_per_s: prefill included.
+        decode_tokens_per_s: tokens that came after the prefill, per second after it.
+        first_token_s: time to the first token.
+        target_calls: of one run of each group; None where they cannot be counted.
+        mean_acceptance_length: tokens per target call; None likewise.
+        counters: of one run of each group; None for a peer.
+        speedup: over plain decoding, prefill included; None without plain rows to pair with.
+        decode_speedup: the same for tokens after the prefill.
+        predicted_speedup: from acceptance and cost curves, for tokens after the first: the geometric mean over
+            groups, as `decode_speedup` is; None without curves.
+        measured_over_predicted: how much of that came true: the geometric mean of the ratio over groups that have both.
+        shares: of decoding time; None for a peer.
+        mbu: fraction of memory bandwidth used in decoding; None where it is not known what is read, or where it was
+            more than all of it, as from the processor's caches.
+        cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
+        identical_groups: groups whose tokens, in all runs, are those of plain decoding's first run.
+        compared_groups: groups that plain decoding answered too; fewer than `groups` in a run that was interrupted.
+        empty_answers: prompts whose answers had no token in one run of each group.
+        decisions: what was decided in all runs of all groups; None for a peer.
+        unsettled: decoding steps of all runs that were not settled, see `StepRecord.settled`.
+        unsettled_s: that these took.
+    """
+
+    name: str
+    ours: bool
+    groups: int
+    tokens: int
+    tokens_per_s: Spread
+    decode_tokens_per_s: Spread
+    first_token_s: Spread | None
+    target_calls: int | None
+    mean_acceptance_length: float | None
+    counters: Counters | None
+    speedup: Ratio | None
+    decode_speedup: Ratio | None
+    predicted_speedup: float | None
+    measured_over_predicted: float | None
+    shares: Shares | None
+    mbu: float | None
+    cpu_s_per_1000_tokens: float
+    identical_groups: int
+    compared_groups: int
+    empty_answers: tuple[str, ...] = ()
+    decisions: Decisions | None = None
+    unsettled: int = 0
+    unsettled_s: float = 0.0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a lossy rule judged; its counters then say how far it was from the target's distribution."""
+        return self.counters is not None and self.counters.divergence is not None
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Accepted over tried for the k-th drafted token, k from 1; positions that were never tried end it."""
+        if self.counters is None:
+            return ()
+        pairs = zip(self.counters.accepted_per_position, self.counters.tried_per_position, strict=True)
+        return tuple(accepted / tried for accepted, tried in pairs if tried)
+
+
+Groups = dict[tuple[str, ...], list[Row]]
+ByGroup = dict[tuple[str, ...], float]
+
+
+def summarise(
+    rows: Sequence[Row], names: Sequence[str], ours: Sequence[str], memory: Mapping[str, Memory]
+) -> list[Summary]:
+    """One summary for each system that finished a row, in the order of `names`.
+
+    Args:
+        rows: of all systems.
+        names: all systems.
+        ours: those that are our engine.
+        memory: for systems whose use of memory bandwidth is wanted.
+    """
+    by_name: dict[str, Groups] = {}
+    for row in rows:
+        by_name.setdefault(row.system, {}).setdefault(row.prompts, []).append(row)
+    plain = by_name.get(PLAIN, {})
+    return [_summary(name, name in ours, by_name[name], plain, memory.get(name)) for name in names if name in by_name]
+
+
+def shown(summaries: Sequence[Summary], best_of: Mapping[str, Sequence[str]]) -> tuple[list[Summary], list[str]]:
+    """The summaries for people: of systems that only differ in a setting, the fastest stands for all.
+
+    Args:
+        summaries: of all systems.
+        best_of: titles, each with the systems that it stands for.
+
+    Returns:
+        The summaries to show, and for each title a sentence that says which setting it is.
+    """
+    titles: dict[str, str] = {}
+    hidden: set[str] = set()
+    notes = []
+    for title, names in best_of.items():
+        tried = [summary for summary in summaries if summary.name in names]
+        if len(tried) > 1:
+            best = max(tried, key=lambda summary: summary.tokens_per_s.median)
+            titles[best.name] = title
+            hidden |= {summary.name for summary in tried} - {best.name}
+            speeds = "; ".join(f"{each.name.removeprefix(title).lstrip(', ')} {_speed_of(each)}" for each in tried)
+            notes.append(f"{title} is the best of {len(tried)} settings, in tokens/s: {speeds}")
+    left = (summary for summary in summaries if summary.name not in hidden)
+    return [dataclasses.replace(each, name=titles.get(each.name, each.name)) for each in left], notes
+
+
+def _speed_of(summary: Summary) -> str:
+    return f"{summary.tokens_per_s.median:.1f}"
+
+
+def empty_answers(summaries: Sequence[Summary]) -> list[str]:
+    """A sentence for each system that ended answers before their first token; these have no speed, and no ratio."""
+    told = []
+    for each in summaries:
+        if names := each.empty_answers:
+            first = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+            told.append(f"{each.name}: {len(names)} answers ended before their first token (prompt {first})")
+    return told
+
+
+def unsettled_steps(summaries: Sequence[Summary]) -> list[str]:
+    """A sentence for each system some of whose steps were not settled, though it was warmed up."""
+    return [
+        f"{each.name}: forwards of new shapes were made ready in {each.unsettled} steps, which took "
+        f"{each.unsettled_s:.2f} s; they count in tokens/s and x plain, and neither in shares of time nor predictions"
+        for each in summaries
+        if each.unsettled
+    ]
+
+
+def differing_answers(
+    rows: Sequence[Row], names: Sequence[str]
+) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
+    """System, prompt, plain tokens and its tokens, where these differ from plain decoding's first run."""
+    plain: dict[str, tuple[int, ...]] = {}
+    for row in rows:
+        if row.system == PLAIN:
+            for name, tokens in zip(row.prompts, row.output.token_ids, strict=True):
+                plain.setdefault(name, tokens)
+    return [
+        (row.system, name, plain[name], tokens)
+        for row in rows
+        if row.system in names
+        for name, tokens in zip(row.prompts, row.output.token_ids, strict=True)
+        if name in plain and tokens != plain[name]
+    ]
+
+
+def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memory | None) -> Summary:
+    rows = [row for runs in groups.values() for row in runs]
+    firsts = [runs[0] for runs in groups.values()]
+    first_token_s = [seconds for row in rows for seconds in row.output.first_token_s if seconds is not None]
+    breakdown = _total_breakdown(rows)
+    counters = [row.output.counters for row in firsts if row.output.counters is not None]
+    total = sum(counters, Counters()) if counters else None
+    calls = [row.output.target_calls for row in firsts]
+    ratios, decode_ratios = _ratios(groups, plain, _speed), _ratios(groups, plain, _decode_speed)
+    predictions = _predictions(groups)
+    return Summary(
+        name=name,
+        ours=ours,
+        groups=len(groups),
+        tokens=sum(row.tokens for row in firsts),
+        tokens_per_s=Spread.of([_median(runs, _speed) for runs in groups.values()]),
+        decode_tokens_per_s=Spread.of([_median(runs, _decode_speed) for runs in groups.values()]),
+        first_token_s=Spread.of(first_token_s) if first_token_s else None,
+        target_calls=None if None in calls else sum(call for call in calls if call is not None),
+        mean_acceptance_length=_mean_acceptance_length(total, firsts),
+        counters=total,
+        speedup=Ratio.of(list(ratios.values())) if ratios else None,
+        decode_speedup=Ratio.of(list(decode_ratios.values())) if decode_ratios else None,
+        predicted_speedup=_geometric_mean(list(predictions.values())),
+        measured_over_predicted=_geometric_mean(
+            [ratio / predictions[key] for key, ratio in decode_ratios.items() if key in predictions]
+        ),
+        shares=None if breakdown is None else shares(breakdown),
+        mbu=None if memory is None else _bandwidth_used(rows, memory),
+        cpu_s_per_1000_tokens=_cpu_s_per_1000_tokens(rows),
+        identical_groups=sum(_same_as_plain(runs, plain[key][0]) for key, runs in groups.items() if key in plain),
+        compared_groups=sum(key in plain for key in groups),
+        empty_answers=tuple(
+            prompt
+            for row in firsts
+            for prompt, tokens in zip(row.prompts, row.output.token_ids, strict=True)
+            if not tokens
+        ),
+        decisions=_all_decisions(rows),
+        unsettled=0 if breakdown is None else breakdown.unsettled,
+        unsettled_s=0.0 if breakdown is None else breakdown.unsettled_s,
+    )
+
+
+def _speed(row: Row) -> float:
+    return row.tokens_per_s
+
+
+def _decode_speed(row: Row) -> float:
+    return row.decode_tokens_per_s
+
+
+def _median(runs: Sequence[Row], value: Callable[[Row], float]) -> float:
+    return statistics.median(value(row) for row in runs)
+
+
+def _ratios(groups: Groups, plain: Groups, value: Callable[[Row], float]) -> ByGroup:
+    """Only of groups in which both emitted tokens: a sampled answer may end before it has begun."""
+    both = ((key, _median(runs, value), _median(plain[key], value)) for key, runs in groups.items() if key in plain)
+    return {key: measured / below for key, measured, below in both if measured > 0 and below > 0}
+
+
+def _predictions(groups: Groups) -> ByGroup:
+    """Predicted speed-up of each group that has one: its own acceptance, and V and draft cost of its own steps."""
+    found: ByGroup = {}
+    for key, runs in groups.items():
+        breakdown = _total_breakdown(runs)
+        counters = sum((row.output.counters for row in runs if row.output.counters is not None), Counters())
+        predicted = None if breakdown is None else _predicted(counters, breakdown)
+        if predicted:
+            found[key] = predicted
+    return found
+
+
+def _geometric_mean(values: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
+
+
+def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) -> float | None:
+    """Ours from the counts; a peer's weighted by its calls."""
+    if counters is not None:
+        return counters.mean_acceptance_length
+    weighted = [(row.output.mean_acceptance_length, row.output.target_calls) for row in firsts]
+    known = [(length, calls) for length, calls in weighted if length is not None and calls]
+    return sum(length * calls for length, calls in known) / sum(calls for _, calls in known) if known else None
+
+
+def _total_breakdown(rows: Sequence[Row]) -> Breakdown | None:
+    found = [row.breakdown for row in rows if row.breakdown is not None]
+    if not found:
+        return None
+    total = found[0]
+    for each in found[1:]:
+        total += each
+    return total
+
+
+def _all_decisions(rows: Sequence[Row]) -> Decisions | None:
+    found = [row.decisions for row in rows if row.decisions is not None]
+    return functools.reduce(operator.add, found) if found else None
+
+
+def _predicted(counters: Counters, breakdown: Breakdown) -> float | None:
+    """From the curves' means over the steps that were run."""
+    verified, plain, drafting = breakdown.forward_curve_s, breakdown.plain_curve_s, breakdown.drafting_curve_s
+    if verified is None or plain is None or drafting is None or not breakdown.steps:
+        return None
+    means = (seconds / breakdown.steps for seconds in (plain, verified, drafting))
+    return predicted_speedup(counters.mean_acceptance_length, *means)
+
+
+def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
+    """Bytes that had to be read / time / bandwidth, over decoding."""
+    seconds = sum(row.decode_s for row in rows)
+    if seconds <= 0:
+        return None
+    read = 0
+    for row in rows:
+        read += memory.target.read(row.output.forwards, row.output.context_tokens)
+        if memory.draft is not None:
+            read += memory.draft.read(row.output.draft_forwards, 0)
+    return known_share(read / seconds / memory.bandwidth)
+
+
+def _cpu_s_per_1000_tokens(rows: Sequence[Row]) -> float:
+    tokens = sum(row.tokens for row in rows)
+    return sum(row.cpu_s for row in rows) / tokens * _KILO if tokens else 0.0
+
+
+def _same_as_plain(runs: Sequence[Row], plain: Row) -> bool:
+    return all(row.output.token_ids == plain.output.token_ids for row in runs)

@@ -1,0 +1,149 @@
+"""What it costs in acceptance that a draft cannot write all of the target's tokens.
+
+A token drawn from q is accepted with probability sum min(p, q), where q lies on the tokens that both models can write.
+So what is rejected, 1 - sum min(p, q), is the sum of two parts: the mass that p has on tokens which the draft cannot
+write, whatever it guesses, and sum max(0, p - q) over those that it can, where it guesses wrongly. Both are means over
+the places of the target's own answers, by the distributions that sampling options make of the logits; of greedy ones
+they are shares of places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import overlap, probs_from_logits
+from truedraft.drafters.base import Drafter
+from truedraft.errors import TruedraftError
+from truedraft.measure import outputs_along
+from truedraft.measure.bench.runs import Group, Row
+from truedraft.measure.bench.suite import PLAIN
+from truedraft.models.base import LanguageModel
+
+_PLACES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredPrompt:
+    """A prompt and what the target answers by itself.
+
+    Attributes:
+        prompt: token ids.
+        answer: likewise.
+        params: how it was drawn.
+    """
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyCost:
+    """Of one draft with another tokenizer.
+
+    Attributes:
+        drafter: by name.
+        shared: the part of the target's ids that it can write.
+        places: of the target's answers that were looked at.
+        unshared_mass: the target's probability of ids that the draft cannot write, mean over these.
+        acceptance: sum min(p, q), likewise.
+    """
+
+    drafter: str
+    shared: float
+    places: int
+    unshared_mass: float
+    acceptance: float
+
+    def describe(self) -> str:
+        """In one sentence."""
+        return (
+            f"{self.drafter} can write {self.shared:.3f} of the target's tokens, for the tokenizers differ: over "
+            f"{self.places:,} places of the target's answers {self.unshared_mass:.3f} of its probability lies on the "
+            f"others, which bounds the acceptance rate of a drafted token by {1.0 - self.unshared_mass:.3f}; this "
+            f"draft's is {self.acceptance:.3f}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the record."""
+        return dataclasses.asdict(self)
+
+
+def answered_prompts(groups: Sequence[Group], rows: Sequence[Row]) -> list[AnsweredPrompt]:
+    """What plain decoding answered, each prompt once, where no option changes logits before they are a distribution."""
+    by_names = {group.names: group for group in groups if not group.params.shapes_logits}
+    plain = {row.prompts: row for row in rows if row.system == PLAIN and row.prompts in by_names}
+    return [
+        AnsweredPrompt(prompt, answer, by_names[names].params)
+        for names, row in plain.items()
+        for prompt, answer in zip(by_names[names].prompts, row.output.token_ids, strict=True)
+    ]
+
+
+def vocabulary_costs(
+    target: LanguageModel, drafters: Mapping[str, Drafter], answered: Sequence[AnsweredPrompt]
+) -> list[VocabularyCost]:
+    """Of each drafter whose model cannot write all that the target can; others are left out.
+
+    Args:
+        target: that decides.
+        drafters: by name.
+        answered: of which the first 1,024 places are looked at.
+
+    What cannot be found out is told by a warning: it comes behind a measurement, which must not be lost by it.
+    """
+    costs = []
+    for name, drafter in drafters.items():
+        draft = drafter.model
+        if draft is None or draft.shared_ids is None:
+            continue
+        try:
+            found = [_at_places(target, draft, each) for each in _first(draft, answered)]
+        except TruedraftError as error:
+            warnings.warn(f"what the tokenizer of {name!r} costs is unknown: {error}", stacklevel=2)
+            continue
+        if found:
+            unshared, accepted = torch.cat(found, dim=1)  # [places] each
+            costs.append(
+                VocabularyCost(
+                    name,
+                    len(draft.shared_ids) / target.vocab_size,
+                    len(unshared),
+                    float(unshared.mean()),
+                    float(accepted.mean()),
+                )
+            )
+    return costs
+
+
+def _first(draft: LanguageModel, answered: Sequence[AnsweredPrompt]) -> Iterator[AnsweredPrompt]:
+    """As many places as are looked at, of texts that the draft has room for."""
+    left = _PLACES
+    for each in answered:
+        answer = each.answer[:left]
+        text = [*each.prompt, *answer]
+        if answer and draft.most_tokens(text) >= len(text):
+            left -= len(answer)
+            yield dataclasses.replace(each, answer=answer)
+
+
+def _at_places(target: LanguageModel, draft: LanguageModel, answered: AnsweredPrompt) -> Tensor:
+    """`[2, places]`, float64: the target's mass on what the draft cannot write, and sum min(p, q)."""
+    unshared = torch.ones(target.vocab_size, dtype=torch.float64)
+    unshared[draft.shared_ids] = 0.0
+    found = []
+    ids, first = [*answered.prompt, *answered.answer[:-1]], len(answered.prompt) - 1
+    theirs, ours = outputs_along(target, ids, first, answered.params.adapter), outputs_along(draft, ids, first)
+    for outputs in zip(theirs, ours, strict=True):
+        p, q = (probs_from_logits(each.logits.double().cpu(), answered.params) for each in outputs)
+        q = q.nan_to_num(0.0)  # where it has no mass at all nothing is proposed
+        found.append(torch.stack([p @ unshared, overlap(p, q)]))
+    return torch.cat(found, dim=1)

@@ -1,0 +1,183 @@
+"""A drafter beside answers of its target, and what the doctor compares it with."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from truedraft.core.top_k import TopK
+from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.errors import OptionError
+from truedraft.files import object_of
+from truedraft.measure.traces import AnswerTrace, trace_behind
+from truedraft.models.base import LanguageModel
+from truedraft.models.loading import load_model
+from truedraft.models.translated import TranslatedModel
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a drafter lies, and what of the files of a draft model is read otherwise.
+
+    Attributes:
+        path: a folder, a file or a name on the hub.
+        without: names of files that are left out, as a pattern; "" is none.
+        files: JSON objects in place of files.
+        dtype: of the model; None runs it as the target.
+    """
+
+    path: Path
+    without: str = ""
+    files: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What config.json holds; empty where there is none."""
+        return dict(self.files.get(CONFIG) or object_of(self.path / CONFIG))
+
+    def draft(self, target: LanguageModel) -> LanguageModel:
+        """The draft model, in the target's ids where its tokenizer is another.
+
+        Raises:
+            OptionError: files are to be read otherwise, and there is no folder.
+            ModelError: it cannot be loaded.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) if self.without or self.files else self.path
+            if path is not self.path and not self.path.is_dir():
+                raise OptionError("it is no folder of this machine")
+            for file in self.path.resolve().iterdir() if path is not self.path else ():
+                if file.name not in self.files and not (self.without and re.search(self.without, file.name)):
+                    (path / file.name).symlink_to(file)
+            for name, content in self.files.items():
+                (path / name).write_text(json.dumps(content), encoding="utf-8")
+            dtype = self.dtype or target.dtype
+            model = load_model(path, dtype=dtype, device=target.device, fast_paths=self.dtype is None)
+        ours, theirs = model.tokenizer, target.tokenizer
+        same = ours is None or theirs is None or ours.same_vocabulary(theirs)
+        return model if same else TranslatedModel(model, target)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter beside answers of its target.
+
+    Attributes:
+        source: where the drafter lies.
+        target: that it drafts for.
+        part: the head or draft model.
+        chain: makes the drafter of it that drafts one chain.
+        prompts: as they were given, text or ids, one for each trace.
+        traces: the target's answers, with what `layers` show.
+        layers: of the target, whose vectors the traces hold.
+        mended: variants without which it could not be loaded.
+        shown: what is made of what the target showed before the drafter sees it.
+        wide: whether the drafter computes in float32, whatever the target does.
+    """
+
+    source: Source
+    target: LanguageModel
+    part: Any
+    chain: Callable[[Any], Drafter]
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    traces: tuple[AnswerTrace, ...] = ()
+    layers: tuple[int, ...] = ()
+    mended: tuple[Variant, ...] = ()
+    shown: tuple[Callable[[StepOutcome], StepOutcome], ...] = ()
+    wide: bool = False
+
+    def of(self, part: Any) -> Case:
+        """The same with another head or draft model."""
+        return replace(self, part=part)
+
+    def showing(self, change: Callable[[StepOutcome], StepOutcome]) -> Case:
+        """The same, where the drafter sees something else."""
+        return replace(self, shown=(*self.shown, change))
+
+    @property
+    def beside(self) -> LanguageModel:
+        """The target as the drafter reads it."""
+        return cast(LanguageModel, Wide(self.target)) if self.wide else self.target
+
+    def seen(self) -> tuple[AnswerTrace, ...]:
+        """The traces as the drafter sees them."""
+        traces = self.traces
+        for change in self.shown:
+            traces = tuple(replace(each, seen=tuple(map(change, each.seen))) for each in traces)
+        return traces
+
+
+class Pair(NamedTuple):
+    """What is compared, on the same tokens.
+
+    Attributes:
+        given: the case as it was.
+        changed: the variant.
+        better: what takes the place of the case where the variant is better.
+    """
+
+    given: Case
+    changed: Case
+    better: Case
+
+
+def instead(given: Case, changed: Case) -> Pair:
+    """What is compared where the variant itself takes the place of the case."""
+    return Pair(given, changed, changed)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way in which a drafter may have to be read.
+
+    Attributes:
+        name: of the variant.
+        meaning: what is wrong with the drafter as it is given if this is better.
+        fix: what to do then, by the case as it is better.
+        make: of the case as it is given what is to be compared.
+    """
+
+    name: str
+    meaning: str
+    fix: Callable[[Case], str]
+    make: Callable[[Case], Pair]
+
+
+class Wide:
+    """A target to a head that computes in float32 beside it; its own weights stay as they are."""
+
+    dtype = torch.float32
+
+    def __init__(self, target: LanguageModel) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        return self._target.unembed(vectors.to(self._target.dtype)).float()
+
+    def likeliest(self, vectors: Tensor, count: int) -> TopK:
+        return TopK.of(self.unembed(vectors), count)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._target.embed(tokens).float()
+
+    def shared_heads(self, blocks: Any) -> None:
+        """None: the target's own way is in its dtype."""
+
+
+def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
+    """An answer behind another prompt, with what the target shows the drafter there."""
+    return trace_behind(case.target, prompt, trace, case.chain(case.part).features, case.layers)

@@ -1,0 +1,176 @@
+"""What drafting brings as load grows, and how many replicas it needs: closed forms over a plan's curves.
+
+A replica that always has n requests open answers, by Little's law, n / W(n) of them in a second:
+
+    W(n) = n P + (A - 1) S(n) / tau(n)
+
+P is V(prompt), the seconds in which a prompt is read while the others wait; A the tokens of an answer, whose first one
+comes with its prompt; S(n) / tau(n) the seconds of a step over the tokens that it emits for each request, of the best
+size of the best drafter at n, or of plain decoding. Nothing is simulated: neither arrivals nor queues are in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from truedraft.measure.plan import NONE, Plan
+from truedraft.measure.predictions import WhatIf
+from truedraft.options import check_positive, check_whole
+
+_MILLI = 1e3
+FILLED = 0.75
+"""Share of what a replica can answer that is asked of it, for requests do not come evenly; Ray aims at as much."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What comes in.
+
+    Attributes:
+        requests_per_s: that come.
+        prompt: tokens that are read for each; those of a kept prefix are not.
+        answer: tokens of each, 2 or more.
+        token_ms: longest that a token may take; None is no bound.
+
+    Raises:
+        OptionError: a number that is out of range.
+    """
+
+    requests_per_s: float
+    prompt: int
+    answer: int
+    token_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no traffic."""
+        check_positive("load", self.requests_per_s)
+        check_whole("prompt_tokens", self.prompt, least=1)
+        check_whole("answer_tokens", self.answer, least=2)
+        if self.token_ms is not None:
+            check_positive("token_ms", self.token_ms)
+
+    @classmethod
+    def of(
+        cls, plan: Plan, requests_per_s: float, prompt: int | None, answer: int | None, token_ms: float | None
+    ) -> Traffic:
+        """Prompts and answers as long as the plan's, the mean of each, where nothing is said."""
+        behind_first = plan.tokens / plan.prompts
+        prompt = max(1, round(plan.context - behind_first / 2)) if prompt is None else prompt
+        return cls(requests_per_s, prompt, 1 + round(behind_first) if answer is None else answer, token_ms)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A replica that always has so many requests open, answered in one way.
+
+    Attributes:
+        drafter: words of the drafter and size, or `none`.
+        requests_per_s: that it answers.
+        tokens_per_s: of all their answers.
+        token_ms: between two tokens of an answer, the mean; prompts that are read meanwhile are in it.
+    """
+
+    drafter: str
+    requests_per_s: float
+    tokens_per_s: float
+    token_ms: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """A replica with so many requests open.
+
+    Attributes:
+        requests: that are open, always.
+        rows: most of a forward.
+        plain: without drafts.
+        best: in the way that is predicted to be fastest, which may be plain.
+        ratio: of their tokens a second, best over plain.
+    """
+
+    requests: int
+    rows: int
+    plain: Way
+    best: Way
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How many replicas answer the load.
+
+    Attributes:
+        count: of them.
+        requests: open in each.
+        way: each one's.
+    """
+
+    count: int
+    requests: int
+    way: Way
+
+
+def levels(plan: Plan, traffic: Traffic, most: int, what_if: WhatIf | None = None) -> list[Level]:
+    """A replica with 1, 2, ... `most` requests open.
+
+    Args:
+        plan: whose costs and tokens per call are taken.
+        traffic: prompts and answers; their mean context replaces the plan's.
+        most: requests that it answers together.
+        what_if: another machine or drafter.
+    """
+    what_if, context = what_if or WhatIf(), round(traffic.prompt + traffic.answer / 2)
+    there = replace(plan, context=context)
+    prompt_s = what_if.forwards(plan.forwards)(traffic.prompt, [0])
+
+    def way(drafter: str, requests: int, token_s: float) -> Way:
+        waited_s = token_s + (requests - 1) * prompt_s / (traffic.answer - 1)
+        rate = requests / (prompt_s + (traffic.answer - 1) * waited_s)
+        return Way(drafter, rate, rate * traffic.answer, _MILLI * waited_s)
+
+    found = []
+    for requests in range(1, most + 1):
+        first = there.best(requests, what_if)[0]
+        plain = way(NONE, requests, first.plain_s)
+        gains = first.speedup.value > 1.0
+        best = way(first.option.drafter, requests, first.plain_s / first.speedup.value) if gains else plain
+        rows = max(nodes for nodes, _, _ in first.option.steps) + 1 if gains else 1
+        found.append(Level(requests, requests * rows, plain, best, best.tokens_per_s / plain.tokens_per_s))
+    return found
+
+
+def stops_to_pay(found: Sequence[Level]) -> int | None:
+    """Fewest open requests from which on drafting gains nothing; None where it gains to the last."""
+    last = max((level.requests for level in found if level.best.drafter != NONE), default=0)
+    return None if last == found[-1].requests else last + 1
+
+
+def replicas(ways: Sequence[Way], traffic: Traffic) -> Replicas | None:
+    """The fewest replicas that answer the load; None where a token takes too long however few requests are open.
+
+    Args:
+        ways: of a replica with 1, 2, ... requests open.
+        traffic: what comes.
+    """
+    fast = [way for way in ways if traffic.token_ms is None or way.token_ms <= traffic.token_ms]
+    if not fast:
+        return None
+    most = max(way.requests_per_s for way in fast)
+    count = math.ceil(traffic.requests_per_s / (FILLED * most))
+    requests = next(n for n, way in enumerate(ways, 1) if way.requests_per_s >= traffic.requests_per_s / count)
+    return Replicas(count, requests, ways[requests - 1])
+
+
+def load_record(found: Sequence[Level], traffic: Traffic) -> dict[str, Any]:
+    """For JSON."""
+    needed = {name: replicas([getattr(level, name) for level in found], traffic) for name in ("plain", "best")}
+    return {
+        **asdict(traffic),
+        "filled": FILLED,
+        "levels": [asdict(level) for level in found],
+        "stops_to_pay": stops_to_pay(found),
+        "replicas": {name: None if each is None else asdict(each) for name, each in needed.items()},
+    }

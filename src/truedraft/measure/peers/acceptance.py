@@ -1,0 +1,97 @@
+"""What a running server says of its drafts: acceptance as its metrics count it, ours, vLLM's and SGLang's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from truedraft.errors import PeerError
+from truedraft.measure.peers.calling import Caller
+
+_LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? +(\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_SIGMAS = 1.96
+
+
+@dataclass(frozen=True)
+class ServedAcceptance:
+    """What was accepted of all that a server drafted since it was started.
+
+    Attributes:
+        drafts: times that something was drafted; 0 where the server counts none.
+        drafted: tokens.
+        accepted: of them.
+        by_position: accepted tokens by their place in what was drafted; empty where nobody counts these.
+        by_drafter: drafted and accepted tokens of each drafter; empty where nobody counts these.
+        told: tokens per target call as the server itself computes them; None where it does not.
+    """
+
+    drafts: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    by_position: tuple[float, ...] = ()
+    by_drafter: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    told: float | None = None
+
+    @property
+    def tokens_per_call(self) -> tuple[float, float, float]:
+        """Tokens of a call for which something was drafted, and where its mean lies with 95 %.
+
+        With s_k the share of drafts of which k or more tokens were accepted, E[a] = sum s_k and
+        E[a^2] = sum (2k - 1) s_k. Drafts are taken to be independent.
+        """
+        if not self.drafts:
+            return (self.told or math.nan,) * 3
+        mean = self.accepted / self.drafts
+        shares = [each / self.drafts for each in self.by_position]
+        second = sum((2 * place + 1) * share for place, share in enumerate(shares)) if shares else mean * (1 + 2 * mean)
+        error = _SIGMAS * math.sqrt(max(second - mean**2, 0.0) / self.drafts)
+        return 1.0 + mean, 1.0 + mean - error, 1.0 + mean + error
+
+
+def served_acceptance(caller: Caller) -> ServedAcceptance:
+    """What the metrics of a server say.
+
+    Raises:
+        PeerError: it has none, or they count no drafts.
+    """
+    sums: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    drafters: dict[str, list[float]] = {}
+    for name, labels, value in _samples(caller.text("/metrics")):
+        kind = name.partition(":")[2].removesuffix("_total")
+        if kind == "spec_decode_num_accepted_tokens_per_pos" and labels.get("position", "").isdecimal():
+            place = int(labels["position"])
+            positions[place] = positions.get(place, 0.0) + value
+        elif kind in ("drafter_draft_tokens", "drafter_accepted_tokens"):
+            own = drafters.setdefault(labels.get("drafter", ""), [0.0, 0.0])
+            own[kind == "drafter_accepted_tokens"] += value
+        elif kind == "spec_accept_length":
+            sums[kind] = value
+        else:
+            sums[kind] = sums.get(kind, 0.0) + value
+    drafts, told = sums.get("spec_decode_num_drafts", 0.0), sums.get("spec_accept_length")
+    if not drafts and not told:
+        raise PeerError(
+            f"the metrics of {caller.url} count no drafts; let it answer something with a drafter first, and see that "
+            "its metrics are on"
+        )
+    return ServedAcceptance(
+        drafts,
+        sums.get("spec_decode_num_draft_tokens", 0.0),
+        sums.get("spec_decode_num_accepted_tokens", 0.0),
+        tuple(count for _, count in sorted(positions.items())),
+        {name: (drafted, accepted) for name, (drafted, accepted) in drafters.items()},
+        told,
+    )
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of each line of what Prometheus reads."""
+    for name, labels, value in _LINE.findall(text):
+        try:
+            yield name, dict(_LABEL.findall(labels)), float(value)
+        except ValueError:
+            continue

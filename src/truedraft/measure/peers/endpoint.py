@@ -1,0 +1,291 @@
+"""A server behind an address: ours, vLLM's, llama.cpp's, or any that speaks OpenAI's `/v1/completions`."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from truedraft.core.params import SamplingParams
+from truedraft.errors import PeerError, TruedraftError
+from truedraft.measure.peers.asking import Peer, Question, Reply
+from truedraft.measure.peers.calling import Caller, Patience
+from truedraft.measure.peers.dialects import BY_OWNER, LLAMA_CPP, OPENAI, OPENAI_FORMS, TRUEDRAFT, VLLM, Dialect, Told
+from truedraft.measure.peers.recovery import Recovery
+from truedraft.text import Tokenizer
+
+if TYPE_CHECKING:
+    import httpx2
+
+_ANY, _ANY_IDS = "The", (1,)
+"""A prompt by which it is found out what a server takes."""
+_REFUSALS = (400, 422)
+_CERTAIN = -0.05
+"""Log probability of a first token above which temperatures make no difference that could be seen."""
+_NOISE = 0.1
+"""Share of a log probability that rounding may change from one answer to the next."""
+
+
+class Endpoint(Peer):
+    """An engine behind HTTP.
+
+    Args:
+        caller: sends requests.
+        dialect: how it is asked.
+        model: its name there; None names none.
+        recovery: reads its answers.
+        names: further names that its answers may say.
+        version: of the engine, if it tells.
+
+    Attributes:
+        model: as given.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        dialect: Dialect,
+        model: str | None,
+        recovery: Recovery,
+        *,
+        names: Collection[str] = (),
+        version: str = "",
+    ) -> None:
+        self.model = model
+        self._caller = caller
+        self._dialect = dialect
+        self._recovery = recovery
+        self._names = {*names} if model is None else {*names, model}
+        more = {"endpoint": caller.url, "model": model, "prompts": "ids" if dialect.takes_ids else "text"}
+        self.facts = replace(dialect.facts, version=version, more=more)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        model: str | None = None,
+        *,
+        api_key: str | None = None,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
+        timeout_s: float = 120.0,
+        patience: Patience | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+        transport: httpx2.BaseTransport | None = None,
+    ) -> Endpoint:
+        """Ask a server what it is.
+
+        Args:
+            url: of it, with or without /v1.
+            model: its name there; None is the first that it serves.
+            api_key: that it is asked with.
+            tokenizer: of the model, as it is known here.
+            vocab_size: of the model, where that is padded; None is the tokenizer's.
+            eos_token_ids: that end its answers; None is the tokenizer's.
+            timeout_s: that one answer may take.
+            patience: with a server that is busy.
+            tell: is called with sentences about what was found.
+            transport: that carries requests in place of the network.
+
+        Raises:
+            OptionError: the address or the key cannot be used.
+            PeerError: nothing answers there, it is no such server, or it does not serve the model.
+        """
+        caller = Caller(url, api_key=api_key, timeout_s=timeout_s, patience=patience, tell=tell, transport=transport)
+        try:
+            recovery = Recovery(tokenizer, vocab_size, eos_token_ids)
+            served = _served(caller)
+            entry = _chosen(caller, served, model)
+            if model is None and len(served) > 1:
+                tell(f"{caller.url} serves {len(served)} models, and the first is asked: {entry.get('id')!r}")
+            dialect, version = _recognised(caller, entry)
+            named = model if model is not None else _text_of(entry.get("id"))
+            if dialect is OPENAI:
+                dialect = _tried(caller, named, recovery, _ANY_IDS if tokenizer is None else tokenizer.encode(_ANY))
+            names = [_text_of(entry.get(field)) for field in ("id", "root")]
+            return cls(caller, dialect, named, recovery, names=[*filter(None, names)], version=version)
+        except BaseException:
+            caller.close()
+            raise
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._caller.close()
+
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        """Ask questions together, each in a thread of its own; on Ctrl-C what has come is given first."""
+        come: queue.Queue[tuple[int, Reply | PeerError | BaseException]] = queue.Queue()
+        over = threading.Event()
+
+        def work(number: int) -> None:
+            try:
+                come.put((number, self._answer(questions[number], over)))
+            except TruedraftError as error:
+                come.put((number, error if isinstance(error, PeerError) else PeerError(str(error))))
+            except BaseException as error:  # a mistake of ours is raised where somebody sees it
+                come.put((number, error))
+
+        for number in range(len(questions)):
+            threading.Thread(target=work, args=(number,), name=f"truedraft-ask-{number}", daemon=True).start()
+        try:
+            for _ in questions:
+                yield _found(come.get())
+        except KeyboardInterrupt:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    yield _found(come.get_nowait())
+            raise
+        finally:
+            over.set()
+
+    def _answer(self, question: Question, over: threading.Event) -> Reply:
+        """The answer to one question, which nobody wants any more once that is set.
+
+        Raises:
+            PeerError: there is none that can be used.
+        """
+        self._check(question.params)
+        prompt = list(question.prompt) if self._dialect.takes_ids else self._recovery.prompt_text(question.prompt)
+        body: dict[str, Any] = {"prompt": prompt} | self._dialect.fields(question.params)
+        if self.model is not None:
+            body["model"] = self.model
+        told = _read(self._caller, self._dialect, body, over)
+        if told.model is not None and self._names and not any(_is_model(told.model, name) for name in self._names):
+            raise PeerError(f"{self._caller.url} was asked for model {self.model!r}, and {told.model!r} answered")
+        return self._recovery.reply(told, question)
+
+    def _check(self, params: SamplingParams) -> None:
+        """Refuse what the engine would take otherwise than it is meant."""
+        name, dialect = self.facts.name, self._dialect
+        if refused := self.refuses(params):
+            raise PeerError(f"{name} does not take {refused} as they are meant here; leave them out")
+        if params.seed is not None and params.seed > dialect.most_seed:
+            raise PeerError(f"{name} takes seeds up to {dialect.most_seed}, got {params.seed}")
+        least = dialect.least_temperature
+        if 0.0 < params.temperature < least:
+            raise PeerError(f"{name} samples at temperature {least} or above, or at 0, got {params.temperature}")
+
+
+def _found(come: tuple[int, Reply | PeerError | BaseException]) -> tuple[int, Reply | PeerError]:
+    number, found = come
+    if isinstance(found, Reply | PeerError):
+        return number, found
+    raise found
+
+
+def _is_model(said: str, name: str) -> bool:
+    """Whether an answer's model is one by that name; some add the date of its version."""
+    return re.fullmatch(re.escape(name) + r"(-[\d-]+)?", said) is not None
+
+
+def _text_of(found: object) -> str | None:
+    return found if isinstance(found, str) else None
+
+
+def _served(caller: Caller) -> list[Mapping[str, Any]]:
+    """What the server says of its models; nothing where it lists none.
+
+    Raises:
+        PeerError: it cannot be asked at all.
+    """
+    try:
+        data = caller.get("/v1/models").get("data")
+    except PeerError as error:
+        if error.status != 404:
+            raise
+        data = None
+    return [each for each in data if isinstance(each, Mapping)] if isinstance(data, list) else []
+
+
+def _chosen(caller: Caller, served: Sequence[Mapping[str, Any]], model: str | None) -> Mapping[str, Any]:
+    """The entry of a model among those that are served."""
+    if model is None or not served:
+        return served[0] if served else {}
+    found = next((each for each in served if model in (each.get("id"), each.get("root"))), None)
+    if found is None:
+        names = ", ".join(repr(each.get("id")) for each in served[:8])
+        raise PeerError(f"{caller.url} does not serve model {model!r}, but {names}")
+    return found
+
+
+def _recognised(caller: Caller, entry: Mapping[str, Any]) -> tuple[Dialect, str]:
+    """Which engine it is, and its version."""
+    dialect = BY_OWNER.get(str(entry.get("owned_by")))
+    if dialect is TRUEDRAFT:
+        info = _asked(caller, "/openapi.json").get("info")
+        return TRUEDRAFT, str(info.get("version", "")) if isinstance(info, Mapping) else ""
+    if dialect is VLLM:
+        return VLLM, str(_asked(caller, "/version").get("version", ""))
+    props = _asked(caller, "/props")
+    if dialect is LLAMA_CPP or "default_generation_settings" in props:
+        return LLAMA_CPP, str(props.get("build_info", ""))
+    return OPENAI, str(_asked(caller, "/version").get("version", ""))
+
+
+def _asked(caller: Caller, path: str) -> Mapping[str, Any]:
+    """What lies at a path; nothing where there is no such."""
+    try:
+        return caller.get(path)
+    except PeerError:
+        return {}
+
+
+def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequence[int]) -> Dialect:
+    """What a server takes that says nothing of itself: the first form of a question that it does not refuse."""
+    refused: PeerError | None = None
+    named = {} if model is None else {"model": model}
+    for dialect in OPENAI_FORMS:
+        try:
+            given = list(prompt) if dialect.takes_ids else recovery.prompt_text(prompt)
+        except PeerError:
+            continue
+        try:
+            told = [
+                _read(caller, dialect, named | {"prompt": given} | dialect.fields(params), None)
+                for params in (SamplingParams(1, 1.0), SamplingParams(1, 0.5))
+            ]
+        except PeerError as error:
+            if error.status not in _REFUSALS:
+                raise
+            refused = error
+            continue
+        counted = told[0].prompt_count
+        if dialect.takes_ids and counted and counted != len(prompt):
+            continue  # it reads numbers as something else
+        tells_ids = told[0].token_ids is not None
+        return replace(dialect, facts=replace(dialect.facts, tells_ids=tells_ids, logprobs=_logprobs_mode(*told)))
+    raise refused or PeerError(f"{caller.url} takes no token ids, and no text that encodes to them")
+
+
+def _logprobs_mode(plain: Told, halved: Told) -> str:
+    """Whether logprobs are the model's own, by those of the likeliest first token at temperatures 1 and 0.5."""
+    tops = [max(told.top[0].values()) for told in (plain, halved) if told.top and told.top[0]]
+    if len(tops) < 2 or tops[0] > _CERTAIN:
+        return ""
+    return "raw" if abs(tops[0] - tops[1]) <= _NOISE * abs(tops[0]) else "processed"
+
+
+def _read(caller: Caller, dialect: Dialect, body: Mapping[str, Any], over: threading.Event | None) -> Told:
+    """What a server tells of one answer.
+
+    Raises:
+        PeerError: it tells nothing that can be read.
+    """
+    content = caller.post(dialect.path, body, over)
+    try:
+        return dialect.read(content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise PeerError(f"{caller.url} answered JSON that is no completion ({why})") from error

@@ -1,0 +1,202 @@
+"""From what a server told to token ids that can be scored: told, named, or found by encoding; else an error.
+
+An answer under another tokenizer than ours would be scored as nonsense, so whatever a server tells twice must agree:
+the ids it read with those that were sent, ids with their text, and the number of tokens with its count of them. Tokens
+of a stop text are kept where the server tells them: they were drawn like all others.
+
+Where ids are found by encoding, the answers that are left are not a fair sample of all: those are lost whose tokens are
+not how their text is encoded. So such replies are unsure, and the lost ones are to be counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+
+from truedraft.errors import PeerError
+from truedraft.measure.peers.asking import Question, Reply
+from truedraft.measure.peers.dialects import Told
+from truedraft.text import REPLACEMENT, Tokenizer
+
+_BY_TEXT = "the server hides ids: these are of its text, and another split into tokens makes the same text"
+
+
+class Recovery:
+    """Reads answers with the tokenizer of the model that scores them.
+
+    Args:
+        tokenizer: None where ids are all that there is.
+        vocab_size: ids lie below it; None is the tokenizer's.
+        eos_token_ids: that end an answer; None is the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = tokenizer.vocab_size if vocab_size is None and tokenizer is not None else vocab_size
+        told = () if tokenizer is None else tokenizer.eos_token_ids
+        self._eos = frozenset(told if eos_token_ids is None else eos_token_ids)
+
+    def prompt_text(self, prompt: Sequence[int]) -> str:
+        """Of ids, where a server takes text alone.
+
+        Raises:
+            PeerError: they do not come back when it is encoded.
+        """
+        if self._tokenizer is None:
+            raise PeerError("this server takes text alone, and there is no tokenizer to make some of token ids")
+        text = self._tokenizer.decode(prompt)
+        if tuple(self._tokenizer.encode(text)) != tuple(prompt):
+            raise PeerError("this server takes text alone, and the prompt's text encodes to other token ids")
+        return text
+
+    def reply(self, told: Told, question: Question) -> Reply:
+        """What the server told, with ids.
+
+        Raises:
+            PeerError: ids cannot be recovered, or contradict what else it told.
+        """
+        self._check_prompt(told, question)
+        ids, unsure = self._ids(told, question)
+        logprobs = told.logprobs
+        if logprobs is not None and not (len(logprobs) == len(ids) and all(map(math.isfinite, logprobs))):
+            logprobs = None  # an allowance measured by what is no number would allow for everything
+        top = None
+        if logprobs is not None and told.top is not None and len(told.top) == len(ids):
+            top = tuple(self._by_id(each) for each in told.top)
+        kept = self.without_end(ids, told.finish_reason, question)
+        return Reply(
+            ids[:kept],
+            told.text,
+            told.finish_reason,
+            None if logprobs is None else logprobs[:kept],
+            None if top is None else top[:kept],
+            unsure,
+        )
+
+    def without_end(self, ids: Sequence[int], finish_reason: str, question: Question) -> int:
+        """How many tokens there are before the one that ended the answer."""
+        ends = set(question.params.stop_token_ids) | (set() if question.params.ignore_eos else self._eos)
+        return len(ids) - (finish_reason == "stop" and bool(ids) and ids[-1] in ends)
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Refuse ids that no token has.
+
+        Raises:
+            PeerError: names one.
+        """
+        size = self._vocab_size
+        wrong = next((token for token in ids if token < 0 or (size is not None and token >= size)), None)
+        if wrong is not None:
+            known = "no model has such" if size is None else f"outside a vocabulary of {size}"
+            raise PeerError(f"it answered token id {wrong}, {known}: its tokenizer is another one")
+
+    def _check_prompt(self, told: Told, question: Question) -> None:
+        sent = question.prompt
+        if told.prompt_ids is not None and told.prompt_ids != sent:
+            raise PeerError(
+                f"it read {len(told.prompt_ids)} token ids that are not the {len(sent)} of the prompt: its tokenizer "
+                "is another one, or it adds tokens"
+            )
+        if told.prompt_count and told.prompt_count != len(sent):
+            raise PeerError(
+                f"it counts {told.prompt_count} tokens in a prompt of {len(sent)}: its tokenizer is another one, or it "
+                "adds or cuts off tokens"
+            )
+
+    def _ids(self, told: Told, question: Question) -> tuple[tuple[int, ...], str]:
+        """Ids, the one that ended the answer included where it was told, and why they may not be those drawn."""
+        if told.token_ids is not None:
+            self.check_ids(told.token_ids)
+            kept = self.without_end(told.token_ids, told.finish_reason, question)
+            readings = {told.token_ids, told.token_ids[:kept]}  # the text of a stop token may be told or not
+            if not any(self._says(ids, told, question) for ids in readings):
+                raise PeerError(
+                    f"its token ids do not mean the text that it wrote, {repr(told.text)[:60]}: its tokenizer differs"
+                )
+            return told.token_ids, ""
+        if told.names is not None:
+            named = self._named(told.names)
+            if named is not None and (told.text is None or self._says(named, told, question)):
+                return named, ""
+        return self._encoded(told, question), _BY_TEXT
+
+    def _named(self, names: Sequence[str | int]) -> tuple[int, ...] | None:
+        """Ids of tokens by their names; None where a name is that of several, or of none."""
+        found = [name if isinstance(name, int) else self._ids_by_name.get(name) for name in names]
+        ids = tuple(each for each in found if each is not None)
+        self.check_ids(ids)
+        return ids if len(ids) == len(found) else None
+
+    def _by_id(self, named: Mapping[str | int, float]) -> dict[int, float]:
+        pairs = (
+            (name if isinstance(name, int) else self._ids_by_name.get(name), value) for name, value in named.items()
+        )
+        return {token: value for token, value in pairs if token is not None}
+
+    @cached_property
+    def _ids_by_name(self) -> Mapping[str, int]:
+        """What tokens write in the middle of a text, of those that no other token writes."""
+        found: dict[str, int] = {}
+        twice: set[str] = set()
+        tokenizer = self._tokenizer
+        for token in range(0 if tokenizer is None else tokenizer.vocab_size):
+            assert tokenizer is not None
+            text = tokenizer.token_text(token)
+            if text in found:
+                twice.add(text)
+            found[text] = token
+        return {text: token for text, token in found.items() if text not in twice and REPLACEMENT not in text}
+
+    def _says(self, ids: tuple[int, ...], told: Told, question: Question) -> bool:
+        """Whether ids mean the text that was told.
+
+        A stop text cuts the text and not always the ids; where bytes make no character, engines differ, so the text is
+        compared up to there. Tokens may write something else at a text's beginning than in its middle: either will do.
+        """
+        if self._tokenizer is None or told.text is None:
+            return True
+        before = self._tokenizer.decode(question.prompt)
+        within = self._tokenizer.decode((*question.prompt, *ids))
+        readings = [self._tokenizer.decode(ids)]
+        if within.startswith(before.rstrip(REPLACEMENT)):
+            readings.append(within[len(before) :])
+        cut = bool(question.params.stop) and told.finish_reason == "stop"
+        return any(_same(reading, told.text, cut) for reading in readings)
+
+    def _encoded(self, told: Told, question: Question) -> tuple[int, ...]:
+        if self._tokenizer is None or told.text is None:
+            raise PeerError(
+                "it hides the token ids of its answer, and there is no tokenizer, or no text, to find them by"
+            )
+        if not told.text:
+            return ()
+        if REPLACEMENT in told.text:
+            raise PeerError(
+                "it hides the token ids of its answer, whose text has half a character, so they are unknown"
+            )
+        before = self._tokenizer.decode(question.prompt)
+        both = tuple(self._tokenizer.encode(before + told.text))
+        start = len(question.prompt)
+        if both[:start] != question.prompt or self._tokenizer.decode(both) != before + told.text:
+            raise PeerError("it hides the token ids of its answer, and its text merges with the prompt's when encoded")
+        ids = both[start:]
+        ended = told.finish_reason == "stop"
+        if told.count is not None and told.count not in (len(ids), len(ids) + ended):
+            raise PeerError(
+                f"it hides the token ids of its answer: {told.count} tokens by its count, {len(ids)} when encoded"
+            )
+        return ids
+
+
+def _same(reading: str, told: str, cut: bool) -> bool:
+    """Whether a text is what was told, up to where bytes make no character, or to a stop text."""
+    whole, half, _ = reading.partition(REPLACEMENT)
+    if half:
+        return told.startswith(whole) or (cut and whole.startswith(told.partition(REPLACEMENT)[0]))
+    return whole == told or (cut and whole.startswith(told))

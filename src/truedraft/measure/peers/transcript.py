@@ -1,0 +1,160 @@
+"""What was asked and answered, in a file of JSON lines: an interrupted run goes on where it stopped.
+
+The first line says which engine was asked, and how; each further one holds a question, which of its repetitions it is,
+and the answer. Answers that are in the file are given from it, and the engine is asked for the others alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from truedraft.core.params import SamplingParams
+from truedraft.errors import ChangedOptionsError, DataError, PeerError
+from truedraft.measure.peers.asking import Peer, PeerFacts, Question, Reply
+
+_VERSION = 1
+_HEAD = "truedraft_transcript"
+
+
+class Recorded(Peer):
+    """A peer whose answers are kept. One process at a time writes to a file.
+
+    Errors are not kept, so such questions are asked again by the next run.
+
+    Args:
+        peer: that is asked.
+        file: of the transcript; made where it does not exist.
+        about: what else must be the same for a run to go on, as the options of a certificate.
+
+    Attributes:
+        facts: of the peer.
+        kept: answers that the file held when it was opened.
+        asked: questions that went to the peer since.
+
+    Raises:
+        ChangedOptionsError: the file was begun with another engine, model or options.
+        DataError: the file is no transcript, or cannot be read or written.
+    """
+
+    def __init__(self, peer: Peer, file: Path, about: Mapping[str, Any] | None = None) -> None:
+        self.facts = peer.facts
+        self._peer = peer
+        self._file = file
+        self._seen: Counter[str] = Counter()
+        head = _head(peer.facts, about or {})
+        try:
+            lines, whole = _lines(file)
+            self._replies = self._read(lines, head)
+            self._out = file.open("ab")
+            self._out.truncate(whole)  # of the line at which an earlier run was cut off
+            if not lines:
+                self._write(head)
+        except OSError as error:
+            raise DataError(f"the transcript {str(file)!r} cannot be used ({error.strerror or error})") from error
+        self.kept = len(self._replies)
+        self.asked = 0
+
+    def __enter__(self) -> Recorded:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._out.close()
+
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        """Answers of the file, and of the peer for those that it does not hold; each is written before it is given."""
+        left: list[tuple[int, tuple[str, int]]] = []
+        for number, question in enumerate(questions):
+            words = _words(question)
+            place = words, self._seen[words]
+            self._seen[words] += 1
+            if place in self._replies:
+                yield number, self._replies[place]
+            else:
+                left.append((number, place))
+        self.asked += len(left)
+        if not left:
+            return
+        for which, reply in self._peer.answers([questions[number] for number, _ in left]):
+            number, (words, occurrence) = left[which]
+            if isinstance(reply, Reply):
+                self._write(json.loads(words) | {"occurrence": occurrence, "reply": reply.as_dict()})
+            yield number, reply
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        try:
+            self._out.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            self._out.flush()
+        except OSError as error:
+            raise DataError(
+                f"the transcript {str(self._file)!r} cannot be written ({error.strerror or error})"
+            ) from error
+
+    def _read(self, lines: Sequence[bytes], head: Mapping[str, Any]) -> dict[tuple[str, int], Reply]:
+        """The answers of a file, by question and repetition."""
+        replies: dict[tuple[str, int], Reply] = {}
+        for number, line in enumerate(lines):
+            try:
+                record = json.loads(line)
+                if number:
+                    words = _sorted({"prompt": record["prompt"], "params": record["params"]})
+                    replies[words, int(record["occurrence"])] = Reply.from_dict(record["reply"])
+                elif record[_HEAD] != _VERSION:
+                    raise ValueError(f"version {record[_HEAD]!r}")
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+                raise DataError(
+                    f"line {number + 1} of {str(self._file)!r} is no part of a transcript "
+                    f"({type(error).__name__}: {error}); name another file"
+                ) from error
+            if not number:
+                self._check(record, head)
+        return replies
+
+    def _check(self, kept: Mapping[str, Any], head: Mapping[str, Any]) -> None:
+        now = json.loads(json.dumps(head))
+        changes = {name: (kept.get(name), now.get(name)) for name in {**kept, **now} if kept.get(name) != now.get(name)}
+        if changes:
+            raise ChangedOptionsError(f"the transcript {str(self._file)!r}", changes, "file")
+
+
+def _lines(file: Path) -> tuple[list[bytes], int]:
+    """The whole lines of a file, and how many bytes they are; what else it has must be a line that was cut off.
+
+    Raises:
+        DataError: it has no whole line, and is not the beginning of a first one.
+    """
+    if not file.exists():
+        return [], 0
+    whole, newline, cut = file.read_bytes().rpartition(b"\n")
+    if newline:
+        return whole.split(b"\n"), len(whole) + len(newline)
+    begins = f'{{"{_HEAD}":'.encode()
+    if cut[: len(begins)] != begins[: len(cut)]:
+        raise DataError(f"line 1 of {str(file)!r} is no part of a transcript; name another file")
+    return [], 0
+
+
+def _head(facts: PeerFacts, about: Mapping[str, Any]) -> dict[str, Any]:
+    told = asdict(facts) | {"takes": sorted(facts.takes)}
+    more = told.pop("more")
+    return {_HEAD: _VERSION} | told | dict(more) | dict(about)
+
+
+def _words(question: Question) -> str:
+    """A question as JSON, with those of its parameters that are not as they are by default."""
+    plain, given = asdict(SamplingParams()), asdict(question.params)
+    params = {name: value for name, value in given.items() if value != plain[name]}
+    return _sorted({"prompt": question.prompt, "params": params})
+
+
+def _sorted(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True)

@@ -1,0 +1,294 @@
+"""Hugging Face's own `generate` as an engine that is asked: plain, assisted, with prompt lookup, across tokenizers.
+
+Models are loaded as transformers itself runs them: its own attention and its own cache. Nothing of ours is switched on
+in them. Its order of filters is temperature, top-k, top-p, min-p (`GenerationMixin._get_logits_processor`). It draws
+from torch's global state, one for a whole call: a seed belongs to a call, so questions with seeds are asked one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from truedraft.core.params import SamplingParams
+from truedraft.errors import PeerError
+from truedraft.measure.peers.asking import FILTERS, Peer, PeerFacts, Question, Reply
+from truedraft.models.base import LanguageModel
+from truedraft.models.loading import quiet_transformers, read_model, resolve_source
+
+LOOKUP_TOKENS = 10  # what transformers' documentation uses
+_TAKES = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos",
+    "repetition_penalty", "min_tokens", "logprobs",
+)  # fmt: skip
+
+
+def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrainedModel:
+    """The same weights as one of our models, as transformers runs them: same dtype, same device, own attention.
+
+    Raises:
+        ModelError: the model cannot be loaded a second time.
+    """
+    source = resolve_source(name)
+    model = read_model(source, name, ours.dtype)
+    if pad_to is not None:
+        from truedraft.models.padding import pad_model
+
+        model = pad_model(model, pad_to)
+    return model.to(ours.device).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class AssistedSetting:
+    """How many tokens transformers' assistant drafts.
+
+    Attributes:
+        words: for reports.
+        tokens: drafted in a round, at the start.
+        schedule: "constant", or "heuristic": two more after full acceptance, else one less.
+        confidence: the assistant stops below this probability; 0 never does.
+    """
+
+    words: str
+    tokens: int
+    schedule: str
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of calling `generate`; as it stands, without drafts.
+
+    Attributes:
+        name: for reports.
+        options: keyword arguments of `generate`.
+        assistant: the draft model; None drafts with none.
+        sampling_assistant: the draft model of sampled answers, where that is another.
+        setting: how much it drafts.
+    """
+
+    name: str = "plain"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    assistant: PreTrainedModel | None = None
+    sampling_assistant: PreTrainedModel | None = None
+    setting: AssistedSetting | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts; then it takes one prompt at a time."""
+        return self.assistant is not None or bool(self.options)
+
+
+def lookup_way(tokens: int = LOOKUP_TOKENS) -> Way:
+    """Drafts are copied from the text: prompt lookup."""
+    return Way("prompt lookup", {"prompt_lookup_num_tokens": tokens})
+
+
+def assisted_way(assistant: PreTrainedModel, setting: AssistedSetting) -> Way:
+    """Drafts of another model with the same tokenizer: assisted generation."""
+    return Way(f"assisted, {setting.words}", {}, assistant, setting=setting)
+
+
+def universal_way(
+    assistant: PreTrainedModel,
+    setting: AssistedSetting,
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_tokenizer: PreTrainedTokenizerBase,
+) -> Way:
+    """Drafts of a model with another tokenizer: universal assisted generation, sampled as in arXiv 2502.05202.
+
+    To draft samples, transformers cuts the assistant's LM head down to what both tokenizers have, and a greedy answer
+    with the same assistant fails afterwards: so samples get a copy.
+    """
+    both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+    return Way(f"universal assisted, {setting.words}", both, assistant, copy.deepcopy(assistant), setting)
+
+
+class Generate(Peer):
+    """`generate`, asked.
+
+    Args:
+        model: the target, as transformers runs it.
+        eos_token_ids: ids that end an answer.
+        way: of calling it; None is plain.
+        together: most questions without seeds that one call answers; those that are answered together are padded on
+            the left.
+        seed: of the calls that answer questions without seeds, so that a run can be repeated.
+
+    Attributes:
+        model: as given.
+        way: likewise.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: Sequence[int],
+        way: Way | None = None,
+        *,
+        together: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.way = way or Way()
+        self._eos = tuple(eos_token_ids)
+        self._together = 1 if self.way.drafts else together
+        self._seed = seed
+        self._calls = 0
+        # One object for all calls: with the heuristic schedule, generate keeps in it what it learnt.
+        self._schedule = None if self.way.setting is None else _schedule_of(self.way.setting)
+        takes = _TAKES if self._together == 1 else tuple(name for name in _TAKES if name != "seed")
+        self.facts = PeerFacts(
+            "transformers",
+            transformers.__version__,
+            FILTERS,
+            takes,
+            tells_ids=True,
+            logprobs="raw",
+            more={"way": self.way.name, "together": self._together},
+        )
+
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        """Ask questions; those of equal options without seeds share calls."""
+        calls: list[list[int]] = []
+        open_calls: dict[SamplingParams, list[int]] = {}
+        for number, question in enumerate(questions):
+            refused = self.refuses(question.params)
+            if refused:
+                yield number, PeerError(f"transformers, {self.way.name}, does not take {refused}")
+                continue
+            call = open_calls.get(question.params)
+            if call is None or len(call) == self._together:
+                call = []
+                calls.append(call)
+            call.append(number)
+            open_calls[question.params] = call
+        for call in calls:
+            params = questions[call[0]].params
+            if params.seed is None:
+                params, self._calls = replace(params, seed=self._seed * 1_000_003 + self._calls), self._calls + 1
+            try:
+                replies: Sequence[Reply | PeerError] = self.call([questions[each].prompt for each in call], params)
+            except PeerError as error:
+                replies = [error] * len(call)
+            yield from zip(call, replies, strict=True)
+
+    def call(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, on_tokens: Callable[[int], None] | None = None
+    ) -> list[Reply]:
+        """Call `generate` once.
+
+        Args:
+            prompts: token ids.
+            params: options that it takes; without a seed it draws from torch's state as it is.
+            on_tokens: is called as new tokens come, with how many for each prompt: with a draft there may be several.
+
+        Raises:
+            PeerError: it failed.
+        """
+        ids, mask = _left_padded(prompts, self.model.device)
+        self.model.generation_config = self._configuration(params)
+        extra = dict(self.way.options)
+        assistant = (None if params.greedy else self.way.sampling_assistant) or self.way.assistant
+        if assistant is not None:
+            assistant.generation_config = self._schedule
+            extra["assistant_model"] = assistant
+        streamer = None if on_tokens is None else _Streamer(on_tokens)
+        try:
+            with quiet_transformers(), _seeded(params.seed):
+                out = self.model.generate(ids, attention_mask=mask, streamer=streamer, **extra)
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+            raise PeerError(f"transformers, {self.way.name}, failed ({type(error).__name__}: {error})") from error
+        rows = out.sequences[:, ids.shape[1] :].tolist()
+        logits = None if params.logprobs is None else torch.stack([step.float() for step in out.logits], dim=1)
+        return [self._reply(row, None if logits is None else logits[number], params) for number, row in enumerate(rows)]
+
+    def _configuration(self, params: SamplingParams) -> GenerationConfig:
+        """Every option is written out: `generate` fills what is unset from the model's own configuration."""
+        sampled = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        if params.min_p:
+            sampled["min_p"] = params.min_p
+        return GenerationConfig(
+            max_new_tokens=params.max_tokens,
+            min_new_tokens=params.min_tokens or None,
+            do_sample=not params.greedy,
+            repetition_penalty=params.repetition_penalty,
+            eos_token_id=self._ends(params) or None,
+            pad_token_id=(self._eos or (0,))[0],
+            return_dict_in_generate=True,
+            output_logits=params.logprobs is not None,
+            **({} if params.greedy else sampled),
+        )
+
+    def _ends(self, params: SamplingParams) -> list[int]:
+        return [*(() if params.ignore_eos else self._eos), *params.stop_token_ids]
+
+    def _reply(self, row: Sequence[int], logits: Tensor | None, params: SamplingParams) -> Reply:
+        """A row of a call, up to what ended it; behind that stands padding."""
+        ends = self._ends(params)
+        end = next((place for place, token in enumerate(row) if token in ends), None)
+        tokens = tuple(row if end is None else row[:end])
+        reason = "length" if end is None else "stop"
+        if logits is None or params.logprobs is None:
+            return Reply(tokens, finish_reason=reason)
+        logprobs = torch.log_softmax(logits[: len(tokens)].double(), dim=-1)
+        own = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logprobs.device)[:, None])[:, 0]
+        best = logprobs.topk(params.logprobs, dim=-1)
+        rivals = tuple(
+            dict(zip(ids, values, strict=True))
+            for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        )
+        return Reply(tokens, finish_reason=reason, logprobs=tuple(own.tolist()), top_logprobs=rivals)
+
+
+class _Streamer(BaseStreamer):
+    """Tells of new tokens."""
+
+    def __init__(self, on_tokens: Callable[[int], None]) -> None:
+        self._on_tokens = on_tokens
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        """The prompt comes first, then new tokens as they are chosen."""
+        if self._prompt_seen:
+            # One row of drafted tokens, or one token for each prompt of a batch.
+            self._on_tokens(value.shape[1] if value.ndim > 1 else 1)
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _schedule_of(setting: AssistedSetting) -> GenerationConfig:
+    """What an assistant's configuration says of drafting."""
+    return GenerationConfig(
+        num_assistant_tokens=setting.tokens,
+        num_assistant_tokens_schedule=setting.schedule,
+        assistant_confidence_threshold=setting.confidence,
+    )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """transformers draws from torch's global state, which is as before afterwards."""
+    with torch.random.fork_rng():
+        if seed is not None:
+            torch.manual_seed(seed % (1 << 63))
+        yield
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and their mask, `[prompts, longest]`; what lies left of a prompt is masked."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask

@@ -1,0 +1,346 @@
+"""Plans: which drafter, how many tokens and which tree, from a target's own answers and this machine's costs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truedraft.core.params import SamplingParams
+from truedraft.core.theory import CostCurve, DraftCost, TargetCost
+from truedraft.core.tree import chain_shape
+from truedraft.drafters.base import Drafter
+from truedraft.engine.policy import StepCosts
+from truedraft.errors import CompositionError, DataError, OptionError, UnsupportedModelError
+from truedraft.machine import dtype_name, machine_facts, this_machine
+from truedraft.measure.candidates import Candidate, candidates_of
+from truedraft.measure.predictions import (
+    BATCHES,
+    Circumstance,
+    Drafting,
+    Footprint,
+    Prediction,
+    WhatIf,
+    options_of,
+)
+from truedraft.measure.traces import AnswerTrace, Asked, trace_answers
+from truedraft.measure.walks import Walk, walk_along
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.padding import unpadded_name
+from truedraft.options import read_record
+
+_FORMAT = 2
+_AGAIN = "run truedraft plan again"
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found out, and where it holds.
+
+    Attributes:
+        truedraft: its version.
+        model: name, fingerprint (None where there is none), dtype, bytes of weights and device of the target.
+        machine: processor, cores, threads, device.
+        sampling: options of the answers.
+        prompts: that were planned with.
+        tokens: of their answers.
+        context: mean number of cached tokens.
+        batch: requests answered together, for which it recommends.
+        forwards: V of the target.
+        memory: of the target.
+        drafters: what each brings and costs.
+        measured: speed-ups over plain decoding of what was run to check the plan, by its words.
+    """
+
+    truedraft: str
+    model: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    prompts: int
+    tokens: int
+    context: int
+    batch: int
+    forwards: TargetCost
+    memory: Footprint
+    drafters: tuple[Drafting, ...]
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    def best(self, batch: int | None = None, what_if: WhatIf | None = None) -> list[Prediction]:
+        """For each drafter its best size, the best drafter first.
+
+        Args:
+            batch: requests answered together; None is the plan's own.
+            what_if: another machine or drafter.
+        """
+        requests, what_if = batch or self.batch, what_if or WhatIf()
+        there = Circumstance(what_if.forwards(self.forwards), self.context)
+        drafters = [what_if.drafting(each, self.memory, self.forwards) for each in self.drafters]
+        found = sorted((there.best_of(each, requests) for each in drafters), key=lambda each: -each.speedup.value)
+        first = {each.drafting.drafter: each for each in reversed(found)}  # of widths that cost differently the best
+        return [each for each in found if first[each.drafting.drafter] is each]
+
+    def ways(self, words: str, batch: int | None = None) -> list[Prediction]:
+        """The best size of each way in which one drafter may draft (a chain, several, trees), the best way first.
+
+        Args:
+            words: that the drafter was given by.
+            batch: requests answered together; None is the plan's own.
+        """
+        there = Circumstance(self.forwards, self.context)
+        found = [there.best_of(each, batch or self.batch) for each in self.drafters if each.drafter == words]
+        return sorted(found, key=lambda each: -each.speedup.value)
+
+    def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
+        """The words of the drafter that is predicted to gain most; `none` where none gains.
+
+        Of the plan's own batch and machine, what was measured decides in place of what was predicted.
+        """
+        found = self.best(batch, what_if)
+        if not found:
+            return NONE
+        words, gain = found[0].option.drafter, found[0].speedup.value
+        if batch in (None, self.batch) and what_if in (None, WhatIf()):
+            gain = self.measured.get(words, gain)
+        return words if gain > 1.0 else NONE
+
+    @property
+    def survival(self) -> dict[str, tuple[float, ...]]:
+        """Of the drafter that is recommended, by its name, for `Controller.expect`; empty where none is."""
+        chosen = self.recommended()
+        of = (each for each in self.drafters if any(option.drafter == chosen for option in each.options))
+        return {each.name: each.survival for each in itertools.islice(of, 1)}
+
+    def over_batches(self, prediction: Prediction, what_if: WhatIf | None = None) -> list[tuple[int, float]]:
+        """The predicted speed-up of one option by the number of requests answered together."""
+        there = Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
+        return [(n, there.predict(prediction.drafting, prediction.option, n).speedup.value) for n in BATCHES]
+
+    def break_even(self, prediction: Prediction, what_if: WhatIf | None = None) -> int | None:
+        """The smallest batch in which an option is predicted to gain nothing; None where it always gains."""
+        there = Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
+        return there.break_even(prediction.drafting, prediction.option)
+
+    def check(self, target: LanguageModel) -> None:
+        """Refuse another model, machine or version than it was made for.
+
+        Raises:
+            CompositionError: says which.
+        """
+        if self.truedraft != _version():
+            raise CompositionError(f"the plan is of truedraft {self.truedraft}, and this is {_version()}; {_AGAIN}")
+        model = model_facts(target)
+        if model["fingerprint"] is not None:
+            del model["model"]  # one model may be called by several names
+        for kept, here in ((self.model, model), (self.machine, this_machine(target.device))):
+            for name, value in here.items():
+                if kept.get(name) != value:
+                    there, now = ("none" if each in ("", None) else each for each in (kept.get(name), value))
+                    raise CompositionError(f"the plan was made for another {name} ({there}, and here {now}); {_AGAIN}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": _FORMAT, **asdict(self), "recommended": self.recommended()}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """What `to_dict` gave.
+
+        Raises:
+            DataError: it is no plan.
+        """
+        try:
+            if data["format"] != _FORMAT:
+                raise DataError(f"the plan is of format {data['format']}, and {_FORMAT} is read; {_AGAIN}")
+            plan: Plan = read_record(cls, {each.name: data[each.name] for each in fields(cls)})
+        except (KeyError, TypeError, OptionError) as error:
+            raise DataError(f"this is no plan ({type(error).__name__}: {error}); {_AGAIN}") from error
+        return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan that `truedraft plan --out` wrote: the file, or the folder with it.
+
+    Raises:
+        DataError: it cannot be read, or is no plan.
+    """
+    file = path / PLAN_FILE if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read the plan {str(file)!r}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(file)!r} is not JSON and so no plan; {_AGAIN}") from error
+    return Plan.from_dict(data)
+
+
+PLAN_FILE = "plan.json"
+"""What a plan is called in a folder."""
+
+
+def make_plan(
+    target: LanguageModel,
+    drafters: Sequence[str],
+    prompts: Sequence[Asked],
+    params: SamplingParams,
+    *,
+    batch: int = 1,
+    made: Mapping[str, Drafter] | None = None,
+    costs: StepCosts | None = None,
+    progress: Callable[[float, str], None] = lambda done, remark: None,
+) -> Plan:
+    """Run the target once over prompts, replay every size of every drafter on its answers, and put costs beside it.
+
+    Args:
+        target: the model that decides.
+        drafters: words for drafters.
+        prompts: to plan with.
+        params: how answers are drawn; the prompts' own differ in the seed at most.
+        batch: requests that will be answered together.
+        made: drafters that are there already, by their words, so that their models are not loaded again.
+        costs: of the target's steps; None takes those that are kept, or measures.
+        progress: is called with the share that is done and what is being done.
+
+    Raises:
+        DataError: the answers are too short to plan with.
+        OptionError: no drafter drafts, or replay knows nothing of an option in `params`.
+        TruedraftError: a drafter does not exist or fit, or something failed.
+    """
+    costs = costs or StepCosts(target)
+    progress(0.0, "loading drafters")
+    candidates = _candidates(drafters, target, params, made or {})
+    progress(0.05, "the target's answers")
+    traces = trace_answers(
+        target,
+        prompts,
+        [each.drafter for each in candidates],
+        progress=lambda done, _: progress(0.05 + 0.25 * done / len(prompts), "the target's answers"),
+    )
+    context, drafting = _mean_context(traces), []
+    for number, each in enumerate(candidates):
+        progress(0.3 + 0.7 * number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
+        walks = walk_along(each.drafter, target, traces)
+        progress(0.3 + 0.7 * (number + 0.5) / len(candidates), f"costs of {each.typed}")
+        drafting.append(_drafting(each, walks, costs, params, context))
+    progress(1.0, "")
+    return Plan(
+        _version(),
+        model_facts(target),
+        this_machine(target.device),
+        asdict(params),
+        len(prompts),
+        sum(trace.places for trace in traces),
+        context,
+        batch,
+        costs.forwards(),
+        footprint_of(target),
+        tuple(_together(drafting)),
+    )
+
+
+def _candidates(
+    drafters: Sequence[str], target: LanguageModel, params: SamplingParams, made: Mapping[str, Drafter]
+) -> list[Candidate]:
+    """What the drafters' words stand for, where it can be replayed."""
+    if params.shapes_logits:
+        raise OptionError(
+            "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
+        )
+    found = [each for words in drafters for each in candidates_of(words, target, params, made.get(words))]
+    if not found:
+        raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
+    return found
+
+
+def _version() -> str:
+    """Of truedraft."""
+    return str(machine_facts()["truedraft"])
+
+
+def _mean_context(traces: Sequence[AnswerTrace]) -> int:
+    """Cached tokens of a step, the mean over all places."""
+    cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
+    return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
+
+
+def _drafting(
+    candidate: Candidate, walks: Sequence[Walk], costs: StepCosts, params: SamplingParams, context: int
+) -> Drafting:
+    """What a candidate's sizes bring, by its walks along the traces, and what they cost."""
+    drafter = candidate.drafter
+    options, survival = options_of(walks, candidate.words)
+    cost = costs.drafting(candidate.timed, params)
+    tokens = sum(walk.tokens for walk in walks)
+    guessed = sum(walk.guessed * walk.tokens for walk in walks) / max(tokens, 1)
+    if guessed:
+        cost = cost.guessed(guessed, drafter.limits.depth)
+    growth, memory = _growth(drafter, costs, context), memory_of(drafter)
+    return Drafting(candidate.typed, drafter.name, tuple(options), survival, cost, growth, memory)
+
+
+def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
+    """What costs the same is one drafter with all its options."""
+    found: dict[tuple[str, DraftCost], Drafting] = {}
+    for each in drafting:
+        key = each.drafter, each.cost
+        before = found.get(key)
+        if before is None:
+            found[key] = each
+        else:
+            fullest = max(before, each, key=lambda one: max(option.tokens_per_call.value for option in one.options))
+            found[key] = replace(fullest, options=(*before.options, *each.options))
+    return list(found.values())
+
+
+def _growth(drafter: Drafter, costs: StepCosts, context: int) -> CostCurve:
+    """How much dearer proposals for several requests are than for one: as so many rows, see `predictions`."""
+    if drafter.model is None and drafter.features is None:
+        return CostCurve(tuple(map(float, BATCHES)), tuple(map(float, BATCHES)))
+    forwards = costs.forwards() if drafter.model is None else StepCosts(drafter.model).forwards()
+    alone = forwards(1, [context])
+    times = [max(1.0, forwards(n, [context] * n) / alone) if alone > 0.0 else 1.0 for n in BATCHES]
+    return CostCurve.fit(zip(map(float, BATCHES), times, strict=True))
+
+
+def model_facts(target: LanguageModel) -> dict[str, Any]:
+    """What a plan is bound to, of the target."""
+    try:
+        fingerprint: str | None = target.fingerprint
+    except UnsupportedModelError:
+        fingerprint = None
+    return {
+        "model": target.name,
+        "fingerprint": fingerprint,
+        "padding": target.name.removeprefix(unpadded_name(target.name)).strip(),
+        "dtype": dtype_name(target.dtype),
+        "bytes of weights": target.weight_bytes,
+        "model device": str(target.device),
+    }
+
+
+def footprint_of(model: LanguageModel) -> Footprint:
+    """Bytes of a language model, and of a token in its cache."""
+    with model.trying() as cache, torch.inference_mode():
+        model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
+        each = cache.n_bytes // max(1, cache.capacity)
+    return Footprint(model.weight_bytes, each, each_token=True)
+
+
+def memory_of(drafter: Drafter) -> Footprint:
+    """Bytes of a drafter: its model, with a token of its own cache if it has one, or its heads; 0 without either."""
+    if drafter.model is not None and drafter.held.in_target:
+        return Footprint(drafter.model.weight_bytes, each_token=True)
+    models = {id(each.model): each.model for each in drafter.held.models}
+    if models:
+        each = [footprint_of(model) for model in models.values()]
+        weights, tokens = sum(own.weights for own in each), sum(own.cached_token for own in each)
+        return Footprint(weights, tokens, each_token=True)
+    head = getattr(drafter, "head", None)
+    if isinstance(head, torch.nn.Module):
+        return Footprint(sum(weight.numel() * weight.element_size() for weight in head.parameters()))
+    return Footprint(0)

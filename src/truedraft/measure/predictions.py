@@ -1,0 +1,320 @@
+"""What the options of a plan are predicted to gain: replayed tokens per call against measured costs.
+
+    speed-up = tau V(1) / (V(nodes + 1) + draft cost)
+
+for each request of a batch: V over the rows of all requests, and both sums averaged over the steps as they were
+replayed, for a drafter that finds nothing to propose costs no rows. What is assumed beyond that:
+
+- All requests of a batch draft alike in a step, and stand at the plan's mean context.
+- Drafting for n requests costs as much as n rows do where the drafter runs: by the draft model's own curve V(n) / V(1);
+  for heads by the target's; for a drafter that runs no model n times as much.
+- The interval is that of tokens per call, by resampling prompts; costs are taken as they were measured. What host and
+  verdicts take beyond them is not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from truedraft.core.theory import CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost, predicted_speedup
+from truedraft.errors import DataError
+from truedraft.measure.walks import Numbers, Walk
+from truedraft.options import check_positive
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Batch sizes for which a plan has curves."""
+CONFIDENCE = 0.95
+_RESAMPLED = 1000
+_FLIPS = 20_000
+_LEAST_SHARE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A number and where it lies with a confidence of 95 %.
+
+    Attributes:
+        value: the estimate.
+        low: lower end.
+        high: upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Interval:
+        """All three multiplied."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+
+def ratio_over_prompts(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """The ratio of two sums over prompts, and its interval by resampling prompts (percentile bootstrap).
+
+    Args:
+        above: one number for each prompt.
+        below: likewise, with a sum above 0.
+    """
+    return _resampled(np.array([above, below], np.float64), lambda sums: sums[0] / sums[1])
+
+
+def ratio_of_rates(fast: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]) -> Interval:
+    """How many times faster one way was than another on the same prompts: of all tokens over all seconds.
+
+    Args:
+        fast: tokens and seconds for each prompt.
+        plain: likewise, of the other way.
+    """
+    numbers = np.concatenate([np.array(fast, np.float64).T, np.array(plain, np.float64).T])
+    return _resampled(numbers, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
+
+
+def difference_over_prompts(tokens: Sequence[float], calls: Sequence[float], before: Sequence[float]) -> Interval:
+    """How many tokens per call more one way brings than another on the same prompts.
+
+    Args:
+        tokens: of each prompt.
+        calls: of the target, by the one way.
+        before: likewise, by the other.
+    """
+    numbers = np.array([tokens, calls, before], np.float64)
+    return _resampled(numbers, lambda sums: sums[0] / sums[1] - sums[0] / sums[2])
+
+
+def sign_flips(differences: Numbers) -> float:
+    """How likely paired differences would have so large a sum if either sign of each were as likely, `[prompts]`.
+
+    By random signs; one-sided, and never 0. Of two ways that could be exchanged on each prompt, none is called better
+    with more than the probability that is asked for, however large the differences are: either sign of each is as
+    likely then. Where only their mean is 0 and they are skewed, that holds for many prompts alone.
+    """
+    signs = np.random.default_rng(0).integers(0, 2, (_FLIPS, len(differences))) * 2 - 1
+    as_large = (signs @ differences >= differences.sum() - 1e-9).sum()
+    return float((1 + as_large) / (1 + _FLIPS))
+
+
+def _resampled(numbers: Numbers, ratio: Callable[[Numbers], Numbers]) -> Interval:
+    """A ratio of sums of `numbers` `[kinds, prompts]`, of which there are the same at every call."""
+    count = numbers.shape[1]
+    chosen = np.random.default_rng(0).integers(0, count, (_RESAMPLED, count))
+    with np.errstate(all="ignore"):  # none of the prompts with a number above 0 may be among the chosen
+        ratios = ratio(numbers[:, chosen].sum(axis=2))
+    tail = 100.0 * (1.0 - CONFIDENCE) / 2.0
+    low, high = np.percentile(ratios[np.isfinite(ratios)], [tail, 100.0 - tail])
+    return Interval(float(ratio(numbers.sum(axis=1))), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class PlanOption:
+    """One size of one drafter, and what it brings.
+
+    Attributes:
+        drafter: the words that `--drafter` reads.
+        nodes: most that are drafted in a step; the length of a chain.
+        tokens_per_call: that are emitted.
+        steps: kinds of steps: nodes and depth that were drafted, and the share of the steps.
+    """
+
+    drafter: str
+    nodes: int
+    tokens_per_call: Interval
+    steps: tuple[tuple[int, int, float], ...]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of memory.
+
+    Attributes:
+        weights: read in a forward.
+        cached_token: keys and values of a token.
+        each_token: whether the weights are read for each level that is drafted, or once for all.
+    """
+
+    weights: int
+    cached_token: int = 0
+    each_token: bool = False
+
+    def read(self, forwards: int, context_tokens: int) -> int:
+        """Bytes of so many forwards of few tokens that read so many cached tokens in all."""
+        return forwards * self.weights + context_tokens * self.cached_token
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter in a plan: what it costs, and what its sizes bring.
+
+    Attributes:
+        drafter: its words, as they were typed.
+        name: of its kind.
+        options: its sizes.
+        survival: for the largest one, the share of steps in which the first 1, 2, ... drafted tokens are accepted.
+        cost: seconds of a proposal for one request, by its depth.
+        growth: how many times that a proposal for 1, 2, ... requests takes.
+        memory: of the drafter.
+    """
+
+    drafter: str
+    name: str
+    options: tuple[PlanOption, ...]
+    survival: tuple[float, ...]
+    cost: DraftCost
+    growth: CostCurve
+    memory: Footprint
+
+    def seconds(self, depth: int, requests: int) -> float:
+        """Of drafting so deep for so many requests; looking for something and finding nothing costs as depth 1."""
+        return self.cost(max(1, depth)) * self.growth(requests)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What an option is predicted to gain.
+
+    Attributes:
+        option: the option.
+        drafting: the drafter that it is of.
+        speedup: over plain decoding.
+        step_s: seconds of a step.
+        plain_s: seconds of a plain step.
+    """
+
+    option: PlanOption
+    drafting: Drafting
+    speedup: Interval
+    step_s: float
+    plain_s: float
+
+
+@dataclass
+class Circumstance:
+    """On what is predicted.
+
+    Attributes:
+        forwards: V of the target.
+        context: cached tokens of each request.
+    """
+
+    forwards: TargetCost
+    context: int
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def verify_s(self, rows: int, requests: int) -> float:
+        """V: seconds of a forward over so many rows of each of so many requests."""
+        key = rows, requests
+        if key not in self._known:
+            self._known[key] = self.forwards(rows * requests, [self.context] * requests)
+        return self._known[key]
+
+    def predict(self, drafting: Drafting, option: PlanOption, requests: int = 1) -> Prediction:
+        """What an option is predicted to gain for each request of a batch."""
+        plain_s = self.verify_s(1, requests)
+        verify_s = sum(share * self.verify_s(nodes + 1, requests) for nodes, _, share in option.steps)
+        draft_s = sum(share * drafting.seconds(depth, requests) for _, depth, share in option.steps)
+        factor = predicted_speedup(1.0, plain_s, verify_s, draft_s)
+        return Prediction(option, drafting, option.tokens_per_call.times(factor), verify_s + draft_s, plain_s)
+
+    def best_of(self, drafting: Drafting, requests: int = 1) -> Prediction:
+        """The size of a drafter that is predicted to gain most, the first of several."""
+        found = (self.predict(drafting, option, requests) for option in drafting.options)
+        return max(found, key=lambda each: each.speedup.value)
+
+    def break_even(self, drafting: Drafting, option: PlanOption, most: int = BATCHES[-1]) -> int | None:
+        """The smallest batch in which an option is predicted to gain nothing; None where it gains up to `most`."""
+        for requests in range(1, most + 1):
+            if self.predict(drafting, option, requests).speedup.value <= 1.0:
+                return requests
+        return None
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Another machine, or another drafter.
+
+    Attributes:
+        bandwidth: memory is read so many times faster. The seconds of a forward of one row are taken to be reading, as
+            is what longer contexts add; what further rows add is computing and stays. Of drafting, what reading its
+            weights takes at the target's rate.
+        draft_cost: drafting costs so many times as much.
+
+    Raises:
+        OptionError: a factor that is not above 0.
+    """
+
+    bandwidth: float = 1.0
+    draft_cost: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine is like."""
+        check_positive("bandwidth", self.bandwidth)
+        check_positive("draft_cost", self.draft_cost)
+
+    def forwards(self, cost: TargetCost) -> TargetCost:
+        """V on that machine."""
+        saved = cost.base.seconds[0] * (1.0 - 1.0 / self.bandwidth)
+        base = CostCurve(cost.base.sizes, tuple(seconds - saved for seconds in cost.base.seconds))
+        lines = tuple(tuple(each / self.bandwidth for each in line) for line in cost.attention.seconds)
+        attention = CostSurface(cost.attention.rows, cost.attention.contexts, lines)
+        return TargetCost(base, attention, cost.request_s, cost.settles_s / self.bandwidth)
+
+    def drafting(self, drafting: Drafting, target: Footprint, cost: TargetCost) -> Drafting:
+        """A drafter on that machine; `cost` is V on this one."""
+        rate = target.weights / cost.base.seconds[0] if target.weights and cost.base.seconds[0] > 0.0 else 0.0
+        pass_s = drafting.memory.weights / rate if rate else 0.0
+
+        def seconds(point: DraftPoint) -> float:
+            read_s = min(point.seconds, pass_s * (point.depth if drafting.memory.each_token else 1))
+            return (point.seconds - read_s * (1.0 - 1.0 / self.bandwidth)) * self.draft_cost
+
+        points = tuple(DraftPoint(each.depth, each.nodes, seconds(each)) for each in drafting.cost.points)
+        return dataclasses.replace(drafting, cost=DraftCost(points))
+
+
+def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[PlanOption], tuple[float, ...]]:
+    """What the sizes of a candidate bring, and the survival by depth of the largest.
+
+    Args:
+        walks: of its largest size, along each trace.
+        words: for each number of nodes.
+
+    Raises:
+        DataError: no trace has a second token.
+    """
+    walks = [walk for walk in walks if walk.tokens]
+    if not walks:
+        raise DataError("none of the answers has a second token, so there is nothing to plan; give other prompts")
+    sizes = list(words)
+    steps = [walk.steps(sizes) for walk in walks]
+    tokens = [float(walk.tokens) for walk in walks]
+    options = []
+    for number, nodes in enumerate(sizes):
+        calls = [float(each.calls[number]) for each in steps]
+        kinds: dict[tuple[int, int], float] = {}
+        for each in steps:
+            for place in range(each.visits.shape[1]):
+                kind = int(each.nodes[number, place]), int(each.depths[number, place])
+                kinds[kind] = kinds.get(kind, 0.0) + float(each.visits[number, place])
+        total = sum(calls)
+        shares = [(*kind, count / total) for kind, count in sorted(kinds.items()) if count / total > _LEAST_SHARE]
+        options.append(PlanOption(words[nodes], nodes, ratio_over_prompts(tokens, calls), tuple(shares)))
+    reached = [each.visits[-1] @ each.reach[-1] for each in steps]
+    depth = max(map(len, reached))
+    survival = sum(np.pad(each, (0, depth - len(each))) for each in reached) / sum(each.calls[-1] for each in steps)
+    return options, tuple(float(share) for share in np.asarray(survival))
+
+
+def prediction_record(found: Prediction) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "drafter": found.option.drafter,
+        "nodes": found.option.nodes,
+        "tokens_per_call": dataclasses.asdict(found.option.tokens_per_call),
+        "speedup": dataclasses.asdict(found.speedup),
+        "step_s": found.step_s,
+        "plain_s": found.plain_s,
+    }

@@ -1,0 +1,348 @@
+"""Traces: what the target answers by itself, with everything that drafters want to see while it does.
+
+The target runs once. Drafters then live through its answers again and again without it (`walks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import chain_shape
+from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
+from truedraft.engine import Engine, Request
+from truedraft.engine.prompts import TextPrompt, encode_prompt
+from truedraft.errors import ModelError
+from truedraft.measure.siblings import draws_several
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+
+_BATCH = 8
+_READ, _ROWS = 512, 32  # tokens of a text that are read at once, and of those that logits are wanted of
+
+
+@dataclass(frozen=True)
+class AnswerTrace:
+    """One answer of the target.
+
+    At place i the text is the prompt and the first i + 1 tokens, and a drafter guesses `tokens[i + 1]` and on.
+
+    Attributes:
+        name: of the prompt.
+        prompt: token ids.
+        tokens: the answer; the first is that of the prompt's forward.
+        params: how it was drawn.
+        seed: of its noise.
+        limit: most tokens of prompt and answer together.
+        stopped: whether the last token ended the answer and is no part of it; otherwise it ended at its length.
+        seen: what the steps of plain decoding showed, in their order: parts of the prompt, then a token each.
+        probs: what the target gave to each token of `tokens`, by its processed distribution; empty of greedy and
+            seeded answers, whose replay does not need it.
+        layers: numbers of the layers whose vectors were kept.
+        dists: those distributions `[vocab]` themselves, where a drafter draws several tokens at one place.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    limit: int
+    stopped: bool
+    seen: tuple[StepOutcome, ...]
+    probs: tuple[float, ...] = ()
+    layers: tuple[int, ...] = ()
+    dists: tuple[Tensor, ...] = ()
+
+    @property
+    def places(self) -> int:
+        """Steps of plain decoding behind the prompt's, and so most steps of any decoding."""
+        return max(0, len(self.tokens) - 1)
+
+    def remaining(self, place: int) -> int:
+        """Tokens that may still be emitted at a place."""
+        return self.limit - len(self.prompt) - place - 1
+
+
+Asked: TypeAlias = tuple[str, TextPrompt, SamplingParams]
+"""A prompt: its name, its text or token ids, and how its answer is drawn."""
+
+
+def is_drawn(params: SamplingParams) -> bool:
+    """Whether verdicts for such requests depend on chance: greedy and seeded ones are compared."""
+    return not (params.greedy or params.seeded)
+
+
+def trace_answers(
+    target: LanguageModel,
+    prompts: Sequence[Asked],
+    drafters: Iterable[Drafter] = (),
+    *,
+    batch: int = _BATCH,
+    entropy: int = 0,
+    progress: Callable[[int, str], None] = lambda done, remark: None,
+) -> list[AnswerTrace]:
+    """Let the target answer prompts by plain decoding, once, and keep what drafters need to live through it again.
+
+    Args:
+        target: the model that decides.
+        prompts: none of them with texts that end an answer.
+        drafters: whose declared features are kept.
+        batch: answers that are drawn together.
+        entropy: fixes the noise of prompts without a seed.
+        progress: is called with the number of finished answers and a remark.
+
+    Raises:
+        PromptError: a prompt cannot be run.
+        ModelError: the target failed, or cannot show what a drafter wants to see.
+    """
+    drawn, drafters = any(is_drawn(params) for _, _, params in prompts), list(drafters)
+    wanted = [each.features for each in drafters if each.features is not None]
+    watcher = StepWatcher(wanted, drawn, whole=any(map(draws_several, drafters)))
+    engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
+    ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
+    # Beyond the end of text, so that the token that ended an answer is seen.
+    whole = [dataclasses.replace(params, ignore_eos=True, stop_token_ids=()) for _, _, params in prompts]
+    requests = [engine.submit(prompt, params) for prompt, params in zip(ids, whole, strict=True)]
+    ends = [_ends(target, params) for _, _, params in prompts]
+    running = dict(enumerate(requests))
+    try:
+        while running:
+            engine.step()
+            for number, request in list(running.items()):
+                if request.emitted and request.tokens[-1] in ends[number]:
+                    engine.cancel(request)
+                if request.finish_reason is not None:
+                    del running[number]
+            progress(len(requests) - len(running), "")
+    finally:
+        for request in running.values():
+            engine.cancel(request)
+    return [
+        _trace(each, request, watcher, ends[number])
+        for number, (each, request) in enumerate(zip(prompts, requests, strict=True))
+    ]
+
+
+def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
+    """Ids that end an answer."""
+    return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
+
+
+def _trace(asked: Asked, request: Request, watcher: StepWatcher, ends: frozenset[int]) -> AnswerTrace:
+    name, _, params = asked
+    if request.error is not None:
+        raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
+    if request.warnings:
+        raise ModelError(f"prompt {name} could not be followed: {request.warnings[0]}")
+    tokens = tuple(request.tokens[request.prompt_tokens :])
+    return AnswerTrace(
+        name,
+        tuple(request.tokens[: request.prompt_tokens]),
+        tokens,
+        params,
+        request.noise_seed,
+        request.most_tokens,
+        bool(tokens) and tokens[-1] in ends,
+        tuple(watcher.seen.pop(request.id, ())),
+        tuple(watcher.probs.pop(request.id, ())),
+        watcher.layers,
+        tuple(watcher.dists.pop(request.id, ())),
+    )
+
+
+@torch.inference_mode()
+def traces_of_answers(
+    target: LanguageModel,
+    answers: Sequence[tuple[Sequence[int], Sequence[int], bool]],
+    params: SamplingParams,
+    drafters: Iterable[Drafter],
+) -> list[AnswerTrace]:
+    """The same of answers that are known, each read once.
+
+    Args:
+        target: that wrote them.
+        answers: prompt, answer, and whether its last token ended it.
+        params: how all of them were drawn.
+        drafters: whose declared features are kept.
+
+    Raises:
+        ModelError: the target failed, or cannot show what a drafter wants to see.
+    """
+    drafters = list(drafters)
+    wanted = [each.features for each in drafters if each.features is not None]
+    watcher = StepWatcher(wanted, is_drawn(params), whole=any(map(draws_several, drafters)))
+    room = max((len(answer) for _, answer, _ in answers), default=0)
+    for number, (prompt, answer, _) in enumerate(answers):
+        request = DraftRequest(number, params)
+        whole = watcher.features is not None and watcher.features.of_prompts
+        for outcome in _plain_steps(target, watcher.layers, prompt, answer, whole=whole):
+            watcher.observe([request], [outcome])
+    return [
+        AnswerTrace(
+            str(number), tuple(prompt), tuple(answer), params, number, len(prompt) + room, stopped,
+            tuple(watcher.seen.pop(number)), tuple(watcher.probs.pop(number, ())), watcher.layers,
+            tuple(watcher.dists.pop(number, ())),
+        )
+        for number, (prompt, answer, stopped) in enumerate(answers)
+    ]  # fmt: skip
+
+
+def _plain_steps(
+    target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int], *, whole: bool
+) -> Iterator[StepOutcome]:
+    """What plain decoding of an answer shows: parts of the prompt, of `whole` ones all rows, then a token each."""
+    ids, end = [*prompt, *answer[:-1]], len(prompt)
+    cache, edges = target.new_cache(), [*range(0, end, _READ), *range(end, len(ids), _ROWS), len(ids)]
+    try:
+        for first, last in itertools.pairwise(edges):
+            count = last - first
+            tokens, rows = torch.tensor(ids[first:last]), range(count)
+            segments = [Segment(cache, tokens, chain_shape(count), rows, prompt=count if last <= end else 0)]
+            output = target.forward_showing(segments, layers) if layers else target.forward(segments)
+            cache.commit(rows)
+            first_row = count - 1 if last <= end and not whole else 0
+            parts = [slice(first_row, count)] if last <= end else [slice(row, row + 1) for row in rows]
+            for part in parts:
+                behind = first + part.stop - end  # tokens of the answer that came before
+                yield StepOutcome(
+                    Proposal.empty(),
+                    (),
+                    tuple(answer[behind : behind + 1]) if behind >= 0 else (),
+                    output.hidden[part],
+                    output.logits[part],
+                    tuple(each[part] for each in output.layers),
+                    behind < 0,
+                )
+    finally:
+        target.release_cache(cache)
+
+
+class StepWatcher(NoDrafter):
+    """Never drafts; keeps what each step of each request shows.
+
+    Args:
+        wanted: what drafters want to see.
+        drawn: whether there are requests whose tokens' probabilities are kept.
+        whole: whether the distributions of these requests are kept, too.
+
+    Attributes:
+        layers: numbers of the layers that are kept.
+        seen: by request, of each step.
+        probs: by request, what the target gave to each token that it drew, where chance decides.
+        dists: by request, the distributions that these are of.
+    """
+
+    observes_lazily = False
+
+    def __init__(self, wanted: Sequence[Features], drawn: bool = False, *, whole: bool = False) -> None:
+        self._keeps_dists = whole
+        self._keeps_logits = any(each.logits for each in wanted)
+        self.layers = tuple(sorted({layer for each in wanted for layer in each.layers}))
+        if wanted or drawn:
+            rows = any(each.of_prompts for each in wanted)
+            shown = Features("all" if rows else "last", self._keeps_logits or drawn, self.layers)
+            self.features = shown
+        self.seen: dict[int, list[StepOutcome]] = {}
+        self.probs: dict[int, list[float]] = {}
+        self.dists: dict[int, list[Tensor]] = {}
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if is_drawn(request.params) and outcome.tokens and outcome.logits is not None:
+                dist = probs_from_logits(outcome.logits[-1:], request.params)
+                self.probs.setdefault(request.id, []).append(float(dist[0, outcome.tokens[0]]))
+                if self._keeps_dists:
+                    self.dists.setdefault(request.id, []).append(dist[0].cpu())
+            self.seen.setdefault(request.id, []).append(_copied(outcome, self._keeps_logits))
+
+
+def _copied(outcome: StepOutcome, logits: bool = False) -> StepOutcome:
+    """A copy, for the next forward may write over the rows; with or without their logits."""
+    return dataclasses.replace(
+        outcome,
+        hidden=None if outcome.hidden is None else outcome.hidden.clone(),
+        logits=outcome.logits.clone() if logits and outcome.logits is not None else None,
+        layers=tuple(layer.clone() for layer in outcome.layers),
+    )
+
+
+def outputs_along(
+    model: LanguageModel, ids: Sequence[int], first: int, adapter: str | None = None
+) -> Iterator[ForwardOutput]:
+    """What a model says at the tokens of a text from number `first` on, some at a time; those before are a prompt.
+
+    What is given may be written over when the next is asked for.
+    """
+    cache = model.new_cache()
+    edges = [*range(0, first, _READ), *range(first, len(ids), _ROWS), len(ids)]
+    try:
+        for start, end in itertools.pairwise(edges):
+            count = end - start
+            rows, prompt = ((), count) if start < first else (range(count), 0)
+            tokens = torch.tensor(ids[start:end])
+            output = model.forward([Segment(cache, tokens, chain_shape(count), rows, prompt=prompt, adapter=adapter)])
+            cache.commit(range(count))
+            if start >= first:
+                yield output
+    finally:
+        model.release_cache(cache)
+
+
+@torch.inference_mode()
+def trace_behind(
+    target: LanguageModel,
+    prompt: tuple[int, ...],
+    trace: AnswerTrace,
+    features: Features | None,
+    layers: tuple[int, ...] = (),
+) -> AnswerTrace:
+    """An answer as if it stood behind a prompt, whoever wrote it, with what the target shows there.
+
+    Args:
+        target: of the drafter that is to live through it.
+        prompt: token ids.
+        trace: of the answer.
+        features: that the drafter declared.
+        layers: numbers of those that are kept.
+    """
+    limit = trace.limit - len(trace.prompt) + len(prompt)
+    if features is None:
+        seen = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens]
+        return dataclasses.replace(trace, prompt=prompt, seen=tuple(seen), limit=limit)
+    seen = [_copied(each) for each in _plain_steps(target, layers, prompt, trace.tokens, whole=features.of_prompts)]
+    return dataclasses.replace(trace, prompt=prompt, seen=tuple(seen), limit=limit, layers=layers)
+
+
+def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal: Proposal) -> StepOutcome:
+    """What a drafter is told of a step of a trace in which nothing of its proposal was accepted.
+
+    Args:
+        features: that it declared.
+        trace: whose step it is.
+        step: number of it in `trace.seen`.
+        proposal: what it proposed.
+    """
+    kept = trace.seen[step]
+    if features is None or kept.hidden is None:
+        return StepOutcome(proposal, (), kept.tokens, partial=kept.partial)
+    rows = slice(None) if features.of_prompts else slice(-1, None)
+    # One row was computed, so to a drafter that wants those of its nodes, nothing was proposed.
+    told = Proposal.empty() if features.rows == "all" else proposal
+    return StepOutcome(
+        told,
+        (),
+        kept.tokens,
+        kept.hidden[rows],
+        kept.logits[rows] if features.logits and kept.logits is not None else None,
+        tuple(kept.layers[trace.layers.index(layer)][rows] for layer in features.layers),
+        kept.partial,
+    )

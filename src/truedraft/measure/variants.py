@@ -1,0 +1,488 @@
+"""What people get wrong about a drafter, as data: for each kind the variants that the doctor tries, each with its fix.
+
+A variant is made from the case as it is given: other weights, sizes or numbers of the head or draft model, other
+vectors of the target, or prompts written in another way. One that a case does not allow raises an error of this
+package, and is reported as not tried. A new kind of drafters is an entry of `KINDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from truedraft.core.rank_tree import RankTree
+from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.drafters.draft_model import DraftModel
+from truedraft.drafters.heads.block import DFlash, DSpark
+from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
+from truedraft.drafters.heads.eagle import Eagle3
+from truedraft.drafters.heads.medusa import Medusa
+from truedraft.drafters.heads.peagle import PEagle
+from truedraft.drafters.heads.redrafter import Redrafter
+from truedraft.drafters.specs import KINDS as DRAFTERS
+from truedraft.engine.prompts import encode_prompt
+from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
+from truedraft.files import user_path
+from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
+from truedraft.heads.layers import LayerConfig, LayerHead
+from truedraft.heads.peagle import PEagleHead
+from truedraft.heads.published import kind_in, load_published
+from truedraft.measure.cases import CONFIG, Case, Pair, Source, Variant, behind, instead
+from truedraft.measure.traces import trace_answers
+from truedraft.models.base import LanguageModel
+from truedraft.models.embedded import embedded_folder, embedded_heads, embedded_names
+
+_USUAL_THETA = 10_000.0  # where a config.json names none
+_DRAFTED = 4  # tokens of a draft model's chain
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafters.
+
+    Attributes:
+        noun: what reports call one.
+        chain: of a head or draft model, what drafts one chain as long as it was made for, chosen by rank.
+        variants: that are tried.
+        head: of the part; None of a draft model.
+    """
+
+    noun: str
+    chain: Callable[[Any], Drafter]
+    variants: Sequence[Variant]
+    head: type[Head] | None = None
+
+    def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
+        """The head or draft model at a path, and the variants without which it cannot be loaded.
+
+        Raises:
+            TruedraftError: it cannot be loaded.
+        """
+        if self.head is None:
+            return Source(path).draft(target), ()
+        mended: tuple[Variant, ...] = ()
+        try:
+            head: Any = self.head.load(path)
+        except ModelError as error:
+            try:  # a published folder whose table cannot be of offsets
+                head, mended = load_published(path, self.head, ids_in_d2t=True), (_IDS,)
+            except ModelError:
+                raise error from None
+            if head is None:
+                raise
+        if issubclass(self.head, LayerHead):
+            head.config = head.config.at_usual_layers(target.shown_layers)
+        return head, mended
+
+
+# ------------------------------------------------------------------------------- heads
+
+
+def changed(
+    head: Any, sizes: Mapping[str, Any], without: str = "$.", weights: Mapping[str, Tensor] | None = None
+) -> Any:
+    """A head with other sizes, without the weights that a pattern finds, and with others in place of its own.
+
+    Raises:
+        ModelError: these weights make no such head.
+        OptionError: these sizes make none.
+    """
+    kept = {name: each for name, each in head.state_dict().items() if not re.search(without, name)}
+    config = replace(head.config, **dict(sizes))
+    return type(head).with_weights(config, kept | dict(weights or {}), Path(CONFIG)).with_record(head.record)
+
+
+def _part(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
+    """Makes a variant that is another head."""
+    return lambda case: instead(case, case.of(change(case.part)))
+
+
+def _flipped(name: str) -> Callable[[Case], Pair]:
+    return _part(lambda head: changed(head, {name: not getattr(head.config, name)}))
+
+
+def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
+    """Other sizes, and without the weights that go with them as they are."""
+
+    def change(head: Any) -> Any:
+        if all(getattr(head.config, name) == value for name, value in sizes.items()):
+            raise OptionError("it is so as it is")
+        return changed(head, sizes, without)
+
+    return _part(change)
+
+
+def _set(name: str) -> Callable[[Case], str]:
+    return lambda case: f"set {name} to {json.dumps(getattr(case.part.config, name))} in {CONFIG}"
+
+
+def _layer_ids(case: Case) -> str:
+    layers = list(case.part.config.layers)
+    return (
+        f"name layers {[number + 1 for number in layers]} in {CONFIG} of EAGLE and speculators (what enters a "
+        f"layer), in truedraft's, z-lab's and DeepSpec's {layers} (what leaves it)"
+    )
+
+
+def _at_layers(change: Callable[[Sequence[int], int, LayerConfig], Sequence[int]]) -> Callable[[Case], Pair]:
+    def make(case: Case) -> Pair:
+        now, most = case.part.config.layers, case.target.shown_layers
+        layers = tuple(change(now, most, case.part.config))
+        if not layers or layers == now or min(layers) < 0 or max(layers) >= most:
+            raise OptionError(f"there are no layers {list(layers)} beside {list(now)}")
+        return instead(case, case.of(changed(case.part, {"layers": layers})))
+
+    return make
+
+
+def _theta_of(target: LanguageModel) -> float | None:
+    """Of a target's rotation; None where it does not say, or has several."""
+    config = getattr(getattr(target, "module", None), "config", None)
+    rope = getattr(config and config.get_text_config(), "rope_parameters", None)
+    return rope.get("rope_theta") if isinstance(rope, dict) else None
+
+
+def _thetas(change: Callable[[Case, float | None], Pair]) -> list[Variant]:
+    """Rotations with another theta, by what makes a case with one and refuses that which it has."""
+
+    def at_usual(case: Case) -> Pair:
+        return change(case, None if _theta_of(case.target) == _USUAL_THETA else _USUAL_THETA)
+
+    told, at = "its rotation has another theta than in training", f"in {CONFIG}"
+    return [
+        Variant("rope theta of the target", told, lambda case: f"set rope_theta to {_theta_of(case.target):g} {at}",
+                lambda case: change(case, _theta_of(case.target))),
+        Variant("rope theta 10000", told, lambda _: f"set rope_theta to 10000 {at}", at_usual),
+    ]  # fmt: skip
+
+
+def _at_theta(case: Case, theta: float | None) -> Pair:
+    rope = case.part.config.rope
+    if theta in (None, rope["rope_theta"]):
+        raise OptionError("it has this theta")
+    return instead(case, case.of(changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
+
+
+def _ids_moved(sign: int) -> Callable[[Case], Pair]:
+    """Ids of the draft's vocabulary with each one's own number added or taken away."""
+
+    def change(head: Any) -> Any:
+        if head.draft_ids is None:
+            raise OptionError("it guesses among all ids")
+        ids = head.draft_ids + sign * torch.arange(len(head.draft_ids))
+        if int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size or len(ids.unique()) < len(ids):
+            raise OptionError("its table does not name as many ids when it is read so")
+        return changed(head, {}, weights={"draft_ids": ids})
+
+    return _part(change)
+
+
+def inputs_exchanged(head: Any) -> Any:
+    """An EAGLE-3 head whose attention reads vector and embedding in the other order."""
+    names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
+    state = head.state_dict()
+    return changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
+
+
+def _in_float32(case: Case) -> Pair:
+    if case.wide or case.target.dtype is torch.float32:
+        raise OptionError("it computes in float32")
+
+    def widened(seen: StepOutcome) -> StepOutcome:
+        hidden = None if seen.hidden is None else seen.hidden.float()
+        return replace(seen, hidden=hidden, layers=tuple(each.float() for each in seen.layers))
+
+    return instead(case, replace(case.showing(widened), wide=True))
+
+
+def _before_final_norm(case: Case) -> Pair:
+    """Heads read what leaves the last layer in place of what enters the LM head."""
+    last = case.target.shown_layers - 1
+    if last not in case.layers:
+        raise OptionError("the target shows no vector before its final norm")
+    place = case.layers.index(last)
+    return instead(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
+
+
+_WIDE = Variant(
+    "float32",
+    "its numbers are too large or too far apart for the target's dtype",
+    lambda _: "run target and head by --dtype float32, or train the head in the dtype that serves",
+    _in_float32,
+)
+_RAW = Variant(
+    "vector before the final norm",
+    "it was trained on what leaves the last layer, and reads what enters the LM head, behind the final norm",
+    lambda _: "train it on the vectors that enter the LM head, or fold the norm into its first layer",
+    _before_final_norm,
+)
+_TIED = "the LM head in its folder is not the one that it was trained with"
+_IDS = Variant(
+    "d2t as ids",
+    "its table d2t holds ids, and readers take it for offsets",
+    lambda _: "store d2t[j] - j: the draft's token j is the target's token j + d2t[j]",
+    _ids_moved(-1),
+)
+_LAYERS = (
+    Variant("layers one earlier", "the layers that it reads are numbered one too high", _layer_ids,
+            _at_layers(lambda layers, *_: [each - 1 for each in layers])),
+    Variant("layers one later", "the layers that it reads are numbered one too low", _layer_ids,
+            _at_layers(lambda layers, *_: [each + 1 for each in layers])),
+    Variant("layers reversed", "the layers that it reads are listed the wrong way round", _layer_ids,
+            _at_layers(lambda layers, *_: layers[::-1])),
+    Variant("usual layers", "it was trained on the usual layers, and others are named", _layer_ids,
+            _at_layers(lambda _, count, config: config.usual_of(count))),
+    Variant("embedding of the target", "the embedding in its folder is not the one that it was trained with",
+            lambda _: "take embed_tokens out of the weights, or put the target's there",
+            _with(r"^embed_tokens\.", own_embedding=False)),
+    Variant("LM head of the target", _TIED, lambda _: "take lm_head out of the weights, or put the target's rows there",
+            _with(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
+    Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
+            lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
+    _IDS,
+    *_thetas(_at_theta),
+    _WIDE,
+)  # fmt: skip
+_EAGLE = (
+    Variant("norm_before_residual", "its residual stream begins on the wrong side of hidden_norm",
+            _set("norm_before_residual"), _flipped("norm_before_residual")),
+    Variant("norm_output", "what it gives to its next step is on the wrong side of its last norm",
+            _set("norm_output"), _flipped("norm_output")),
+    Variant("without fc_norm", "it was trained without a norm for each layer", _set("fc_norm"),
+            _with(r"^fc_norm\.", fc_norm=False)),
+    Variant("without norm_before_fc", "it was trained without a norm before fc", _set("norm_before_fc"),
+            _with(r"^input_norm\.", norm_before_fc=False)),
+    Variant("inputs exchanged", "its attention reads vector and embedding in the other order",
+            lambda _: "exchange the halves of the columns of q_proj, k_proj and v_proj", _part(inputs_exchanged)),
+    *_LAYERS,
+)  # fmt: skip
+_BLOCK = (
+    Variant("sample_from_anchor", "its rows guess the token at another place than in training",
+            lambda case: f"set sample_from_anchor to {json.dumps(case.part.config.from_anchor)} in {CONFIG}, in "
+            "truedraft's own folder from_anchor", _flipped("from_anchor")),
+    *_LAYERS,
+)  # fmt: skip
+
+
+def _later_heads(head: Any) -> Any:
+    """Medusa heads without the first: those of a folder whose first guesses the next token itself."""
+    names = {name: name.split(".", 2) for name in head.state_dict() if name.startswith("heads.")}
+    moved = {
+        f"heads.{int(number) - 1}.{rest}": head.state_dict()[name]
+        for name, (_, number, rest) in names.items()
+        if int(number)
+    }
+    return changed(head, {"heads": head.config.heads - 1}, r"^heads\.", moved)
+
+
+_MEDUSA = (
+    Variant("heads one later", "its first head guesses the next token itself, which the target gives anyway",
+            lambda _: "leave the first head out, and number the others from 0", _part(_later_heads)),
+    Variant("without the token", "it was trained without reading the token that was drawn", _set("reads_token"),
+            _with(r"^token\.", reads_token=False)),
+    Variant("LM head of the target", _TIED, _set("tied"), _with(r"\.output\.", tied=True)),
+    _RAW,
+    _WIDE,
+)  # fmt: skip
+_REDRAFTER = (
+    Variant("embeddings scaled or not", "it reads embeddings at another scale than in training", _set("scaled"),
+            _flipped("scaled")),
+    Variant("LM head of the target", _TIED, _set("tied"), _with(r"^output\.", tied=True)),
+    _RAW,
+    _WIDE,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- prompts
+
+
+Form: TypeAlias = Callable[[Case, int], Sequence[int]]
+"""Writes the prompt of a trace, by its number, in some way."""
+
+
+def _plain(case: Case, number: int) -> Sequence[int]:
+    prompt = case.prompts[number]
+    return encode_prompt(case.target, prompt if isinstance(prompt, str) else list(prompt))
+
+
+def _as_chat(of: Callable[[Case], Any]) -> Form:
+    """Writes a prompt as the one message of a user, by a model's chat template."""
+
+    def form(case: Case, number: int) -> Sequence[int]:
+        tokenizer, prompt = of(case), case.prompts[number]
+        if tokenizer is None or not isinstance(prompt, str):
+            raise OptionError("there is no text or no tokenizer to write it by a template")
+        return list(tokenizer.chat([{"role": "user", "content": prompt}]))
+
+    return form
+
+
+def _other_bos(case: Case, number: int) -> Sequence[int]:
+    """With the token that begins texts where it is missing, without it where it stands."""
+    ids = case.traces[number].prompt
+    bos = None if case.target.tokenizer is None else case.target.tokenizer.backend.bos_token_id
+    if bos is None:
+        raise OptionError("no token begins texts")
+    return ids[1:] if ids[0] == bos and len(ids) > 1 else (bos, *ids)
+
+
+def _written(form: Form) -> Callable[[Case], Pair]:
+    """Makes a variant that is another way to write prompts.
+
+    Other prompts have other answers, which may be easier to guess. So both answers are replayed behind both: what
+    hangs on the answers, and that each is its own prompt's, is the same on both sides.
+    """
+
+    def make(case: Case) -> Pair:
+        prompts = [tuple(form(case, number)) for number in range(len(case.traces))]
+        if prompts == [each.prompt for each in case.traces]:
+            raise OptionError("prompts would be the same")
+        asked = [(each.name, list(ids), each.params) for each, ids in zip(case.traces, prompts, strict=True)]
+        others = trace_answers(case.target, asked)
+        given = [behind(case, one.prompt, each) for one, each in zip(case.traces, others, strict=True)]
+        changed = [behind(case, other.prompt, each) for other, each in zip(others, case.traces, strict=True)]
+        own = tuple(behind(case, each.prompt, each) for each in others)
+        return Pair(
+            replace(case, traces=(*case.traces, *given)),
+            replace(case, traces=(*changed, *own)),
+            replace(case, traces=own),
+        )
+
+    return make
+
+
+_FORMS = (
+    Variant("prompts without chat template", "it was trained on text without the chat template",
+            lambda _: "train it on prompts that the target's chat template writes, or do without the template",
+            _written(_plain)),
+    Variant("prompts by the target's chat template",
+            "it was trained on chats, and prompts come without the chat template",
+            lambda _: "serve chats: --chat, or /v1/chat/completions",
+            _written(_as_chat(lambda case: case.target.tokenizer))),
+    Variant("first token (BOS) there or not",
+            "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it stands",
+            lambda _: "make the tokenizer's add_bos_token what it was in training, or train as prompts are served",
+            _written(_other_bos)),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- draft models
+
+
+def _redrafted(case: Case, **changes: Any) -> Pair:
+    """A draft of the same folder that is read otherwise, beside what other variants changed."""
+    source = replace(case.source, **changes)
+    return instead(case, replace(case, source=source, part=source.draft(case.target)))
+
+
+def _same_ids(case: Case) -> Pair:
+    """A draft whose tokenizer is another, as if its ids were the target's."""
+    if case.part.shared_ids is None:
+        raise OptionError("it has the target's tokenizer")
+    return _redrafted(case, without=r"token|vocab|merges|spiece|tekken")
+
+
+def _draft_theta(case: Case, theta: float | None) -> Pair:
+    config = case.source.config
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta", _USUAL_THETA)} | given
+    several = any(isinstance(each, dict) for each in given.values())  # of layers of several kinds
+    if not config or theta in (None, rope["rope_theta"]) or several:
+        raise OptionError("it has this theta, or none")
+    parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
+    changed_config = config | {"rope_theta": theta, "rope_parameters": parameters}
+    return _redrafted(case, files={**case.source.files, CONFIG: changed_config})
+
+
+def _wide_draft(case: Case) -> Pair:
+    if torch.float32 in (case.target.dtype, case.source.dtype):
+        raise OptionError("it computes in float32")
+    return _redrafted(case, dtype=torch.float32)
+
+
+_DRAFT = (
+    Variant("ids of the target", "the tokenizer in its folder is not the one that it was trained with",
+            lambda _: "copy the target's tokenizer files into its folder", _same_ids),
+    Variant("prompts by its own chat template", "it was trained on chats by another template than the target's",
+            lambda _: "train it on the target's template, or serve the target with the draft's",
+            _written(_as_chat(lambda case: case.part.tokenizer))),
+    *_thetas(_draft_theta),
+    Variant("float32", "its numbers are too large or too far apart for the target's dtype, or badly quantised",
+            lambda _: "load it in float32, or fetch weights in the dtype in which it was published", _wide_draft),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- kinds
+
+
+def _medusa_chain(heads: Any) -> Drafter:
+    chain = RankTree.cartesian((1,) * heads.reach)
+    return Medusa(heads, {GREEDY: chain, SAMPLED: chain}, nodes=heads.reach)
+
+
+def _redrafter_chain(head: Any) -> Drafter:
+    return Redrafter(head, beams=1, length=head.reach, nodes=head.reach, sampled=False)
+
+
+KINDS: dict[str, Kind] = {
+    "eagle": Kind("an EAGLE-3 head", Eagle3, (*_EAGLE, *_FORMS), Eagle3Head),
+    "p-eagle": Kind("a P-EAGLE head", PEagle, (*_EAGLE, *_FORMS), PEagleHead),
+    "dflash": Kind("a DFlash head", DFlash, (*_BLOCK, *_FORMS), DFlashHead),
+    "dspark": Kind("a DSpark head", DSpark, (*_BLOCK, *_FORMS), DSparkHead),
+    "medusa": Kind("Medusa heads", _medusa_chain, (*_MEDUSA, *_FORMS), MedusaHeads),
+    "redrafter": Kind("a recurrent head", _redrafter_chain, (*_REDRAFTER, *_FORMS), RedrafterHead),
+    "draft": Kind("a draft model", lambda model: DraftModel(model, _DRAFTED), (*_DRAFT, *_FORMS)),
+}
+"""By the word that `--drafter` has for each; a draft model is what nothing else is."""
+
+
+def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
+    """The drafter in a folder or file, with or without the word of its kind before it.
+
+    Raises:
+        ModelNotFoundError: there is nothing there.
+        ModelError: it cannot be loaded.
+    """
+    word, path = place_of(typed)
+    kind = KINDS.get(word or kind_in(path) or "draft")
+    if kind is None:
+        raise CompositionError(f"{str(path)!r} holds none of what is examined: {', '.join(KINDS)}")
+    part, mended = kind.load(path, target)
+    return kind, _with_layers(Case(Source(path), target, part, kind.chain, mended=mended))
+
+
+def place_of(typed: str) -> tuple[str | None, Path]:
+    """The word of its kind, if one stands before it, and where a drafter lies; what ships is `embedded:NAME`.
+
+    Raises:
+        OptionError: a kind of drafter stands there without a place, or one that has no weights.
+    """
+    word, _, rest = typed.partition(":")
+    if word in KINDS and rest:
+        return word, place_of(rest)[1]
+    if word == "embedded":
+        return None, embedded_folder(rest) if rest in embedded_names() else embedded_heads(rest)
+    path = user_path(typed, ModelNotFoundError)
+    if word in DRAFTERS and not path.exists():
+        raise OptionError(
+            f"{typed!r} says no folder; heads and draft models are examined: name theirs", field="drafter"
+        )
+    return None, path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
+
+
+def _with_layers(case: Case) -> Case:
+    """The layers that a drafter reads, those beside them, and the last, as far as the target shows any."""
+    features, most = case.chain(case.part).features, case.target.shown_layers
+    if features is None or not most:
+        return case
+    wanted = {most - 1} | {layer + by for layer in features.layers for by in (-1, 0, 1)}
+    if features.layers:
+        wanted |= set(case.part.config.usual_of(most))
+    return replace(case, layers=tuple(sorted(each for each in wanted if 0 <= each < most)))

@@ -1,0 +1,402 @@
+"""Walks: a drafter lives through answers that are known, and every smaller size of it is read off what it proposes.
+
+At each place of a trace the drafter is asked for its largest proposal, through the contract that the engine uses, and
+then told the token that came. Which of the proposed nodes lie on the trace says what a step that starts there accepts:
+
+- Where the candidates were chosen (greedy and seeded requests, prompt lookup, heads), no chance is left. A budget of n
+  nodes keeps the first n, so it accepts as many as lie on the trace among these. Replay is exact.
+- Where a chain is drawn from a draft's distribution, the token x of the trace was an accepted draft with probability
+  min(1, q(x) / p(x)), given the text (`theory.replay_factor`). Acceptance at one place does not depend on that at
+  another, given the text, so the product of the factors is the probability that a step accepts so far. Of several draws
+  at one place it is known too (`planning.siblings`); how many nodes they come to is what was drawn in the replay. A
+  draft model has the same q at a place however deep its draft was there; a drafter of which that is not so is taken
+  along the trace from each place (`Drafter.along`).
+
+Either way a step at place i accepts a tokens and the next one starts at i + a + 1. Summing up the probability that a
+step starts at each place gives the expected number of target calls of the whole answer. (A mean over all places would
+be another number: a step starts where the one before it failed, and these are not places like all others.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from truedraft.core.budget import Budget, nodes_of
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.token_view import TokenView
+from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.errors import DrafterError, OptionError, TruedraftError
+from truedraft.measure.replay import NEVER
+from truedraft.measure.siblings import draws_of, draws_several
+from truedraft.measure.traces import AnswerTrace, is_drawn, shown_to
+from truedraft.models.base import LanguageModel
+
+_BATCH = 16
+
+Numbers = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What decoding one trace with some sizes of a drafter comes to; expected numbers where chance decides.
+
+    Attributes:
+        calls: `[sizes]`: target calls behind the prompt's.
+        visits: `[sizes, places]`: the probability that a step starts at a place.
+        nodes: `[sizes, places]`: what would be drafted there.
+        depths: `[sizes, places]`: the depth of that.
+        reach: `[sizes, places, depth]`: the probability that a step there accepts so many tokens or more, from 1 on.
+    """
+
+    calls: Numbers
+    visits: Numbers
+    nodes: Numbers
+    depths: Numbers
+    reach: Numbers
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a drafter proposes along one trace, at its largest.
+
+    Worked example, five tokens and chains of at most two that are chosen: a row of `fewest` for each of four places,
+    (1, 2), (never, never), (1, never), (never, never). A chain of two accepts 2 at the first place, so the next step
+    starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: two calls, too.
+
+    Attributes:
+        fewest: `[places, depth]`, int64: nodes that a budget must have to hold the true continuation down to a depth;
+            `NEVER` where none does.
+        survival: `[places, depth]`: the probability that it is accepted so far if the nodes are there; of draws by
+            ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
+        depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
+        sizes: `[places]`: nodes of the whole proposal, or the budget that it takes.
+        drafted: `[places, nodes + 1]`: nodes within a budget of 0, 1, ..., where draws that agree may leave some of it;
+            None where a budget is used up.
+        guessed: share of a chain's tokens that took no level of drafting, as its drafter would foretell it behind the
+            last place.
+    """
+
+    fewest: Numbers
+    survival: Numbers
+    depths: Numbers
+    sizes: Numbers
+    drafted: Numbers | None = None
+    guessed: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """That are emitted behind the first one, one that ends the answer included."""
+        return len(self.sizes)
+
+    def steps(self, budgets: Sequence[int]) -> Steps:
+        """Decoding with so many nodes at most, for each of some numbers of nodes."""
+        wanted = np.asarray(budgets, np.int64)[:, None]
+        survival = self.survival
+        if survival.ndim == 3:
+            survival = survival[np.minimum(wanted[:, 0], len(survival) - 1)]
+        reach = survival * (self.fewest[None] <= wanted[..., None])  # [sizes, places, depth]
+        nodes = np.minimum(wanted, self.sizes[None])
+        places = np.arange(self.tokens)
+        # P(exactly a accepted) = P(a or more) - P(a + 1 or more), for a = 0, 1, ...
+        ones, none = np.ones((*reach.shape[:2], 1)), np.zeros((*reach.shape[:2], 1))
+        exactly = np.concatenate([ones, reach], axis=2) - np.concatenate([reach, none], axis=2)
+        width = exactly.shape[2]
+        visits = np.zeros((len(budgets), self.tokens + width))
+        if self.tokens:
+            visits[:, 0] = 1.0
+        for place in places:
+            visits[:, place + 1 : place + 1 + width] += visits[:, place, None] * exactly[:, place]
+        visits = visits[:, : self.tokens]
+        drafted = nodes if self.drafted is None else self.drafted[places[None], nodes]
+        return Steps(visits.sum(axis=1), visits, drafted, self.depths[places[None], nodes], reach)
+
+
+def check_walkable(drafter: Drafter, drawn: bool) -> None:
+    """Refuse drafters whose acceptance along a trace is not known.
+
+    Args:
+        drafter: to be replayed.
+        drawn: whether for requests whose verdicts depend on chance.
+
+    Raises:
+        OptionError: says which, and what to do.
+    """
+    name, limits = drafter.name, drafter.limits
+    if list(drafter.members.values()) != [drafter]:
+        raise OptionError(f"{name!r} is made of several drafters, and a plan is of each alone; name them one by one")
+    if drafter.features is not None and drafter.features.rows == "tree":
+        raise OptionError(
+            f"drafter {name!r} learns from what the target says behind its own guesses, which answers alone do not "
+            "show; measure it with truedraft bench"
+        )
+    if not drawn or drafter.kinds <= {DrawKind.DETERMINISTIC}:
+        return
+    how = "plan with --temperature 0 or a --seed"
+    if not draws_several(drafter) and (drafter.kinds != {DrawKind.INDEPENDENT} or limits.width > 1):
+        raise OptionError(
+            f"drafter {name!r} draws candidates and keeps the best of several paths, whose acceptance at a temperature "
+            f"is not known from the target's answer alone; {how}, or take one that drafts chains"
+        )
+    if limits.min_probability > 0.0:
+        raise OptionError(
+            f"drafter {name!r} stops by min_probability, so its length at a temperature is not known from the target's "
+            f"answer alone; {how}, or leave min_probability out"
+        )
+
+
+@torch.inference_mode()
+def walk_along(
+    drafter: Drafter,
+    target: LanguageModel,
+    traces: Sequence[AnswerTrace],
+    *,
+    batch: int = _BATCH,
+) -> list[Walk]:
+    """Let a drafter live through answers, a token at a time.
+
+    Args:
+        drafter: at its largest, checked against the target; it runs nowhere else meanwhile.
+        target: that wrote the traces; it is not run.
+        traces: that hold what the drafter wants to see.
+        batch: answers that it lives through together.
+
+    Raises:
+        OptionError: its acceptance along a trace is not known, or not from what these hold.
+        DrafterError: it failed.
+    """
+    check_walkable(drafter, any(is_drawn(trace.params) for trace in traces))
+    if draws_several(drafter) and any(is_drawn(trace.params) and not trace.dists for trace in traces):
+        raise OptionError(
+            f"drafter {drafter.name!r} draws several tokens for one place, and these traces do not hold the target's "
+            "distributions; give trace_answers this drafter"
+        )
+    found: list[Walk] = []
+    for first in range(0, len(traces), batch):
+        lives = [_Life(-number - 1, trace, drafter) for number, trace in enumerate(traces[first : first + batch])]
+        try:
+            with target.stepping():
+                _live(drafter, lives)
+        except TruedraftError:
+            raise
+        except Exception as error:
+            raise DrafterError(
+                f"drafter {drafter.name!r} failed while answers were replayed ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            for life in lives:
+                life.end(drafter)
+        found += [life.walk(drafter) for life in lives]
+    return found
+
+
+def _live(drafter: Drafter, lives: Sequence[_Life]) -> None:
+    for life in lives:
+        life.begin(drafter)
+    place = 0
+    while active := [life for life in lives if place < life.trace.places]:
+        requests = [life.request for life in active]
+        proposals = _asked(drafter, active)
+        outcomes = [life.go_on(each) for life, each in zip(active, proposals, strict=True)]
+        told = [
+            shown_to(drafter.features, life.trace, step, each or Proposal.empty())
+            for life, step, each in zip(active, outcomes, proposals, strict=True)
+        ]
+        drafter.observe(requests, told)
+        for life in active:
+            if place + 1 == life.trace.places:
+                life.end(drafter)
+        place += 1
+
+
+def _asked(drafter: Drafter, lives: Sequence[_Life]) -> list[Proposal | None]:
+    """What is proposed for lives; None where the drafter was taken along the trace instead."""
+    made: dict[_Life, Proposal | None] = dict.fromkeys(lives)
+    if taken := [life for life in lives if life.is_taken_along(drafter)]:
+        rests = [life.rest() for life in taken]
+        dists = drafter.along([life.request for life in taken], [life.budget(drafter) for life in taken], rests)
+        for life, own in zip(taken, dists, strict=True):
+            life.note_along(drafter, own)
+    if asked := [life for life in lives if not life.is_taken_along(drafter)]:
+        budgets = [life.budget(drafter) for life in asked]
+        made |= zip(
+            asked, drafter.propose([e.request for e in asked], budgets, [e.noise() for e in asked]), strict=True
+        )
+    return list(made.values())
+
+
+class _Life:
+    """A request that lives through a trace.
+
+    Args:
+        number: of the request; the engine counts its own up from 0, and two may share a drafter.
+        trace: is lived through.
+        drafter: is asked.
+    """
+
+    def __init__(self, number: int, trace: AnswerTrace, drafter: Drafter) -> None:
+        self.trace = trace
+        self._tokens = list(trace.prompt)
+        self.request = DraftRequest(number, trace.params, TokenView(self._tokens), kept=False)
+        self._drawn = is_drawn(trace.params)
+        self._step = 0
+        self._begun = False
+        self._guessed = 0.0
+        self._held: list[list[int]] = []  # of each place: nodes that hold the continuation, by depth
+        self._draws = draws_of(drafter, trace.seed)
+        self._depths: list[list[int]] = []
+        self._survival: list[Numbers] = []  # of each place, where the drafter is taken along
+
+    @property
+    def _place(self) -> int:
+        return len(self._tokens) - len(self.trace.prompt) - 1
+
+    def begin(self, drafter: Drafter) -> None:
+        """The prompt is read, and its forward gives the first token."""
+        self._begun = True
+        drafter.begin(self.request)
+        while self._place < 0 and self._step < len(self.trace.seen):
+            step = self.go_on(None)
+            drafter.observe([self.request], [shown_to(drafter.features, self.trace, step, Proposal.empty())])
+
+    def end(self, drafter: Drafter) -> None:
+        """It is over, also where it failed."""
+        if self._begun:
+            self._begun = False
+            try:
+                self._guessed = drafter.hint(self.request).guessed
+            finally:
+                drafter.end(self.request)
+
+    def budget(self, drafter: Drafter) -> Budget:
+        """As large as a proposal may be here; of a drawn chain one token tells all, but how many levels others take."""
+        left = self._allowed(self._place)
+        alike = drafter.levels is None and not drafter.walks_along  # tokens at one place, whatever depth drew them
+        first = self._draws_tokens(drafter) and drafter.limits.width == 1 and alike
+        return drafter.limits.cut(min(left, 1) if first else left)
+
+    def _allowed(self, place: int) -> int:
+        """Tokens that may be drafted at a place."""
+        return max(0, self.trace.remaining(place) - 1)
+
+    def _draws_tokens(self, drafter: Drafter) -> bool:
+        """Whether tokens are drawn, rather than candidates chosen."""
+        return self._drawn and not drafter.kinds <= {DrawKind.DETERMINISTIC}
+
+    def is_taken_along(self, drafter: Drafter) -> bool:
+        """Whether what the drafter gives to the trace's tokens is asked for, in place of proposals."""
+        return drafter.walks_along and self._draws_tokens(drafter)
+
+    def rest(self) -> tuple[int, ...]:
+        """The tokens behind the place."""
+        return self.trace.tokens[self._place + 1 :]
+
+    def note_along(self, drafter: Drafter, dists: Tensor) -> None:
+        """Note what the drafter drew from, `[depth, vocab]`, where its draft is what the trace goes on with."""
+        draws, first = draws_of(drafter, self.trace.seed), self._place + 1
+        for place, (q, token) in enumerate(zip(dists, self.rest(), strict=False), first):
+            drawn_from = q if bool(q[token].isfinite()) else None  # of broken logits nothing is drawn
+            draws.note(
+                self.trace.probs[place], self.trace.dists[place] if self.trace.dists else None, drawn_from, token
+            )
+        self._survival.append(draws.survival(0, len(dists)))
+        self._held.append([])
+        branching = drafter.branching or (1,) * len(dists)
+        widths = itertools.accumulate(branching[: len(dists)], operator.mul)
+        self._depths.append([0, *(depth for depth, width in enumerate(widths, 1) for _ in range(width))])
+
+    def noise(self) -> KeyedNoise:
+        """Of a step that starts here."""
+        return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1)
+
+    def go_on(self, proposal: Proposal | None) -> int:
+        """Note what was proposed, if anything was asked, and emit the trace's next token; the number of the step."""
+        if proposal is not None:
+            self._note(proposal)
+        step, self._step = self._step, self._step + 1
+        self._tokens.extend(self.trace.seen[step].tokens)
+        return step
+
+    def _note(self, proposal: Proposal) -> None:
+        truth = self.trace.tokens[self._place + 1 :]
+        draws = proposal.draws[0]
+        if self._drawn:
+            place, q = self._place + 1, None
+            if draws and draws[0].dist >= 0:
+                assert proposal.probs is not None
+                q = proposal.probs[draws[0].dist]
+            p = self.trace.dists[place] if self.trace.dists else None
+            self._draws.note(self.trace.probs[place], p, q, truth[0])
+        self._held.append([node + 1 for node in proposal.tree.along(truth)])
+        self._depths.append([0, *np.maximum.accumulate(proposal.tree.shape.depths or (0,)).tolist()])
+        if not len(proposal.tree):
+            self._depths[-1] = [0]
+
+    def walk(self, drafter: Drafter) -> Walk:
+        """What came of it."""
+        if self._draws_tokens(drafter):
+            return self._of_draws(drafter)
+        depth = max([1, *map(len, self._held)])
+        fewest = np.full((len(self._held), depth), NEVER, np.int64)
+        for place, held in enumerate(self._held):
+            fewest[place, : len(held)] = held
+        most = max([1, *map(len, self._depths)])
+        depths = np.array([each + [each[-1]] * (most - len(each)) for each in self._depths], np.int64)
+        sizes = np.array([len(each) - 1 for each in self._depths], np.int64)
+        depths = depths.reshape(len(sizes), most)
+        return Walk(fewest, (fewest < NEVER).astype(np.float64), depths, sizes, guessed=self._guessed)
+
+    def _of_draws(self, drafter: Drafter) -> Walk:
+        """Tokens that are drawn: what as many levels as a step may draft bring, each of which a budget has or not."""
+        if drafter.ranks is not None and draws_several(drafter):
+            return self._of_ranks(drafter.ranks)
+        branching, places = drafter.branching or (1,) * drafter.limits.depth, len(self._held)
+        length = len(branching)
+        levels = np.array([nodes_of(branching[:depth]) for depth in range(1, length + 1)])
+        allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=length)
+        survival = np.zeros((places, length))
+        for place in range(places):
+            depth = int(allowed[place])
+            own = self._survival[place][:depth] if self._survival else self._draws.survival(place, depth)
+            survival[place, : len(own)] = own
+        fewest = np.where(np.arange(1, length + 1)[None] <= allowed[:, None], levels[None], NEVER)
+        within = np.searchsorted(levels, np.arange(levels[-1] + 1), side="right")  # levels that a budget has
+        depths = np.minimum(within[None], allowed[:, None])
+        taken = np.concatenate([[0], levels])[allowed]
+        drafted = self._drafted(depths) if drafter.limits.width > 1 else None
+        return Walk(fewest, survival, depths, taken, drafted, self._guessed)
+
+    def _of_ranks(self, ranks: RankTree) -> Walk:
+        """Draws by ranks, of which a budget of n nodes gets the first n."""
+        places, most = len(self._held), len(ranks)
+        allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=ranks.depth)
+        survival = np.zeros((most + 1, places, ranks.depth))
+        for place in range(places):
+            depth = int(allowed[place])
+            own = self._survival[place] if self._survival else self._draws.survival(place, depth)
+            depth = min(depth, own.shape[1])
+            survival[:, place, :depth] = own[:, :depth]
+        lengths = np.array([0, *map(len, ranks.paths)])  # of the root and of each path
+        fits = lengths[None] <= allowed[:, None]
+        depths = np.minimum(np.maximum.accumulate(lengths)[None], allowed[:, None])
+        fewest = np.where(np.arange(ranks.depth)[None] < allowed[:, None], 1, NEVER)
+        sizes = np.where(allowed > 0, most, 0)
+        return Walk(fewest, survival, depths, sizes, fits.cumsum(axis=1) - 1, self._guessed)
+
+    def _drafted(self, depths: Numbers) -> Numbers:
+        """Nodes of the proposals down to some depths `[places, budgets]`."""
+        found = np.zeros_like(depths)
+        for place, own in enumerate(self._depths):
+            counts = np.bincount(np.array(own[1:], np.int64), minlength=int(depths.max(initial=0)) + 1).cumsum()
+            found[place] = counts[depths[place]]
+        return found

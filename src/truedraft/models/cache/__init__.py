@@ -1,0 +1,24 @@
+"""Key/value memory: preallocated, rollback sets a length, commit keeps an accepted path."""
+
+from truedraft.models.cache.buffers import WIDEST_GAP, Buffers, Entries, key_span
+from truedraft.models.cache.family import BLOCK, FamilyState
+from truedraft.models.cache.pages import PAGE, PagePool, Pages, PageTable
+from truedraft.models.cache.prefixes import FEW, PrefixCache
+from truedraft.models.cache.request import CachePool, RequestCache
+
+__all__ = [
+    "BLOCK",
+    "FEW",
+    "PAGE",
+    "WIDEST_GAP",
+    "Buffers",
+    "CachePool",
+    "Entries",
+    "FamilyState",
+    "PagePool",
+    "PageTable",
+    "Pages",
+    "PrefixCache",
+    "RequestCache",
+    "key_span",
+]

@@ -1,0 +1,318 @@
+"""Requests that begin alike share the keys and values of what they begin with: nothing is computed twice.
+
+A row of a model depends on the tokens before it alone, whatever else ran with it, so what one request computed serves
+another bit for bit. It is copied: from a request that runs and begins alike, as the other samples of a prompt do, or
+from blocks that were kept of earlier ones, as the turns of a conversation that goes on. Requests of different scopes,
+such as the keys of a server's clients, share nothing: how soon an answer begins would tell what others asked.
+
+Of which tokens that holds differs from family to family (`family.py`). Prompts that have images or sound beside
+their tokens share while they run, and only with the same ones: their scope holds a digest of all of that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from truedraft.models.cache.buffers import Entries
+from truedraft.models.cache.carried import StateRow, bytes_of
+from truedraft.models.cache.family import BLOCK
+from truedraft.models.cache.request import RequestCache
+
+FEW = 16
+"""So many tokens are computed again, which is as fast as copying them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A request that runs.
+
+    Attributes:
+        cache: its keys and values.
+        tokens: its text, which grows.
+        scope: it shares with requests of this one.
+        prompt: tokens of it that are read as a prompt; None is all of them.
+    """
+
+    cache: RequestCache
+    tokens: Sequence[int]
+    scope: Hashable
+    prompt: int | None
+
+    @property
+    def last(self) -> int:
+        """Where the last token lies that is computed in any case."""
+        return self.cache.family.last(len(self.tokens), self.prompt)
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Keys and values of 64 tokens, and what was kept that follows them.
+
+    Attributes:
+        before: the block before; None for the beginning of a scope's texts.
+        tokens: its own.
+        entries: their keys and values.
+        states: of layers that carry them, behind its last token; None where that is no edge, or no layer does.
+        following: by their tokens.
+        scope: of the texts, at their beginning.
+    """
+
+    before: _Block | None
+    tokens: tuple[int, ...]
+    entries: Entries
+    states: Mapping[int, StateRow] | None = None
+    following: dict[tuple[int, ...], _Block] = field(default_factory=dict)
+    scope: Hashable = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its entries and states."""
+        return self.entries.n_bytes + bytes_of(self.states or {})
+
+
+class PrefixCache:
+    """What requests of one model begin with.
+
+    Args:
+        most_bytes: of blocks that are kept when their requests are over; 0 keeps none. Those that were not used for
+            longest go first.
+
+    Attributes:
+        most_bytes: as given; may be changed.
+        shares: whether anything is shared at all; may be changed.
+        n_bytes: of blocks that are kept now.
+        copied: tokens that were copied and so not computed, over all requests.
+    """
+
+    def __init__(self, most_bytes: int = 0) -> None:
+        self.most_bytes = most_bytes
+        self.shares = True
+        self.n_bytes = 0
+        self.copied = 0
+        self._members: dict[int, _Member] = {}
+        self._roots: dict[Hashable, _Block] = {}
+        # From least to most recently used. A block is used with all before it and becomes older than these, so that
+        # the first one has none behind it.
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._lock = threading.RLock()  # another engine of this model may ask for pages that are kept here
+
+    def join(
+        self,
+        number: int,
+        cache: RequestCache,
+        tokens: Sequence[int],
+        scope: Hashable = None,
+        prompt: int | None = None,
+    ) -> None:
+        """A request starts, or goes on with a new cache.
+
+        Args:
+            number: by which it is known until `leave`.
+            cache: of it.
+            tokens: its text, which somebody else owns and grows.
+            scope: it shares with requests of this one.
+            prompt: tokens of it that are read as a prompt; None is all of them.
+        """
+        self._members[number] = _Member(cache, tokens, scope, prompt)
+
+    def text(self, number: int) -> Sequence[int]:
+        """What is read of a request that runs."""
+        return self._members[number].tokens
+
+    def leave(self, number: int) -> None:
+        """A request is over; its cache is given back behind this."""
+        self._members.pop(number, None)
+
+    def leader(self, number: int, among: Iterable[int]) -> tuple[int, int] | None:
+        """Which of some requests, that are about to read their texts, one had better wait for, and until when.
+
+        Args:
+            number: of the request.
+            among: those that read before it, in order; not looked at for a short text.
+
+        Returns:
+            The other's number, and with how many equal tokens both begin; None where there is nobody to wait for.
+        """
+        own = self._members[number]
+        best, most = None, own.cache.length + FEW
+        for other in among if self.shares and own.last > most else ():  # of short texts it is never worth waiting
+            member = self._members.get(other)
+            if member is None or member.scope != own.scope or member is own:
+                continue
+            alike = member.cache.family.comes_by(min(_alike(own.tokens, member.tokens), own.last), member.last)
+            if alike > most and member.cache.length < alike:
+                best, most = (other, alike), alike
+        return best
+
+    def alike(self, number: int) -> list[int]:
+        """Other requests that may read more of what a request begins with than it has itself."""
+        own = self._members[number]
+        most = own.cache.length + FEW
+        return [
+            other
+            for other, each in self._members.items()
+            if each is not own and each.scope == own.scope and _alike(own.tokens, each.tokens) >= most
+        ]
+
+    def available(self, number: int, least: int = 0, most: int | None = None) -> int:
+        """How many tokens a request's cache would hold behind `fill` with these arguments."""
+        with self._lock:
+            return self._found(self._members[number], least, most)[0]
+
+    @torch.inference_mode()
+    def fill(self, number: int, least: int = 0, most: int | None = None) -> int:
+        """Copy what is there of a request's text into its cache; at least the last token is left to be computed.
+
+        Args:
+            number: of the request.
+            least: copy nothing unless at least so many tokens are there.
+            most: tokens that the cache holds then at most; None is no bound.
+
+        Returns:
+            Tokens that were copied.
+        """
+        with self._lock:
+            own = self._members[number]
+            before, family = own.cache.length, own.cache.family
+            length, donor, blocks = self._found(own, least, most)
+            if blocks:
+                self._extend(own.cache, _parts(blocks, before, length), blocks[-1].states)
+            elif donor is not None:
+                part = donor.cache.part(before, length, lasting=False), 0, length - before
+                self._extend(own.cache, [part], donor.cache.family.carried.at(length) if family.carries else None)
+                family.begin_as(donor.cache.family)
+            self.copied += own.cache.length - before
+            return own.cache.length - before
+
+    def _found(self, own: _Member, least: int, most: int | None) -> tuple[int, _Member | None, list[_Block]]:
+        """How many tokens a cache can hold, and of whom or of which blocks it would copy those that it has not."""
+        before, last = own.cache.length, own.last if most is None else min(own.last, most)
+        least = max(before + FEW, least)
+        if not self.shares or last < least or (own.cache.family.encodes and before):
+            return before, None, []
+        donor, alike = None, least - 1
+        for each in self._members.values():
+            if each is not own and each.scope == own.scope:
+                shared = each.cache.shared(min(_alike(own.tokens, each.tokens), last))
+                if shared > alike:
+                    donor, alike = each, shared
+        blocks = self._known(own, last) if self._blocks else []
+        kept = min(len(blocks) * BLOCK, last)
+        if kept > alike:
+            return kept, None, blocks
+        return (before, None, []) if donor is None else (alike, donor, [])
+
+    def _known(self, own: _Member, last: int) -> list[_Block]:
+        """The blocks that a text begins with and can be gone on from."""
+        found: list[_Block] = []
+        block = self._roots.get(own.scope)
+        while block is not None:
+            first = len(found) * BLOCK
+            block = block.following.get(tuple(own.tokens[first : first + BLOCK]))
+            if block is not None:
+                found.append(block)
+        if own.cache.family.carries:
+            while found and (found[-1].states is None or len(found) * BLOCK > last):
+                found.pop()
+        self._use(found)
+        return found
+
+    def _use(self, blocks: Sequence[_Block]) -> None:
+        """Note that these, one behind another from the beginning of a text, were used."""
+        for block in reversed(blocks):
+            self._blocks.move_to_end(id(block))
+
+    @staticmethod
+    def _extend(
+        cache: RequestCache, parts: Sequence[tuple[Entries, int, int]], states: Mapping[int, StateRow] | None
+    ) -> None:
+        """Fill a cache with what is there behind its own."""
+        cache.extend(parts)
+        if states is not None:
+            cache.family.carried.take(cache.length, states)
+
+    @torch.inference_mode()
+    def keep(self, number: int) -> None:
+        """Keep the whole blocks of what a request's cache holds, for requests to come."""
+        with self._lock:
+            self._keep(number)
+        self.trim(self.most_bytes)
+
+    def _keep(self, number: int) -> None:
+        own = self._members.get(number)
+        if own is None or self.most_bytes <= 0:
+            return
+        carried, length = own.cache.family.carried, own.cache.family.kept(own.cache.length)
+        if length < BLOCK:
+            return
+        block = self._roots.setdefault(own.scope, _Block(None, (), Entries([]), scope=own.scope))
+        path: list[_Block] = []
+        for first in range(0, length - BLOCK + 1, BLOCK):
+            tokens = tuple(own.tokens[first : first + BLOCK])
+            following = block.following.get(tokens)
+            if following is None:
+                copies = own.cache.part(first, first + BLOCK, lasting=True)
+                following = block.following[tokens] = _Block(block, tokens, copies)
+                self._blocks[id(following)] = following
+                self.n_bytes += following.n_bytes
+            if following.states is None and first + BLOCK in carried.edges:
+                following.states = carried.at(first + BLOCK)
+                self.n_bytes += bytes_of(following.states)
+            block = following
+            path.append(block)
+        self._use(path)
+
+    def trim(self, most_bytes: int) -> None:
+        """Forget blocks until the others take no more than so many bytes."""
+        while self.n_bytes > most_bytes and self.forget_oldest():
+            pass
+
+    def forget_oldest(self) -> bool:
+        """Forget the block that was not used for longest, unless somebody looks at what is kept; whether one was."""
+        if not self._blocks or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            _, block = self._blocks.popitem(last=False)
+            self.n_bytes -= block.n_bytes
+            if block.before is not None:
+                del block.before.following[block.tokens]
+                if block.before.before is None and not block.before.following:
+                    del self._roots[block.before.scope]
+            return True
+        finally:
+            self._lock.release()
+
+
+def _parts(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Entries, int, int]]:
+    """Positions `first` to `end` as parts of the blocks of a text's beginning.
+
+    Worked example: of blocks at 0 and 64, positions 10 to 100 are 10 to 63 of the first and 0 to 35 of the second.
+    """
+    parts = []
+    for number in range(first // BLOCK, -(-end // BLOCK)):
+        start = number * BLOCK
+        parts.append((blocks[number].entries, max(first - start, 0), min(end - start, BLOCK)))
+    return parts
+
+
+def _alike(left: Sequence[int], right: Sequence[int]) -> int:
+    """With how many equal tokens two texts begin.
+
+    >>> _alike([1, 2, 3, 4], [1, 2, 3, 5, 6]), _alike([1, 2], [1, 2, 3]), _alike([1], [2])
+    (3, 2, 0)
+    """
+    if left[:1] != right[:1]:
+        return 0
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

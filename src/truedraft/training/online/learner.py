@@ -1,0 +1,333 @@
+"""What learns beside an engine: a thread of the lowest priority, and a bounded share of its time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.portfolio import with_members
+from truedraft.engine import Engine
+from truedraft.engine.learner import LearnerStatus
+from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
+from truedraft.files import user_path
+from truedraft.options import check_positive, check_whole
+from truedraft.training.online.drafts import LearnableDrafts
+from truedraft.training.online.heads import LearnableLayerHeads, LearnableVectorHeads
+from truedraft.training.online.learnable import Learnable
+from truedraft.training.online.student import Student
+from truedraft.training.online.tenants import Tenants
+from truedraft.training.online.traffic import Answered, Recorder, Traffic
+from truedraft.training.online.versions import Versions
+
+_log = logging.getLogger("truedraft.training.online")
+
+_LOWEST = 19  # of priorities
+_IDLE_S, _FULL_S = 0.5, 0.2  # between looks at whether there is something to do, or room to do it
+_MOST_TENANTS = 16
+_LEAST_ANSWERS = 8  # of a tenant that heads of its own are begun for
+_ALL = None
+_CANNOT = (
+    "heads that were trained, and draft models in this process with the target's tokenizer, do; draft with these, or "
+    "leave the learner out"
+)
+_KINDS: Sequence[type[Learnable[Any]]] = (LearnableVectorHeads, LearnableLayerHeads, LearnableDrafts)
+
+Result = TypeVar("Result")
+
+
+class Learner:
+    """Trains what an engine drafts with on what it answers, and swaps it between steps.
+
+    OSD (2310.07177) trains a draft on what was answered; here also who judges it is guarded. Answers stay in memory, as
+    tokens and the target's vectors, no longer than `keep_s`; a quarter of them is never trained on. A copy of what
+    drafts trains in a thread. It is promoted where replay of these answers shows that it brings more tokens per call,
+    by bets that are wrong with probability `level`, and where it is no worse on older ones; and rolled back where later
+    answers show the opposite. One learner is for one engine.
+
+    Args:
+        folder: of promoted versions; the last is loaded at the start. None writes nothing.
+        share: of the time that passes, for this thread's processor; nothing is done while the engine is full.
+        keep_s: seconds after which an answer is forgotten.
+        per_tenant: learn for each scope of requests from its own answers alone, and draft with that for it alone; at
+            most 16 scopes.
+        most_bytes: of memory for answers.
+        most_tokens: likewise.
+        level: probability of a promotion that brings nothing, and of a rollback without cause.
+        rate: that is trained with, by AdamW.
+        clock: seconds that pass.
+        processor: seconds that the calling thread computed.
+
+    Raises:
+        OptionError: a share out of (0, 1], or another number that cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str | None = None,
+        *,
+        share: float = 0.05,
+        keep_s: float = 86400.0,
+        per_tenant: bool = False,
+        most_bytes: int = 256 << 20,
+        most_tokens: int = 1_000_000,
+        level: float = 0.01,
+        rate: float = 1e-3,
+        clock: Callable[[], float] = time.monotonic,
+        processor: Callable[[], float] = time.thread_time,
+    ) -> None:
+        for name, value in (("learn_share", share), ("level", level)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+                raise OptionError(f"must lie in (0, 1], got {value!r}", field=name)
+        check_positive("learn_keep_s", keep_s)
+        check_positive("rate", rate)
+        self._folder = None if folder is None else user_path(folder, OptionError)
+        self._share, self._keep_s, self._level, self._rate = share, keep_s, level, rate
+        self._per_tenant = per_tenant
+        parts = _MOST_TENANTS if per_tenant else 1
+        self._most_bytes = check_whole("most_bytes", most_bytes, 1) // parts
+        self._most_tokens = check_whole("most_tokens", most_tokens, 1) // parts
+        self._clock, self._processor = clock, processor
+        self._guard = threading.Lock()  # of what follows
+        self._traffic: dict[Hashable, Traffic] = {}
+        self._changes: list[tuple[str, Callable[[], None]]] = []
+        self._students: dict[tuple[Hashable, str], Student | None] = {}  # None: learns no more
+        self._able: dict[str, Learnable[Any]] = {}
+        self._tenants: dict[str, Tenants] = {}  # each drafter with what each tenant has of its own
+        self._spent_s = 0.0
+        self._died = False
+        self._began_s = clock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --------------------------------------------------------------------------------------- the engine
+
+    def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
+        """Learn beside an engine from now on, see `EngineLearner`.
+
+        Raises:
+            CompositionError: nothing that drafts can learn so, or the learner has an engine already.
+            OptionError: the folder holds versions of something else, or for another target.
+        """
+        if self._able:
+            raise CompositionError("this learner learns beside another engine already; make one for each")
+        if self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = error.strerror or error
+                raise OptionError(f"{str(self._folder)!r} cannot be made ({reason})", field="learn_folder") from error
+        self._able = _able(engine, self._per_tenant)
+        self._target, self._engine = engine.target, weakref.ref(engine)
+        recorder = Recorder(
+            self._take,
+            engine.target.head_width,
+            sorted({layer for each in self._able.values() for layer in each.layers}),
+            any(each.reads_prompts for each in self._able.values()),
+        )
+        if self._per_tenant:
+            members: Mapping[str, Any] = engine.drafter.members
+            self._tenants = {name: Tenants(members[name]) for name in self._able}
+            return with_members(engine.drafter, {**members, **self._tenants}), recorder
+        self._traffic[_ALL] = self._new_traffic()
+        for name in self._able:
+            self._students[_ALL, name] = self._new_student(_ALL, name)
+        return engine.drafter, recorder
+
+    def changes(self) -> Sequence[tuple[str, Callable[[], None]]]:
+        """See `EngineLearner`; the first step of the engine starts the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="truedraft-learner", daemon=True)
+            self._thread.start()
+        if not self._changes:
+            return ()
+        with self._guard:
+            changes, self._changes = self._changes, []
+        return changes
+
+    def close(self) -> None:
+        """End the thread, and forget all answers."""
+        self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._guard:
+            self._traffic.clear()
+            self._students.clear()
+
+    def _take(self, scope: Hashable, answer: Answered) -> None:
+        """An answer is over; called by the thread that steps."""
+        key = scope if self._per_tenant else _ALL
+        with self._guard:
+            if key not in self._traffic and (self._closed.is_set() or len(self._traffic) >= _MOST_TENANTS):
+                return
+            traffic = self._traffic.setdefault(key, self._new_traffic())
+        answer.since_s = self._clock()
+        traffic.add(answer)
+
+    # ------------------------------------------------------------------------------------- the students
+
+    def _new_traffic(self) -> Traffic:
+        return Traffic(self._most_bytes, self._most_tokens, self._keep_s)
+
+    def _new_student(self, scope: Hashable, name: str) -> Student:
+        """One that goes on where the folder says."""
+        learnable, versions, found = self._able[name], None, None
+        if self._folder is not None:
+            folder = self._folder / name
+            if self._per_tenant:
+                folder = folder / "tenants" / hashlib.sha256(repr(scope).encode()).hexdigest()[:16]
+            versions = Versions(folder, learnable, self._target)
+            found = versions.load()
+        number, module = (0, learnable.origin) if found is None else found
+        serve = functools.partial(self._serve, scope, name)
+        if found is not None:
+            serve(module)
+        return Student(module, learnable, self._traffic[scope], self._level, self._rate, serve, versions, number)
+
+    def _serve(self, scope: Hashable, name: str, module: Any) -> None:
+        """Let a module be drafted with from the next step on; None, of a tenant: the one that all began with."""
+        tenants = self._tenants.get(name)
+        change = self._able[name].change(module) if tenants is None else functools.partial(tenants.take, scope, module)
+        with self._guard:
+            self._changes.append((name, change))
+
+    def _meet(self) -> None:
+        """Begin heads of their own for tenants that ask often enough, and let go of those that are gone."""
+        with self._guard:
+            known = list(self._traffic.items())
+        for scope, traffic in known:
+            for name in self._able:
+                if (scope, name) not in self._students and traffic.count >= _LEAST_ANSWERS:
+                    self._students[scope, name] = self._or_none(name, functools.partial(self._new_student, scope, name))
+            if traffic.is_empty:
+                with self._guard:
+                    self._traffic.pop(scope)
+                for name in self._able:
+                    if self._students.pop((scope, name), None) is not None:
+                        self._serve(scope, name, None)
+
+    # --------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            _lower_priority()
+            while not self._closed.is_set() and self._engine() is not None:
+                self._closed.wait(self.turn())
+        except Exception:
+            self._died = True
+            _log.exception("the thread that learns has ended; what is drafted with stays, and learns no more")
+
+    def turn(self) -> float:
+        """Do a little, if there is something to do and room to do it; returns the seconds to rest behind it.
+
+        What was spent by then is at most the share of the time that passed, and one turn more.
+        """
+        began_s, before_s = self._clock(), self._processor()
+        with self._guard:
+            known = list(self._traffic.values())
+        for traffic in known:
+            traffic.forget(began_s)
+        if self._per_tenant:
+            self._meet()
+        engine = self._engine()
+        rest_s = _FULL_S
+        if engine is not None and not engine.is_full:
+            rest_s = 0.0 if self._work() else _IDLE_S
+        del engine
+        spent_s = self._processor() - before_s
+        self._spent_s += spent_s
+        return max(rest_s, spent_s / self._share - (self._clock() - began_s), 0.0)
+
+    def _work(self) -> bool:
+        """A little for one of those that learn, in turn; returns whether there was anything."""
+        for key, student in list(self._students.items()):
+            if student is None:
+                continue
+            self._students[key] = self._students.pop(key)  # the others come before it next time
+            worked = self._or_none(key[1], student.work)
+            if worked is None:
+                self._students[key] = None
+            elif worked:
+                return True
+        return False
+
+    def _or_none(self, name: str, work: Callable[[], Result]) -> Result | None:
+        """What comes of some work; None where it fails: what is drafted with stays, and learns no more."""
+        try:
+            return work()
+        except Exception:
+            _log.exception("heads of the drafter %r learn no more", name)
+            return None
+
+    @property
+    def status(self) -> LearnerStatus:
+        """What it did so far."""
+        all_ = list(self._students.values())
+        students = [each for each in all_ if each is not None]
+        gains = [each.gain for each in students if each.gain is not None]
+        before, after = gains[-1] if gains else (None, None)
+        with self._guard:
+            n_bytes = sum(each.n_bytes for each in self._traffic.values())
+        return LearnerStatus(
+            sum(each.promotions for each in students),
+            sum(each.rollbacks for each in students),
+            sum(each.trials for each in students),
+            max((each.served.version for each in students), default=0),
+            self._spent_s / max(self._clock() - self._began_s, 1e-9),
+            n_bytes,
+            before,
+            after,
+            sum(each.unwritten for each in students) + (max(len(all_), 1) if self._died else len(all_) - len(students)),
+        )
+
+
+def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
+    """What can learn of what an engine drafts with, by the names of its drafters.
+
+    Raises:
+        CompositionError: nothing can; says why.
+    """
+    members, lm_head = engine.drafter.members, functools.cache(engine.target.lm_head)
+    kinds = {name: kind for name, each in members.items() for kind in _KINDS if kind.takes(each)}
+    able: dict[str, Learnable[Any]] = {}
+    reasons = []
+    for name, kind in kinds.items():
+        try:
+            if per_tenant and not kind.for_tenants:
+                raise CompositionError("it learns for all clients together; leave learning for each tenant out")
+            able[name] = kind(members[name], engine.target, lm_head())
+        except (CompositionError, UnsupportedModelError) as error:
+            reasons.append(f"{name!r}: {error}")
+    if not able:
+        raise CompositionError(
+            f"nothing of what drafts here ({', '.join(members) or engine.drafter.name}) can learn while it serves"
+            + (f" ({'; '.join(reasons)})" if reasons else f": {_CANNOT}")
+        )
+    if reasons:
+        _log.warning("some of what drafts does not learn: %s", "; ".join(reasons))
+    return able
+
+
+def _lower_priority() -> None:
+    """Let the calling thread compute on one core, and on none that anybody else wants."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # That was also what threads begin with that start later, and these are not meant.
+    other = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    other.start()
+    other.join()
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux that is the process, or not there
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)

@@ -1,0 +1,111 @@
+"""Replay: what heads would have drafted along an answer that is known, and what of it the target would have kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.heads import VectorHead
+from truedraft.models.lm_head import LmHead
+from truedraft.training.losses import DistillationLoss
+from truedraft.training.online.traffic import Answered, Score
+from truedraft.training.targets import TargetRows, computed_rows
+from truedraft.training.texts.self_distillation import CollatedBatch
+
+PLACES = 32
+"""Of an answer that are replayed."""
+_ROWS = 128  # whose logits are held at once
+
+
+@torch.no_grad()
+def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> list[Score]:
+    """What chains of best guesses come to, of heads that read one vector; see `Learnable.replayed`.
+
+    Args:
+        heads: of one kind and size, each by itself; together their guesses take fewer passes over a large LM head.
+        lm_head: of the target.
+        answer: that is replayed, its first tokens where it is long.
+
+    Returns:
+        What each head comes to.
+    """
+    tokens = answer.tokens[: PLACES + 1]
+    places, reach = len(tokens) - 1, heads[0].reach
+    if places < 1:
+        return [Score(0, 0, 0)] * len(heads)
+    like = next(heads[0].parameters())
+    hidden = answer.vectors[:places].to(like.device, like.dtype)
+    behind = torch.cat([tokens, tokens.new_full((reach,), -1)])  # there nothing agrees
+    embedded = lm_head.embed(behind[torch.arange(places)[:, None] + torch.arange(reach)].clamp_min(0).T)
+    vectors = torch.stack([head.unroll(hidden, embedded) for head in heads])  # [heads, reach, places, exit width]
+    kept = torch.zeros(len(heads), places, dtype=torch.int64)
+    alive = torch.ones(len(heads), places, dtype=torch.bool)
+    for place in range(reach):
+        labels = behind[1 + place : 1 + place + places].expand(len(heads), -1)
+        alive &= labels >= 0
+        alone = heads[0].outputs[place] is not None  # or all end in the target's, which takes them together
+        for number, head in enumerate(heads if alone else heads[:1]):
+            some_heads = slice(number, number + 1) if alone else slice(None)
+            own = torch.zeros_like(alive)
+            own[some_heads] = alive[some_heads]
+            rows = zip(vectors[:, place][own].split(_ROWS), labels[own].split(_ROWS), strict=True)
+            alive[own] = torch.cat([agrees(head.place_logits(place, some[0], lm_head), some[1]) for some in rows])
+        kept += alive
+    return [scored(each) for each in kept]
+
+
+def agrees(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether the likeliest id by each row of logits `[rows, ids]`, the lowest of those alike, is its label, not -1."""
+    largest = logits.amax(-1)
+    found = (logits.gather(1, labels.clamp_min(0)[:, None])[:, 0] == largest) & (labels >= 0)
+    tied = logits[found] == largest[found, None]  # of few rows: these passes cost as much as the product does
+    lower = torch.arange(logits.shape[1], device=logits.device) < labels[found, None]
+    found[found.clone()] = ~(tied & lower).any(-1)
+    return found
+
+
+def scored(kept: Tensor) -> Score:
+    """Of an answer at whose places so many guesses are kept; the next chain begins behind the token of the target.
+
+    Worked example: behind token 0 two guesses of three agree, so tokens 1 and 2 are kept and the call gives token 3.
+    """
+    counts, at, calls = kept.tolist(), 0, 0
+    while at < len(counts):
+        at, calls = at + 1 + counts[at], calls + 1
+    return Score(len(counts), calls, sum(counts))
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """The target's distributions at rows of a batch, and an LM head, over some ids of the vocabulary alone.
+
+    A step of training over all ids costs many times as much where the vocabulary is large, and tells next to nothing
+    more: all of the target's mass is on few ids, most of them among the tokens of the traffic.
+
+    Attributes:
+        lm_head: of these ids.
+        loss: that is learned by.
+        place: `[vocab]`: where each id stands among them; ids that are not among them: anywhere.
+    """
+
+    lm_head: LmHead
+    loss: DistillationLoss
+    place: Tensor | None
+
+    @classmethod
+    def of(cls, lm_head: LmHead, loss: DistillationLoss, ids: Tensor | None) -> Narrowed:
+        """Over rising ids, or over all."""
+        if ids is None:
+            return cls(lm_head, loss, None)
+        bias = None if lm_head.bias is None else lm_head.bias[ids]
+        place = torch.zeros(len(lm_head.weight), dtype=torch.int64)
+        place[ids] = torch.arange(len(ids))
+        return cls(LmHead(lm_head.weight[ids], bias, lm_head.finish, lm_head.embedding), loss, place)
+
+    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
+        """What is learned at some of the rows."""
+        labels = batch.tokens[rows] if self.place is None else self.place[batch.tokens[rows]]
+        return computed_rows(labels, lambda: self.lm_head(batch.hidden[rows]), self.loss)

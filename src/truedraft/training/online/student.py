@@ -1,0 +1,258 @@
+"""What learns from one stream: what is served, a shadow that trains, and who of the two is shown to bring more."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from truedraft.errors import ModelError
+from truedraft.training.online.learnable import Learnable, in_dtype
+from truedraft.training.online.promotion import OWN, Candidate, Comparison, tokens_a_place, tokens_per_call
+from truedraft.training.online.traffic import Answered, Traffic
+from truedraft.training.online.versions import Versions
+from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
+
+_log = logging.getLogger("truedraft.training.online")
+
+_NEWEST = 0.05  # that a step has in the mean of the weights, which is steadier than they are
+_LESS, _LEAST = 0.7, 0.2  # of a change is taken where older answers would lose by all of it (2109.01903), and at least
+_PASSES = 8  # over what came
+_LEAST_ANSWERS = 4  # before anything is learned
+_STEPS = 12  # between two candidates
+_WATCH = 96  # answers after which a promotion is not doubted any more
+_OLD = 12  # of the oldest answers, and of those before the newest, that a candidate must not be worse on
+_ALLOWED = 0.01  # by more than this share
+
+
+class Student:
+    """Learns from one stream of answers, by one thread, a little at a time.
+
+    Args:
+        module: that is served, in the dtype in which it is.
+        learnable: how it learns; on older answers nothing may ever be worse than its origin.
+        traffic: what it learns from.
+        level: probability of a promotion that brings nothing, and of a rollback without cause.
+        rate: of AdamW.
+        serve: is given each module that is to be served from now on.
+        versions: where promoted ones are written; None writes nothing.
+        version: of the one that is served; 0 is the origin.
+
+    Attributes:
+        served: what is served.
+        promotions: how many there were.
+        rollbacks: likewise.
+        trials: candidates that were held to what is served.
+        unwritten: how often it could not be written down which version is served.
+        gain: tokens per call by replay, before the last promotion and behind it; None where there was none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        learnable: Learnable[Any],
+        traffic: Traffic,
+        level: float,
+        rate: float,
+        serve: Callable[[nn.Module], None],
+        versions: Versions | None = None,
+        version: int = 0,
+    ) -> None:
+        self.traffic = traffic
+        self.origin = Candidate(learnable.origin, 0)
+        self.served = Candidate(module, version) if version else self.origin
+        self.promotions = self.rollbacks = self.trials = self.unwritten = 0
+        self.gain: tuple[float | None, float | None] | None = None
+        self._learnable, self._level, self._rate = learnable, level, rate
+        self._serve, self._versions = serve, versions
+        self._chance = random.Random(0)
+        self._trial: Comparison | None = None
+        self._watch: Comparison | None = None
+        self._winner: _Winner | None = None
+        self._judged: set[int] = set()  # answers that trials have seen
+        self._learned = 0  # positions
+        self._scores_next = False
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Let the shadow be what is served."""
+        self._began = in_dtype(copy.deepcopy(self.served.module), torch.float32)
+        self._average = copy.deepcopy(self._began)
+        self._shadow = copy.deepcopy(self._average).requires_grad_(True).train()
+        rates = OptimizerConfig(self._rate, self._rate, matrix_weight_decay=0.0)
+        # Muon's own products would take twice the time of such a small step.
+        self._optimizer = MixedOptimizer(self._shadow, rates, self._shadow.parameters())
+        self._steps = 0
+
+    def work(self) -> bool:
+        """Do a little: a step of training, or the replay of an answer, in turn; returns whether there was any."""
+        self._scores_next = self._winner is not None or not self._scores_next
+        parts = (self._score, self._train) if self._scores_next else (self._train, self._score)
+        return any(part() for part in parts)
+
+    # ------------------------------------------------------------------------------------ training
+
+    def _train(self) -> bool:
+        """A step of the shadow, half of it on the newest answers and half on older ones."""
+        if self._learned >= _PASSES * self.traffic.positions:
+            return False
+        least, pools = self._learnable.least, self.traffic.answers(self.traffic.trained)
+        fresh, old = ([each for each in some if len(each) >= least] for some in pools)
+        if len(fresh) + len(old) < _LEAST_ANSWERS:
+            return False
+        halves = [some for some in (fresh, old) if some]
+        chosen = [self._chance.choice(halves[number % len(halves)]) for number in range(self._learnable.answers)]
+        self._learned += self._learnable.learn(self._shadow, chosen, [*fresh, *old], self._chance)
+        self._optimizer.step(1.0)
+        with torch.no_grad():
+            for mean, weight in zip(self._average.parameters(), self._shadow.parameters(), strict=True):
+                mean.lerp_(weight, _NEWEST)
+        self._steps += 1
+        self._try_shadow()
+        return True
+
+    def _try_shadow(self) -> None:
+        """Let the shadow as it is now be the candidate, if that is due."""
+        trial = self._trial
+        if self._steps < _STEPS or (trial is not None and (trial.own < OWN or trial.gains)):
+            return
+        self._steps = 0
+        candidate = self._between(self._average, 1.0)
+        self.trials += 1
+        if trial is None:
+            self._trial = Comparison(candidate, self.served, self._level, self._judged)
+        else:
+            trial.renew(candidate)
+
+    def _between(self, module: nn.Module, share: float) -> Candidate:
+        """So much of the way from where the shadow began to a module."""
+        found = copy.deepcopy(self._began)
+        with torch.no_grad():
+            for weight, end in zip(found.parameters(), module.parameters(), strict=True):
+                weight.lerp_(end.float(), share)
+        return Candidate(in_dtype(found, self._learnable.dtype).eval().requires_grad_(False))
+
+    # ------------------------------------------------------------------------------------- judging
+
+    def _score(self) -> bool:
+        """Replay one answer by those that are compared, and decide what that decides."""
+        missing = next(self._missing(), None)
+        if missing is None:
+            return False
+        answer, candidates = missing
+        found = self._learnable.replayed([each.module for each in candidates], answer)
+        answer.scores |= dict(zip((each.number for each in candidates), found, strict=True))
+        self._judge()
+        return True
+
+    def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
+        """Answers, and the candidates that are still to be replayed on each."""
+        fresh, old = self.traffic.answers(self.traffic.held)
+        wanted: list[tuple[Answered, list[Candidate]]] = []
+        if self._winner is not None:
+            compared = [self._winner.now, self.served, self.origin]
+            wanted = [(answer, compared) for some in self._winner.among([*old, *fresh]) for answer in some]
+        for comparison in self._comparisons():
+            both = [comparison.new, comparison.old]
+            wanted += [(answer, both) for answer in reversed(comparison.waiting(fresh))]  # the newest say most
+        for answer, candidates in wanted:
+            left = {each.number: each for each in candidates if each.number not in answer.scores}
+            if left:
+                yield answer, list(left.values())
+
+    def _comparisons(self) -> list[Comparison]:
+        """Those that are open."""
+        trial = self._trial if self._winner is None else None
+        return [each for each in (self._watch, trial) if each is not None]
+
+    def _judge(self) -> None:
+        fresh, old = self.traffic.answers(self.traffic.held)
+        self._judged.intersection_update(each.number for each in fresh)  # others are never looked at again
+        for comparison in self._comparisons():
+            for answer in comparison.waiting(fresh):
+                if comparison.new.number in answer.scores and comparison.old.number in answer.scores:
+                    comparison.see(answer)
+        if self._watch is not None and self._watch.gains:
+            self._roll_back(self._watch.new)
+        elif self._watch is not None and self._watch.count >= _WATCH:
+            self._watch = None
+        trial = self._trial
+        if self._winner is not None:
+            self._judge_winner(self._winner, [*old, *fresh])
+        elif trial is not None and trial.gains:
+            looked_at = [*_older(fresh, old), fresh[-OWN:]]
+            numbers = [{answer.number for answer in some} for some in looked_at]
+            self._winner = _Winner(trial.new, trial.new, 1.0, numbers)
+        elif trial is not None and trial.loses:
+            self._trial = None
+            self._start_over()
+
+    def _judge_winner(self, winner: _Winner, answers: Sequence[Answered]) -> None:
+        """Promote a candidate that gains, or less of it where older answers would lose; or none."""
+        compared = [winner.now, self.served, self.origin]
+        *older, newest = winner.among(answers)
+        if not all(each.number in answer.scores for some in (*older, newest) for answer in some for each in compared):
+            return
+        self._winner = self._trial = None
+        if tokens_a_place(winner.now, newest) <= tokens_a_place(self.served, newest):
+            return  # what is left of it is too little
+        if all(
+            tokens_a_place(winner.now, some) >= (1.0 - _ALLOWED) * tokens_a_place(each, some)
+            for some in older
+            for each in compared
+        ):
+            self._promote(winner.now)
+        elif (share := _LESS * winner.share) >= _LEAST:
+            self._winner = winner._replace(now=self._between(winner.whole.module, share), share=share)
+
+    def _promote(self, candidate: Candidate) -> None:
+        fresh, _ = self.traffic.answers(self.traffic.held)
+        versions = self._versions
+        candidate.version = self.promotions + 1 if versions is None else versions.write(candidate.module)
+        before, self.served = self.served, candidate
+        self._put(candidate)
+        self._watch = Comparison(before, candidate, self._level, {each.number for each in fresh})
+        self.promotions += 1
+        both = [each for each in fresh if {before.number, candidate.number} <= each.scores.keys()]
+        self.gain = tokens_per_call(before, both), tokens_per_call(candidate, both)
+
+    def _roll_back(self, before: Candidate) -> None:
+        self.served, self._watch, self._trial, self._winner = before, None, None, None
+        self._put(before)
+        self._start_over()
+        self.rollbacks += 1
+
+    def _put(self, candidate: Candidate) -> None:
+        """Hand over a candidate, then name it as the one that is served: what drafts now hangs on no disk."""
+        self._serve(candidate.module)
+        _log.info("version %d of the %s is served from now on", candidate.version, self._learnable.plural)
+        if self._versions is not None:
+            try:
+                self._versions.name(candidate.version)
+            except ModelError as error:
+                self.unwritten += 1
+                _log.warning("a start from the folder will serve another version than this (%s)", error)
+
+
+class _Winner(NamedTuple):
+    """A candidate that was shown to gain, how much of it is looked at, and on which answers, by their numbers."""
+
+    whole: Candidate
+    now: Candidate
+    share: float
+    numbers: list[set[int]]  # two groups of older ones, and the newest
+
+    def among(self, answers: Sequence[Answered]) -> list[list[Answered]]:
+        """These groups of answers, as far as they are still kept."""
+        return [[each for each in answers if each.number in some] for some in self.numbers]
+
+
+def _older(fresh: list[Answered], old: list[Answered]) -> tuple[list[Answered], list[Answered]]:
+    """The first of all, and the last before the newest: traffic may have changed behind either."""
+    every = [*old, *fresh]
+    return every[: min(_OLD, len(every) // 2)], old[-_OLD:]

@@ -1,0 +1,325 @@
+"""Kept costs: found while they hold, measured again when anything they depend on changed, never in the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+
+from support.tiny_models import noisy, packed
+from truedraft import __version__
+from truedraft.core.params import SamplingParams
+from truedraft.core.theory import CostCurve, TargetCost
+from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
+from truedraft.engine.policy import CostStore, Effort, Measured, StepCosts, drafter_cost, target_cost
+from truedraft.engine.policy import kept as kept_module
+from truedraft.engine.policy import store as store_module
+from truedraft.engine.policy.store import CostKey, model_identity, target_key
+from truedraft.errors import DrafterError
+from truedraft.files import could_not_be_kept
+from truedraft.machine import versions
+from truedraft.testing import MarkovModel
+
+ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CostStore:
+    return CostStore(tmp_path / "kept" / "costs")
+
+
+def model() -> MarkovModel:
+    return MarkovModel.random(5, 0, context_length=64)
+
+
+def cost_of(target: MarkovModel, store: CostStore, **options: bool) -> Measured[TargetCost]:
+    return target_cost(target, effort=ONCE, store=store, **options)
+
+
+def test_a_cost_is_measured_once(store: CostStore) -> None:
+    first = cost_of(model(), store)
+    assert not first.kept
+    assert first.measuring_s > 0.0
+    assert first.warnings == ()
+    again = cost_of(model(), store)
+    assert again == Measured(first.value, True, 0.0, first.path)
+    assert [path.name for path in store.folder.iterdir()] == [first.path.name]  # no temporary file stays
+
+
+def test_what_was_measured_beside_other_programs_is_kept_until_there_is_better(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s = iter([1.0, 31.0, 31.0, 61.0])  # of measurements that take far less
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: next(waited_s))
+    found, key = cost_of(model(), store), target_key(model())
+    [warning] = found.warnings
+    assert "are in doubt, for other programs ran while they were measured (100% of that time" in warning
+    assert store.doubt(key) == 1.0 and store.load(key, TargetCost) == (None, None)
+    assert store.load(key, TargetCost, 1.0) == (found.value, None)
+    assert not cost_of(model(), store).kept  # whoever wants to be sure measures again
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: 1.0)
+    assert not cost_of(model(), store).kept  # nobody was in the way
+    assert cost_of(model(), store).kept and store.doubt(key) == 0.0
+    better = store.load(key, TargetCost)
+    assert store.save(key, dataclasses.asdict(found.value), 0.5) is None
+    assert store.load(key, TargetCost) == better, "a worse one takes no place"
+
+
+def test_a_short_cost_in_doubt_is_used_at_once_and_measured_on(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, params = packed("llama"), SamplingParams()
+    delays = itertools.count(step=10.0)
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: next(delays))  # each waits far longer than it takes
+    first = StepCosts(target, store=store)
+    [whole] = first.pieces({}, params, fail)
+    while whole.go_on():
+        pass
+    kept = first.forwards()
+    assert first.measuring_s == 0.0
+    monkeypatch.setattr(kept_module, "measure_target", fail)
+    again = StepCosts(target, store=store)
+    [piece] = again.pieces({}, params, fail)
+    assert piece.known and again.forwards() == kept
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: 0.0)
+    while piece.go_on():
+        assert again.forwards() == kept, "a part of a measurement is worse"
+    assert again.forwards() != kept
+    sure = StepCosts(target, store=store)
+    assert sure.pieces({}, params, fail) == [] and sure.forwards() == again.forwards()
+
+
+def test_costs_are_known_from_their_first_round_on_and_hold_nothing_when_they_rest(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: 0.0)
+    target, params, lookup = packed("llama"), SamplingParams(), PromptLookup()
+    costs = StepCosts(target, store=store)
+    forwards, drafting = costs.pieces({"lookup": lookup}, params, fail)
+    assert (forwards.name, drafting.name) == (None, "lookup")
+    for piece, keys in ((forwards, 24), (drafting, 10)):
+        count = 0
+        while not piece.known:
+            piece.release()  # as between the last request and the next one
+            assert piece.go_on()
+            count += 1
+        assert keys <= count <= 2 * keys + 1, "the round that warms up, and one that counts"
+    assert costs.forwards()(4, [8]) > 0.0 and costs.drafting(lookup, params).points
+    assert costs.measuring_s == 0.0, "nothing was measured at once"
+    assert CostStore(store.folder / "short").doubt(target_key(target)) == pytest.approx(2 / 3, abs=1e-3)
+    assert not lookup.held.requests
+    for piece in (forwards, drafting):
+        while piece.go_on():
+            pass
+    assert CostStore(store.folder / "short").doubt(target_key(target)) == 0.0
+    zero = NoDrafter()
+    assert all(each.name is None for each in StepCosts(target, store=store).pieces({"none": zero}, params, fail))
+    failures: list[str] = []
+    lookup.propose = lambda *given: 1 / 0  # type: ignore[method-assign]
+    for piece in StepCosts(target, store=store).pieces(
+        {"lookup": lookup}, params, lambda name, error: failures.append(name)
+    ):
+        assert piece.name is None
+    assert failures == ["lookup"]
+
+
+def fail(*given: object) -> NoReturn:
+    pytest.fail(f"{given} was asked for")
+
+
+def test_costs_are_measured_where_only_the_sources_are(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        assert name != "truedraft", "an installed package was asked for"
+        return "5.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert not cost_of(model(), store).kept
+    assert versions()["truedraft"] == __version__
+
+
+def test_progress_is_silent_for_a_kept_cost(store: CostStore) -> None:
+    cost_of(model(), store)
+
+    def progress(done: float, label: str) -> None:
+        raise AssertionError("measured again")
+
+    assert target_cost(model(), store=store, progress=progress).kept
+
+
+def test_refresh_measures_again(store: CostStore) -> None:
+    cost_of(model(), store)
+    fresh = cost_of(model(), store, refresh=True)
+    assert not fresh.kept
+    assert fresh.warnings == ()
+    assert cost_of(model(), store).value == fresh.value
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"format": 1, "state": 3}', b'{"format": 99, "state": {}, "cost": {}}'],
+)
+def test_a_corrupt_file_is_rebuilt_with_a_warning(store: CostStore, damage: bytes) -> None:
+    path = cost_of(model(), store).path
+    path.write_bytes(damage)
+    rebuilt = cost_of(model(), store)
+    assert not rebuilt.kept
+    assert len(rebuilt.warnings) == 1
+    assert str(path) in rebuilt.warnings[0]
+    assert "measured again" in rebuilt.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+@pytest.mark.parametrize("cost", [None, {}, {"base": 1, "attention": 2, "request_s": 3}])
+def test_a_file_without_a_cost_is_rebuilt(store: CostStore, cost: object) -> None:
+    path = cost_of(model(), store).path
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"cost": cost}))
+    rebuilt = cost_of(model(), store)
+    assert "are damaged" in rebuilt.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+def test_an_unreadable_place_is_told_and_worked_around(store: CostStore) -> None:
+    path = cost_of(model(), store).path
+    path.unlink()
+    path.mkdir()
+    found = cost_of(model(), store)
+    assert not found.kept
+    assert len(found.warnings) == 2
+    assert "cannot be read" in found.warnings[0]
+    assert "could not be kept" in found.warnings[1]
+    assert not list(store.folder.glob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    found = cost_of(model(), CostStore(tmp_path / "file" / "costs"))
+    assert not found.kept
+    assert found.value(1, [10]) > 0.0
+    assert len(found.warnings) == 1
+    assert "TRUEDRAFT_CACHE" in found.warnings[0]
+
+
+def test_other_versions_make_it_stale(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost_of(model(), store)
+    now = versions() | {"torch": "9.9"}
+    monkeypatch.setattr(store_module, "versions", lambda: now)
+    stale = cost_of(model(), store)
+    assert not stale.kept
+    assert stale.warnings[0].endswith("now 9.9); they are measured again")
+    assert f"torch was {torch.__version__}" in stale.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+def test_other_fast_paths_have_a_file_of_their_own(store: CostStore) -> None:
+    cost_of(model(), store)
+    faster = model()
+    faster.fast_paths = ("packed weights",)
+    assert not cost_of(faster, store).kept
+    assert cost_of(faster, store).kept
+    assert cost_of(model(), store).kept
+
+
+def test_other_weights_of_the_same_name_make_it_stale(store: CostStore) -> None:
+    cost_of(model(), store)
+    assert "vocab_size was 5, now 6" in cost_of(MarkovModel.random(6, 0, context_length=64), store).warnings[0]
+
+
+def test_dtypes_threads_and_names_are_kept_side_by_side(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {cost_of(model(), store).path}
+    single = MarkovModel(model().probs.float(), context_length=64)
+    paths.add(cost_of(single, store).path)
+    named = model()
+    named.name = "other"
+    paths.add(cost_of(named, store).path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    paths.add(cost_of(model(), store).path)
+    monkeypatch.undo()
+    assert len(paths) == 4
+    assert all(path.is_file() for path in paths)
+    assert cost_of(model(), store).kept
+
+
+def test_drafters_are_kept_by_their_options_and_distributions(store: CostStore) -> None:
+    target, draft = packed("llama"), noisy("llama", 0.3)
+    sampled = SamplingParams(temperature=1.0)
+    drafters = [DraftModel(draft, 2), DraftModel(draft, branching=(2, 1)), DraftModel(draft, 2, min_probability=0.1)]
+    drafters += [PromptLookup(3), PromptLookup(4)]  # type: ignore[list-item]
+    found = [drafter_cost(drafter, target, effort=ONCE, store=store) for drafter in drafters]
+    found.append(drafter_cost(drafters[0], target, params=sampled, effort=ONCE, store=store))
+    assert not any(each.kept or each.warnings for each in found)
+    assert len({each.path for each in found}) == len(found)
+    again = drafter_cost(DraftModel(draft, 2), target, effort=ONCE, store=store)
+    assert again.kept
+    assert again.value == found[0].value
+
+
+def test_a_drafter_whose_cost_is_kept_drafts_once_before_it_is_asked_for(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it makes when it first drafts, as weights of 4 bits in a second, would be made in somebody's answer."""
+    target = packed("llama")
+    StepCosts(target, store=store).drafting(PromptLookup(), SamplingParams())
+    costs, drafter, asked = StepCosts(target, store=store), PromptLookup(), []
+    propose = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda *given: asked.append(given) or propose(*given))
+    costs.drafting(drafter, SamplingParams())
+    assert costs.measuring_s == 0.0 and 0 < len(asked) <= 2 and not drafter.held.requests
+    del asked[:]
+    costs.drafting(drafter, SamplingParams())
+    assert not asked
+    monkeypatch.setattr(drafter, "propose", lambda *given: 1 / 0)
+    with pytest.raises(DrafterError, match="failed while its cost was measured"):
+        StepCosts(target, store=store).drafting(drafter, SamplingParams())
+
+
+def test_the_key_of_a_model_survives_loading_it_again() -> None:
+    """Loading writes into the configuration: the name of our attention function, numbered, is one such thing."""
+    assert model_identity(packed("llama")) == model_identity(packed("llama"))
+    config = model_identity(packed("llama"))["config"]
+    assert config is not None
+    assert config != model_identity(packed("qwen3"))["config"]
+
+
+def test_what_is_kept_is_plain_json(store: CostStore) -> None:
+    key = CostKey("tests", {"a": 1}, {"b": [1, 2], "c": Path("x")})
+    curve = CostCurve((1.0, 2.0), (0.1, 0.2))
+    assert store.load(key, CostCurve) == (None, None)
+    assert store.save(key, dataclasses.asdict(curve)) is None
+    assert store.load(key, CostCurve) == (curve, None)
+    assert json.loads(store.path(key).read_text())["what"] == "tests"
+
+
+def test_how_many_are_kept_is_told(store: CostStore) -> None:
+    assert store.describe() == "none kept yet; measured when first asked for"
+    cost_of(model(), store)
+    cost_of(model(), CostStore(store.folder / "short"))
+    assert store.describe() == f"2 kept in {store.folder}; measured when first asked for"
+
+
+def test_costs_are_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
+    assert CostStore().folder == tmp_path / "own" / "costs"
+
+
+def test_a_full_disk_is_told_in_one_sentence_whatever_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can be said once for all costs."""
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    stores = CostStore(), CostStore(tmp_path / "costs" / "short")
+    told = {store.save(CostKey(what, {}, {}), {}) for store in stores for what in ("one", "another")}
+    assert told == {could_not_be_kept(tmp_path, "No space left on device")}

@@ -1,0 +1,315 @@
+"""Medians, paired ratios, prediction and bandwidth against worked values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from support.tiny_models import packed
+from truedraft.core.budget import NO_DRAFT, Budget, Decision
+from truedraft.core.stats import Counters, RequestStep, StepRecord
+from truedraft.engine.policy.decisions import Decisions
+from truedraft.measure import Footprint, footprint_of
+from truedraft.measure.bench.breakdown import Breakdown
+from truedraft.measure.bench.costs import Memory, reads_alike
+from truedraft.measure.bench.record import Circumstances, bench_record
+from truedraft.measure.bench.report import decides, markdown
+from truedraft.measure.bench.runs import Failure, Results, Row, SystemOutput, time_without_core
+from truedraft.measure.bench.summary import (
+    Ratio,
+    Spread,
+    Summary,
+    differing_answers,
+    empty_answers,
+    shown,
+    summarise,
+    unsettled_steps,
+)
+from truedraft.measure.bench.tables import acceptance_table, all_tables, decisions_table, speed_table, time_table
+
+NAMES = ("plain", "draft", "peer, slow", "peer, fast")
+BEST = {"peer": ("peer, slow", "peer, fast")}
+
+
+def row(name: str, prompt: str, total_s: float, run: int = 0, tokens: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Row:
+    """Five tokens, the first after 0.5 s; "draft" emits the other four in two calls, of 1.5 times V(1) each."""
+    ours = not name.startswith("peer")
+    calls = 2 if name == "draft" else 4
+    counters = Counters(
+        target_calls=calls,
+        emitted_tokens=4,
+        prefill_tokens=1,
+        draft_tokens=0 if calls == 4 else 6,
+        accepted_tokens=4 - calls,
+        accepted_per_position=[] if calls == 4 else [2, 0, 0],
+        tried_per_position=[] if calls == 4 else [2, 2, 0],
+    )
+    breakdown = Breakdown(
+        steps=calls,
+        requests=calls,
+        decode_s=total_s - 0.5,
+        forward_curve_s=calls * (0.15 if calls == 2 else 0.1),
+        plain_curve_s=calls * 0.1,
+        drafting_curve_s=0.02 if calls == 2 else 0.0,
+    )
+    outcome = SystemOutput(
+        (tokens,),
+        (0.5,),
+        0.5,
+        calls,
+        6 if calls == 2 else 0,
+        100,
+        calls,
+        4 / calls,
+        counters=counters if ours else None,
+    )
+    return Row(name, (prompt,), run, 0, total_s, 2.0 * total_s, outcome, breakdown if ours else None)
+
+
+def rows() -> list[Row]:
+    seconds = {"plain": (2.5, 4.5), "draft": (1.5, 1.5), "peer, slow": (5.0, 5.0), "peer, fast": (4.0, 5.0)}
+    return [row(name, prompt, each[i]) for name, each in seconds.items() for i, prompt in enumerate("ab")]
+
+
+def summaries() -> list[Summary]:
+    memory = Memory(1000.0, Footprint(100, 1), Footprint(10, 0))
+    return summarise(rows(), NAMES, ("plain", "draft"), {"draft": memory})
+
+
+def test_speed_and_ratios_are_paired_by_prompt() -> None:
+    plain, draft, *_ = summaries()
+    assert plain.tokens_per_s.median == pytest.approx((5 / 2.5 + 5 / 4.5) / 2)
+    assert draft.tokens_per_s.median == pytest.approx(5 / 1.5)
+    assert draft.speedup == Ratio.of([2.5 / 1.5, 4.5 / 1.5])
+    assert draft.speedup is not None and draft.speedup.mean == pytest.approx(5**0.5)
+    assert draft.decode_speedup is not None and draft.decode_speedup.mean == pytest.approx((2.0 * 4.0) ** 0.5)
+    assert plain.speedup is not None and plain.speedup.mean == pytest.approx(1.0)
+    assert draft.first_token_s == Spread(0.5, 0.5, 0.5)
+    assert draft.cpu_s_per_1000_tokens == pytest.approx(2 * 3.0 / 10 * 1000)
+
+
+def test_runs_of_a_prompt_count_by_their_median() -> None:
+    found = summarise(
+        [row("plain", "a", each, run) for run, each in enumerate((1.0, 2.0, 50.0))], NAMES, ("plain",), {}
+    )
+    assert found[0].tokens_per_s.median == pytest.approx(2.5) and found[0].groups == 1 and found[0].tokens == 5
+
+
+def test_counts_prediction_and_bandwidth() -> None:
+    plain, draft, peer, _ = summaries()
+    assert draft.target_calls == 4 and draft.mean_acceptance_length == 2.0
+    assert draft.acceptance_per_position == (1.0, 0.0)  # the third was never reached
+    assert draft.predicted_speedup == pytest.approx(2.0 * 0.1 / (0.15 + 0.01))
+    assert draft.measured_over_predicted == pytest.approx(8**0.5 / 1.25)
+    assert plain.predicted_speedup == pytest.approx(1.0)
+    assert draft.shares is not None and draft.shares.target == pytest.approx(0.6 / 2.0)
+    assert draft.mbu == pytest.approx(2 * (2 * 100 + 100 + 6 * 10) / 2.0 / 1000.0)
+    assert plain.mbu is None and peer.predicted_speedup is None and peer.acceptance_per_position == ()
+    assert peer.mean_acceptance_length == 1.0 and peer.target_calls == 8
+
+
+def test_measured_is_held_against_predicted_prompt_by_prompt() -> None:
+    """Acceptance that varies must not look like a prediction that fell short, or was surpassed."""
+    slow, fast = row("draft", "a", 1.5), row("draft", "b", 1.5)
+    assert slow.breakdown is not None and fast.output.counters is not None
+    counters = dataclasses.replace(fast.output.counters, target_calls=1)
+    fast = dataclasses.replace(fast, output=dataclasses.replace(fast.output, counters=counters))
+    # As fast as predicted: 1.25 and 2.5 times plain decoding.
+    plain = [row("plain", "a", 0.5 + 1.25), row("plain", "b", 0.5 + 2.5)]
+    draft = summarise([*plain, slow, fast], NAMES, ("plain", "draft"), {})[1]
+    assert draft.decode_speedup is not None
+    assert draft.predicted_speedup == pytest.approx(draft.decode_speedup.mean) == pytest.approx(3.125**0.5)
+    assert draft.measured_over_predicted == pytest.approx(1.0)
+    alone = summarise([*plain[:1], slow, fast], NAMES, ("plain", "draft"), {})[1]
+    assert alone.measured_over_predicted == pytest.approx(1.0)  # of the prompt that both answered
+
+
+def test_answers_without_tokens_have_no_ratio() -> None:
+    empty = row("draft", "b", 1.5, tokens=())
+    draft = summarise([*rows()[:3], empty], NAMES, ("plain", "draft"), {})[1]
+    assert draft.speedup == Ratio.of([2.5 / 1.5]) and draft.tokens_per_s.low < draft.tokens_per_s.median
+    assert draft.empty_answers == ("b",)
+
+
+def test_identity_looks_at_all_runs() -> None:
+    odd = [*rows(), row("draft", "b", 1.5, 1, (1, 2, 3, 4, 9))]
+    draft = summarise(odd, NAMES, ("plain", "draft"), {})[1]
+    assert (draft.identical_groups, draft.groups) == (1, 2)
+    assert differing_answers(odd, ("plain", "draft")) == [("draft", "b", (1, 2, 3, 4, 5), (1, 2, 3, 4, 9))]
+    assert summaries()[1].identical_groups == 2
+
+
+def test_without_plain_rows_there_is_no_ratio() -> None:
+    draft = summarise([row("draft", "a", 1.0)], NAMES, ("plain", "draft"), {})[0]
+    assert draft.speedup is None and draft.measured_over_predicted is None and draft.compared_groups == 0
+    assert bench_record([draft], circumstances(), [], Results(interrupted=True))["identical"] is None
+
+
+def test_what_an_interrupted_run_did_not_compare_is_not_different() -> None:
+    found = summarise([*rows()[:1], *rows()[2:4]], NAMES, ("plain", "draft"), {})
+    assert (found[1].groups, found[1].compared_groups, found[1].identical_groups) == (2, 1, 1)
+    assert speed_table(found, must_agree=True).rows[1][-1] == "1 of 1"
+    assert bench_record(found, circumstances(), [], Results(interrupted=True))["identical"] is True
+
+
+def test_the_best_of_several_settings_is_shown() -> None:
+    found, notes = shown(summaries(), BEST)
+    assert [each.name for each in found] == ["plain", "draft", "peer"]
+    assert found[2].tokens_per_s.median == pytest.approx((5 / 4 + 5 / 5) / 2)
+    assert notes == ["peer is the best of 2 settings, in tokens/s: slow 1.0; fast 1.1"]
+
+
+def test_tables() -> None:
+    found, _ = shown(summaries(), BEST)
+    speed = speed_table(found, must_agree=True)
+    assert speed.headings[-1] == "identical" and speed.rows[1][0] == "draft"
+    assert speed.rows[1][1:3] == ("3.33 (3.33-3.33)", "2.24") and speed.rows[1][-1] == "2 of 2"
+    assert speed_table(found, must_agree=False).headings[-1] != "identical"
+    time = time_table(found)
+    assert time.rows[1][1:4] == ("1.25", "2.83", "2.26")
+    assert time.rows[0][1] == "-" and time.rows[2][4:] == ("-",) * 5
+    accepted = acceptance_table(found)
+    assert accepted.headings == ("", "accepted\nat 1", "\nat 2") and accepted.rows == (("draft", "1.00", "0.00"),)
+    assert all(len(each) == len(table.headings) for table in (speed, time, accepted) for each in table.rows)
+
+
+def test_decisions_of_all_runs_in_table_record_and_report() -> None:
+    """Drafts of 4 that brought 3 tokens in 2 s where a plain step takes 1; two runs of them; 16 plain steps."""
+    draft, none = Decision("draft", Budget(4), expected_tokens=2.0), Decision("draft", NO_DRAFT, reason="plain")
+    drafted = RequestStep(0, 9, 5, False, 4, 4, 4, 2, 3, decision=draft)
+    plain = RequestStep(0, 9, 1, False, emitted=1, decision=none)
+    steps = [StepRecord((drafted,), 0.0, 0.0, 0.0, 2.0), StepRecord((plain,), 0.0, 0.0, 0.0, 1.0)] * 8
+    runs = [dataclasses.replace(row("draft", "a", 1.5, run), decisions=Decisions.of(steps)) for run in range(2)]
+    (found,) = summarise(runs, NAMES, ("plain", "draft"), {})
+    assert found.decisions is not None and found.decisions.steps == 32
+    table = decisions_table(found.decisions)
+    assert table.rows == (
+        ("draft", "16", "0.50", "4.00", "0.50", "2.00", "3.00", "0.67", "as set"),
+        ("plain", "16", "0.50", "0.00", "-", "-", "1.00", "0.33", "no draft pays"),
+    )
+    assert all(len(each) == len(table.headings) for each in table.rows)
+    record = bench_record([found], circumstances(), [], Results())["systems"][0]["decisions"]
+    assert record["speedup"]["factor"] == pytest.approx(4 / 3) and record["speedup"]["by_plain_steps"] is True
+    text = markdown([found], circumstances(), [], [], [], [(found, "decisions-draft")])
+    assert "### draft" in text and "| draft | 16 | 0.50 | 4.00 |" in text and "](decisions-draft.svg)" in text
+    assert "estimated speed-up over plain decoding: 1.33 (95 % interval " in text
+    assert decides(found) and not decides(summaries()[0])
+    asked_nobody = StepRecord((dataclasses.replace(plain, decision=None),), 0.0, 0.0, 0.0, 1.0)
+    assert not decides(dataclasses.replace(found, decisions=Decisions.of([asked_nobody])))
+
+
+def test_peers_draw_other_random_numbers() -> None:
+    seeded = dataclasses.replace(circumstances(), sampling={"temperature": 0.8, "seed": 1})
+    rows_of = {each[0]: each[-1] for each in all_tables(summaries(), seeded)[0].rows}
+    assert (rows_of["draft"], rows_of["peer, slow"]) == ("2 of 2", "-")
+    systems = bench_record(summaries(), seeded, [], Results())["systems"]
+    assert [each["identical"] for each in systems] == [True, True, None, None]
+
+
+def test_tokens_that_come_with_the_prefill_are_not_decoded() -> None:
+    one = row("peer, fast", "a", 2.5)
+    assert one.decode_tokens_per_s == pytest.approx(4 / 2.0)
+    several = dataclasses.replace(one, output=dataclasses.replace(one.output, first_tokens=3))
+    assert several.decode_tokens_per_s == pytest.approx(2 / 2.0)
+
+
+def test_time_without_a_core() -> None:
+    """Rows have twice as much CPU time as wall time: two threads."""
+    assert time_without_core(rows()) == 0.0 and time_without_core([]) == 0.0
+    idle = [dataclasses.replace(each, cpu_s=0.25 * each.total_s) for each in rows()]
+    assert time_without_core(idle) == pytest.approx(0.75)
+
+
+def test_each_table_says_what_a_padded_target_is() -> None:
+    padded = all_tables(summaries(), circumstances())
+    assert [table.headings[0] for table in padded] == ["cost of a 500 M model,\ntext of a 16 M model"] * 3
+    own = all_tables(summaries()[:1], dataclasses.replace(circumstances(), note=None))
+    assert [table.headings[0] for table in own] == ["", ""]  # plain decoding drafts nothing
+
+
+def circumstances() -> Circumstances:
+    return Circumstances(
+        model="embedded:target",
+        note="cost of a 500 M model, text of a 16 M model",
+        pad_to="500M",
+        weights=None,
+        drafters=("draft",),
+        peers=(),
+        rule="speculative",
+        dtype="bfloat16",
+        device="cpu",
+        threads=2,
+        fast_paths=("packed weights",),
+        batch=1,
+        prompt_set="heldout",
+        prompts=2,
+        runs=1,
+        sampling={"temperature": 0.0, "max_tokens": 5, "seed": 7},
+        must_agree=True,
+        costs_kept=False,
+        bandwidth=4e10,
+        weight_bytes=10**9,
+        machine={"cpu": "a CPU", "cores": 2, "torch": "2"},
+    )
+
+
+def test_answers_of_no_token_are_told() -> None:
+    plain = dataclasses.replace(summaries()[1], empty_answers=("a", "b", "c", "d"))
+    assert empty_answers([plain]) == ["draft: 4 answers ended before their first token (prompt a, b, c, ...)"]
+    assert bench_record([plain], circumstances(), [], Results())["systems"][0]["empty_answers"] == ["a", "b", "c", "d"]
+    assert empty_answers(summaries()) == []
+
+
+def test_steps_that_were_not_settled_are_told() -> None:
+    slow = [
+        dataclasses.replace(each, breakdown=dataclasses.replace(each.breakdown, unsettled=3, unsettled_s=0.25))
+        for each in rows()
+        if each.system == "draft" and each.breakdown is not None
+    ]
+    told = summarise([*(each for each in rows() if each.system != "draft"), *slow], NAMES, NAMES[:2], {})
+    (sentence,) = unsettled_steps(told)
+    assert sentence.startswith("draft: forwards of new shapes were made ready in 6 steps, which took 0.50 s; ")
+    record = bench_record(told, circumstances(), [], Results())["systems"][1]
+    assert (record["unsettled_steps"], record["unsettled_s"]) == (6, 0.5)
+    assert unsettled_steps(summaries()) == []
+
+
+def test_record() -> None:
+    results = Results(failures=[Failure("", ("b",), "oh"), Failure("draft", ("a", "c"), "no")])
+    record = bench_record(summaries(), circumstances(), [{"rows": 1, "context": 128, "seconds": 0.1}], results)
+    again = json.loads(json.dumps(record, allow_nan=False))
+    assert again.keys() == record.keys() and again["systems"] == record["systems"]
+    assert record["tokens_per_s"] == pytest.approx(5 / 1.5) and record["speedup"] == pytest.approx(5**0.5)
+    assert record["identical"] is True and record["failures"] == ["prompt b: oh", "draft, prompt a, c: no"]
+    for key in ("machine", "dtype", "threads", "batch", "sampling", "prompt_set", "fast_paths", "pad_to", "note"):
+        assert key in record
+    assert all(each["note"] == record["note"] for each in record["systems"]) and record["differences"] == []
+    assert record["systems"][1]["shares"]["host"] == pytest.approx(1 - 0.3 - 0.02)
+    loose = dataclasses.replace(circumstances(), must_agree=False)
+    assert bench_record(summaries(), loose, [], Results())["identical"] is None
+    assert bench_record([], circumstances(), [], Results(interrupted=True))["tokens_per_s"] is None
+
+
+def test_report() -> None:
+    text = markdown(summaries(), circumstances(), ["speed", "cost"], ["a remark"])
+    assert "padded to 500M: cost of a 500 M model, text of a 16 M model; bfloat16" in text
+    assert "| draft | 3.33 (3.33-3.33) | 2.24 | 0.500 s | 4 | 2.00 |" in text
+    assert "](speed.svg)" in text and "](acceptance.svg)" not in text and "- a remark" in text
+    assert "read bandwidth: 40.0 GB/s" in text and "1,000 MB" in text
+    assert "| cost of a 500 M model, text of a 16 M model | tokens/s |" in text and "| accepted at 1 | at 2 |" in text
+    assert "measured right before this run" in text and "2 threads in use" in text and "2 prompts of heldout" in text
+    kept = markdown([], dataclasses.replace(circumstances(), costs_kept=True, threads=1, prompts=1), [], [])
+    assert "kept from an earlier run" in kept and "1 thread in use" in kept and "1 prompt of heldout" in kept
+    assert "| tokens/call |" in text and "| decode x plain |" in text and "| measured/predicted |" in text
+
+
+def test_read_size_of_a_model() -> None:
+    assert reads_alike(packed("llama")) and not reads_alike(packed("mixtral"))
+    size = footprint_of(packed("llama"))
+    module = packed("llama").module
+    config = module.config
+    assert size.weights == packed("llama").weight_bytes > 0
+    width = config.hidden_size // config.num_attention_heads
+    assert size.cached_token == 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * width

@@ -1,0 +1,294 @@
+"""Replay along traces against the engine, call by call where no chance is left, and against exact sums where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+
+from support.head_models import MarkovWithEmbedding, fitted_heads, fitted_redrafter
+from support.tiny_models import PROMPTS, noisy, packed
+from truedraft import Engine, SamplingParams
+from truedraft.core.params import SamplingParams as Params
+from truedraft.core.stats import Counters
+from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup, Redrafter
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.errors import DrafterError, ModelError, OptionError
+from truedraft.measure.traces import AnswerTrace, trace_answers
+from truedraft.measure.walks import Walk, walk_along
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.testing import MarkovModel, ScriptedDrafter
+
+TOKENS = 60
+WORLD_PROMPTS: list[list[int]] = [[3, 1, 4], [1] * 9, [2], [5, 6]]
+GREEDY = Params(max_tokens=TOKENS)
+DRAWN = Params(max_tokens=TOKENS, temperature=0.8, top_p=0.95)
+SEEDED = Params(max_tokens=TOKENS, temperature=0.8, seed=1)
+Of = Callable[[int], Drafter]
+
+
+@cache
+def target() -> HuggingFaceModel:
+    return packed("llama")
+
+
+@cache
+def draft() -> HuggingFaceModel:
+    return noisy("llama", 0.1)
+
+
+@cache
+def world(ends: int | None = None) -> MarkovWithEmbedding:
+    options = {"context_length": 160} | ({} if ends is None else {"eos_token_ids": (ends,)})
+    return MarkovWithEmbedding.random(8, seed=1, sharpness=2.5, **options)
+
+
+@cache
+def texts() -> list[list[int]]:
+    answers = Engine(world()).generate(WORLD_PROMPTS[:2], SamplingParams(max_tokens=60))
+    return [[*p, *a.token_ids] for p, a in zip(WORLD_PROMPTS, answers, strict=False)]
+
+
+def seeded(params: Params, count: int) -> list[Params]:
+    """Options of several requests, each with a seed of its own if they have one."""
+    return [dataclasses.replace(params, seed=params.seed and 100 + number) for number in range(count)]
+
+
+def traced(
+    model: MarkovWithEmbedding | HuggingFaceModel, prompts: Sequence[Sequence[int]], params: Params, drafter: Drafter
+) -> list[AnswerTrace]:
+    drafter.check(model)
+    each = zip(prompts, seeded(params, len(prompts)), strict=True)
+    asked = [(str(number), list(prompt), own) for number, (prompt, own) in enumerate(each)]
+    return trace_answers(model, asked, [drafter], batch=3)
+
+
+def calls_of(walks: Sequence[Walk], size: int) -> float:
+    return sum(float(walk.steps([size]).calls[0]) for walk in walks)
+
+
+def lived(
+    model: MarkovWithEmbedding | HuggingFaceModel, prompts: Sequence[Sequence[int]], params: Params, drafter: Drafter
+) -> Counters:
+    answers = Engine(model, drafter, controller="fixed").generate(
+        [list(p) for p in prompts], seeded(params, len(prompts))
+    )
+    return sum((answer.stats for answer in answers), Counters())
+
+
+def assert_as_the_engine(
+    model: MarkovWithEmbedding | HuggingFaceModel,
+    prompts: Sequence[Sequence[int]],
+    params: Params,
+    of: Of,
+    sizes: Sequence[int],
+    least: float = 1.1,
+) -> None:
+    """For every size the engine's own target calls, and its mean acceptance length."""
+    largest = of(sizes[-1])
+    traces = traced(model, prompts, params, largest)
+    walks = walk_along(largest, model, traces, batch=3)
+    tokens = sum(walk.tokens for walk in walks)
+    found = []
+    for size in sizes:
+        stats = lived(model, prompts, params, of(size))
+        assert calls_of(walks, size) == stats.target_calls, f"{size} nodes"
+        assert tokens / stats.target_calls == pytest.approx(stats.mean_acceptance_length, abs=1e-12)
+        drafted = sum(float((walk.steps([size]).visits * walk.steps([size]).nodes).sum()) for walk in walks)
+        assert drafted == stats.draft_tokens
+        found.append(stats.mean_acceptance_length)
+    assert max(found) > least and len(set(found)) > 1  # else equality says little
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, SEEDED], ids=["greedy", "drawn", "seeded"])
+def test_prompt_lookup(params: Params) -> None:
+    def of(length: int) -> Drafter:
+        return PromptLookup(length, max_ngram=2, min_ngram=1)
+
+    # Of drawn requests the engine's answers differ from plain decoding's, so its calls are those of other texts.
+    if params is DRAWN:
+        largest = of(4)
+        walks = walk_along(largest, world(), traced(world(), WORLD_PROMPTS, params, largest))
+        assert 1.0 < sum(walk.tokens for walk in walks) / calls_of(walks, 4) < 5.0
+        return
+    assert_as_the_engine(world(), WORLD_PROMPTS, params, of, (1, 2, 4, 7), least=1.05)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_chains_of_a_draft_model(params: Params) -> None:
+    assert_as_the_engine(target(), PROMPTS, params, lambda length: DraftModel(draft(), length), (1, 2, 3, 5))
+
+
+def test_a_tree_of_a_draft_model() -> None:
+    made = DraftModel(draft(), branching=(3, 2, 1))
+    traces = traced(target(), PROMPTS, GREEDY, made)
+    walks = walk_along(made, target(), traces)
+    assert calls_of(walks, made.limits.nodes) == lived(target(), PROMPTS, GREEDY, made).target_calls
+
+
+def test_medusa() -> None:
+    heads = fitted_heads(world(), texts())
+    assert_as_the_engine(world(), WORLD_PROMPTS, GREEDY, lambda nodes: Medusa(heads, nodes=nodes), (1, 2, 3, 5, 8, 16))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_redrafter(length: int) -> None:
+    head = fitted_redrafter(world(), texts())
+
+    def of(nodes: int) -> Drafter:
+        return Redrafter(head, beams=4, length=length, nodes=nodes)
+
+    assert_as_the_engine(world(), WORLD_PROMPTS, GREEDY, of, (1, 2, 3, 4)[: 2 + length], least=1.2)
+
+
+def test_seeded_beams_of_one_size() -> None:
+    drafter = Redrafter(fitted_redrafter(world(), texts()), beams=4, length=3, nodes=6)
+    traces = traced(world(), WORLD_PROMPTS, SEEDED, drafter)
+    walks = walk_along(drafter, world(), traces)
+    assert calls_of(walks, 6) == lived(world(), WORLD_PROMPTS, SEEDED, drafter).target_calls
+
+
+def test_answers_that_end() -> None:
+    """The token that ends an answer is drafted and accepted like any other, and no step follows it."""
+    ending = world(ends=5)
+    ends = [trace.stopped for trace in traced(ending, WORLD_PROMPTS, SEEDED, PromptLookup(3))]
+    assert any(ends)
+    draft = MarkovModel(ending.probs**0.8 / (ending.probs**0.8).sum(-1, keepdim=True), context_length=160)
+    assert_as_the_engine(ending, WORLD_PROMPTS, SEEDED, lambda length: DraftModel(draft, length), (1, 2, 4))
+
+
+def small_pair() -> tuple[MarkovModel, MarkovModel]:
+    big = MarkovModel.random(3, seed=4, sharpness=1.2, context_length=40)
+    q = 0.5 * big.probs + 0.5 * MarkovModel.random(3, seed=5, context_length=40).probs
+    return big, MarkovModel(q, context_length=40)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_drawn_chains_against_all_texts(length: int) -> None:
+    """Summed over every text with its probability, replayed calls are the calls of the process by its own recursion."""
+    big, small = small_pair()
+    prompt, tokens = [0, 1], 5
+    params = Params(max_tokens=tokens, temperature=1.0)
+    total = mass = 0.0
+    drafter = DraftModel(small, length)
+    (trace,) = trace_answers(big, [("1", prompt, params)], [drafter])
+    for text in itertools.product(range(3), repeat=tokens):
+        probs, so_far = [], list(prompt)
+        for token in text:
+            probs.append(float(big.probs_after(so_far)[token]))
+            so_far.append(token)
+        seen = list(trace.seen)
+        for step, token in zip(range(len(seen) - tokens, len(seen)), text, strict=True):
+            seen[step] = dataclasses.replace(seen[step], tokens=(token,))
+        forced = dataclasses.replace(trace, tokens=text, probs=tuple(probs), seen=tuple(seen))
+        (walk,) = walk_along(drafter, big, [forced])
+        weight = float(np.prod(probs))
+        total, mass = total + weight * calls_of([walk], length), mass + weight
+    assert mass == pytest.approx(1.0, abs=1e-12)
+    assert total == pytest.approx(expected_calls(big, small, prompt, tokens, length), abs=1e-6)
+
+
+def expected_calls(big: MarkovModel, small: MarkovModel, prompt: list[int], tokens: int, length: int) -> float:
+    """Expected target calls behind the first token: of each step, what it emits with which probability."""
+
+    def after(text: list[int], left: int) -> float:
+        return 0.0 if left == 0 else 1.0 + going(text, left, min(length, left - 1))
+
+    def going(text: list[int], left: int, drafts: int) -> float:
+        p, q = big.probs_after(text), small.probs_after(text)
+        if drafts == 0:  # a bonus token
+            return sum(float(p[x]) * after([*text, x], left - 1) for x in range(3) if left > 1)
+        found = 0.0
+        for x in range(3):
+            accepted = float(min(p[x], q[x]))
+            recovered = float(p[x]) - accepted
+            found += accepted * going([*text, x], left - 1, drafts - 1)
+            found += recovered * after([*text, x], left - 1)
+        return found
+
+    return sum(float(big.probs_after(prompt)[x]) * after([*prompt, x], tokens - 1) for x in range(3))
+
+
+def test_drawn_chains_against_the_engine() -> None:
+    """Within six standard errors of 300 answers: a false alarm has a probability below 1e-8, and the seed is fixed."""
+    big, small = small_pair()
+    prompts = [[n % 3, (n // 3) % 3] for n in range(300)]
+    params = Params(max_tokens=24, temperature=1.0)
+    drafter = DraftModel(small, 3)
+    walks = walk_along(drafter, big, traced(big, prompts, params, drafter), batch=100)  # type: ignore[arg-type]
+    replayed = np.array([calls_of([walk], 3) for walk in walks])
+    answers = Engine(big, drafter, controller="fixed", entropy=10_000).generate(prompts, params)
+    engine = np.array([float(answer.stats.target_calls) for answer in answers])
+    error = np.hypot(replayed.std() / 300**0.5, engine.std() / 300**0.5)
+    assert abs(replayed.mean() - engine.mean()) < 6 * error
+    assert replayed.std() < engine.std()  # what chance there is in verdicts is summed up, not drawn
+
+
+def test_what_cannot_be_replayed() -> None:
+    tree = DraftModel(draft(), branching=(2, 1))
+    unsure = DraftModel(draft(), 3, min_probability=0.3)
+    both = Portfolio([PromptLookup(2), DraftModel(draft(), 2)])
+    traces = traced(target(), PROMPTS[:1], DRAWN, PromptLookup(2))
+    with pytest.raises(OptionError, match="give trace_answers this drafter"):
+        walk_along(tree, target(), traces)
+    drawn = Redrafter(fitted_redrafter(world(), texts()), beams=2, length=2, nodes=4, sampled=True)
+    with pytest.raises(OptionError, match="best of several paths"):
+        walk_along(drawn, world(), traces)
+    with pytest.raises(OptionError, match="min_probability"):
+        walk_along(unsure, target(), traces)
+    with pytest.raises(OptionError, match="several drafters"):
+        walk_along(both, target(), traces)
+
+
+def test_a_drafter_that_fails_ends_its_requests() -> None:
+    def fail(tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        raise RuntimeError("no idea")
+
+    broken = ScriptedDrafter(fail)
+    traces = traced(target(), PROMPTS, GREEDY, broken)
+    with pytest.raises(DrafterError, match="no idea"):
+        walk_along(broken, target(), traces)
+    assert len(broken.ended) == len(PROMPTS)
+
+
+def test_a_target_that_fails() -> None:
+    from truedraft.testing import altered
+
+    def fail(segments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(ModelError, match="prompt a"):
+        trace_answers(altered(target(), forward=fail), [("a", [1, 2], GREEDY)])
+
+
+def test_the_worked_example() -> None:
+    never = 1 << 40
+    fewest = np.array([[1, 2], [never, never], [1, never], [never, never]])
+    walk = Walk(fewest, (fewest < never).astype(float), np.array([[0, 1, 2]] * 4), np.array([2, 2, 2, 2]))
+    steps = walk.steps([0, 1, 2])
+    assert steps.calls.tolist() == [4.0, 2.0, 2.0]
+    assert steps.visits[2].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert steps.depths[1].tolist() == [1, 1, 1, 1]
+
+
+# ------------------------------------------------------------------------------------------ cascades
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, SEEDED], ids=["greedy", "drawn", "seeded"])
+def test_a_walk_says_how_much_a_cascades_guesses_save(params: Params) -> None:
+    """Guesses of the middle model's twin are all right; a token that it never writes is always wrong."""
+    model = world()
+    right = Cascade(DraftModel(model, 8), DraftModel(model), 6)
+    least = min(range(8), key=lambda token: max(float(model.probs_after([each])[token]) for each in range(8)))
+    wrong = Cascade(ScriptedDrafter(lambda tokens: [[least] * 4]), DraftModel(model), 6)
+    shares = []
+    for drafter in (right, wrong):
+        walks = walk_along(drafter, model, traced(model, WORLD_PROMPTS, params, drafter))
+        shares += [sum(walk.guessed for walk in walks) / len(walks)]
+    assert shares[0] > 0.9
+    assert shares[1] < 0.35
