@@ -85,7 +85,7 @@ test-formats: $(STAMP) $(VOCABULARIES)/.unpacked
 test-speculators: $(STAMP)
 	$(BIN)/python -m pip install --quiet --target .speculators --no-deps speculators==0.9.0
 	$(BIN)/python -m pip install --quiet --target .speculators/others datasets loguru pydantic pydantic-settings
-	PYTHONPATH=.speculators:.speculators/others $(BIN)/python -m pytest tests/heads/test_eagle_by_speculators.py tests/heads/test_block_by_speculators.py tests/heads/test_mtp_by_speculators.py -rs
+	PYTHONPATH=.speculators:.speculators/others $(BIN)/python -m pytest tests/kinds/eagle/test_eagle_by_speculators.py tests/kinds/block/test_block_by_speculators.py tests/kinds/mtp/test_mtp_by_speculators.py -rs
 
 # The playground in a browser; Debian's Chromium is installed where it is missing, which only root can do.
 test-browser: $(STAMP)

@@ -20,10 +20,11 @@ from common import RESULTS, Lines
 from truedraft import load_model
 from truedraft.cli.doctor import written_prompts
 from truedraft.cli.prompts import read_prompts
-from truedraft.heads import Eagle3Head
+from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.kinds.eagle.variants import inputs_exchanged
 from truedraft.measure.bench import spread
 from truedraft.measure.doctor import Prompt, examine
-from truedraft.measure.variants import case_of, changed, inputs_exchanged
+from truedraft.measure.variants import case_of, changed
 from truedraft.models.base import LanguageModel
 
 Planted = tuple[str, str, Callable[[Any, Path], None]]

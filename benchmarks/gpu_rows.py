@@ -28,7 +28,7 @@ from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer
 from truedraft.engine.policy import Effort, measure_drafter, read_bandwidth
 from truedraft.engine.ready import settle
-from truedraft.heads import Eagle3Config, Eagle3Head
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
 from truedraft.machine import dtype_name, wait_for
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel

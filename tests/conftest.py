@@ -31,7 +31,7 @@ _PARTS = 3
 _WHOLE = (
     "core", "verification", "test_docs.py", "certify/test_mutants.py", "engine/test_block",
     "engine/test_distribution", "engine/test_one_wait.py", "models/test_row_invariance.py",
-    "drafters/heads/test_levels.py", "heads/test_layer_folders.py",
+    "drafters/heads/test_levels.py", "kinds/test_layer_folders.py",
 )  # fmt: skip
 """Where every case counts: laws that are summed exactly, what must be seen, bits of rows, and what each kind of heads
 draws from and is refused for."""

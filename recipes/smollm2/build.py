@@ -19,6 +19,8 @@ from recipes.common import ROOT, command, say, told
 from recipes.smollm2.pack import read_draft, write_gguf
 from recipes.smollm2.prompts import written_prompts
 from truedraft.drafters.registry import RECORD
+from truedraft.kinds.medusa.training import MedusaTrainingConfig
+from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.measure.bench.prompts import read_questions
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
@@ -33,9 +35,7 @@ from truedraft.training.heads import (
     forecast,
     train_stage_1,
 )
-from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
-from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.report import HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import Watch, WritingConfig, write_answers
 from truedraft.training.texts.data import Curriculum, read_data

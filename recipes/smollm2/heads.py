@@ -29,13 +29,13 @@ from transformers import AutoTokenizer
 
 from recipes.common import ROOT, command, say
 from recipes.smollm2.writer import Writer, turned
-from truedraft.heads import HeadRecord
+from truedraft.drafters.heads.head import HeadRecord
+from truedraft.kinds.eagle import training as eagle
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import fingerprint_of
 from truedraft.models.lm_head import LmHead
-from truedraft.training import eagle
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.loop import TrainingLoop
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer

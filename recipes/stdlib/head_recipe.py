@@ -14,7 +14,7 @@ from typing import Any
 from recipes.common import ROOT, command, say, told
 from recipes.stdlib.publish import LICENSE_NOTE, keep_log
 from recipes.stdlib.sources import load_sources
-from truedraft.heads import Head
+from truedraft.drafters.heads.head import Head
 from truedraft.machine import describe_machine
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.heads import train_heads

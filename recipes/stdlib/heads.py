@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from recipes.stdlib.head_recipe import TEXT, HeadRecipe
-from truedraft.training.medusa import MedusaTrainingConfig
+from truedraft.kinds.medusa.training import MedusaTrainingConfig
 
 
 def settings(device: str = "cpu") -> MedusaTrainingConfig:

@@ -9,7 +9,7 @@ import sys
 
 from recipes.common import ROOT
 from recipes.stdlib.head_recipe import TEXT, HeadRecipe
-from truedraft.training.redrafter import RedrafterTrainingConfig
+from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
 
 
 def settings(device: str = "cpu") -> RedrafterTrainingConfig:

@@ -17,7 +17,7 @@ from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality
 from truedraft.drafters import DraftModel, Medusa, NgramDrafter, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.heads.guess_trees import GuessTrees
+from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.models.base import LanguageModel
 from truedraft.verification import SpeculativeSampling
 

@@ -13,7 +13,7 @@ import torch
 from cli.tiny import Run
 from measure.peers.scripted_server import Made, scripted
 from truedraft.errors import PeerError
-from truedraft.heads import RedrafterHead
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.measure.peers.acceptance import served_acceptance
 from truedraft.measure.peers.calling import Caller
 from truedraft.models.embedded import embedded_heads

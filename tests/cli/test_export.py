@@ -21,20 +21,12 @@ from support.eagle_reference import random_eagle
 from support.layer_heads import random_head
 from support.mtp_checkpoints import SHAPES, MtpReference
 from truedraft import load_model
-from truedraft.heads import (
-    BlockConfig,
-    DFlashHead,
-    DSparkHead,
-    Eagle3Config,
-    Eagle3Head,
-    HeadRecord,
-    MedusaConfig,
-    MedusaHeads,
-    RedrafterConfig,
-    RedrafterHead,
-)
-from truedraft.heads.base import Head
-from truedraft.heads.peagle import PEagleConfig, PEagleHead
+from truedraft.drafters.heads.head import Head, HeadRecord
+from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.models.loading import read_model
 from truedraft.models.padding import PADDED_SIZES, PaddedSize
 
@@ -237,7 +229,7 @@ REFUSED = [
     ("speculators", "mtp", "hold no MTP layer"),
     ("speculators", "mtp,num_speculative_tokens=0", "num_speculative_tokens must be 1 to as many as pay, got 0"),
     ("speculators", "medusa", "speculators runs no medusa drafters; train an EAGLE-3 head"),
-    ("speculators", "prompt-lookup", "; it trains heads on the target's vectors: truedraft train eagle"),
+    ("speculators", "prompt-lookup", "; it trains heads on the target's vectors, which `truedraft train --help` lists"),
     ("tgi", "{eagle}", "unknown engine 'tgi'; valid: llamacpp, sglang, speculators, vllm"),
 ]
 

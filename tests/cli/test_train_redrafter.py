@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Run
-from truedraft.measure import beam_trees
+from truedraft.kinds.redrafter import traced_beams as beam_trees
 from truedraft.training import evaluate
 
 SMALL = ("--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2")

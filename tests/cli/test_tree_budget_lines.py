@@ -10,7 +10,8 @@ import pytest
 
 from cli.tiny import Run
 from truedraft.core.rank_tree import RankTree
-from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads
+from truedraft.drafters.heads.head import HeadRecord
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.models.loading import load_model
 
 WORDS = ("--json", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos", "--controller", "fixed")

@@ -15,7 +15,8 @@ from truedraft.drafters import DraftModel, from_spec, registry
 from truedraft.drafters.registry import TABLE, Registry, TrainedDrafter, find_drafters, list_drafters, write_record
 from truedraft.drafters.specs import draft_from_spec
 from truedraft.errors import CompositionError, ModelError, OptionError
-from truedraft.heads import MedusaHeads, RedrafterHead
+from truedraft.kinds.medusa.module import MedusaHeads
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.models import loading
 from truedraft.testing import MarkovModel
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from truedraft import Engine, SamplingParams, drafters
+from truedraft import Engine, SamplingParams
 from truedraft.drafters import Cascade, DraftModel, NoDrafter, ParallelDraft, PromptLookup, from_spec
+from truedraft.drafters.kinds import KINDS, dotted, trained_kinds
 from truedraft.drafters.portfolio import Portfolio
-from truedraft.drafters.registry import ORDER
-from truedraft.drafters.specs import KINDS, drafter_described, drafter_words
+from truedraft.drafters.specs import drafter_described, drafter_words
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError, VocabularyMismatchError
 from truedraft.models import loading
 from truedraft.testing import MarkovModel
@@ -147,11 +147,10 @@ def test_quotes_keep_commas_in_paths_and_values(target: MarkovModel, loaded: lis
 def test_the_table_of_words_has_the_options_of_the_drafters(word: str) -> None:
     """With their defaults, where these are numbers; async is an option of the word alone."""
     kind = KINDS[word]
-    made = {"draft": DraftModel, "cascade": Cascade}.get(word, kind.made)
-    made = getattr(drafters, made) if isinstance(made, str) else made
+    made = {"draft": DraftModel, "cascade": Cascade}.get(word) or dotted(kind.made)
     parts = {"draft": {"model"}, "cascade": {"drafter", "middle"}}.get(word, {*kind.parts})
     found = [*inspect.signature(made).parameters.items()]
-    found += [each for part in kind.parts.values() for each in inspect.signature(part).parameters.items()]
+    found += [each for part in kind.parts.values() for each in inspect.signature(dotted(part)).parameters.items()]
     parameters = {name: each.default for name, each in found if name not in {"path", "target", *parts}}
     assert set(kind.options) == set(parameters) | ({"async"} if word == "draft" else set())
     for name, default in parameters.items():
@@ -166,7 +165,7 @@ def test_help_names_every_kind_and_option() -> None:
         assert told["typed"].startswith(word) and listed[told["typed"]] == told["does"] == kind.meaning
         options = [f",{name}={value}" for name, value in kind.options.items()]
         assert told.get("options", "") == "\n".join(options)
-        assert ("train" in told) == (word in ORDER)
+        assert ("train" in told) == (word in trained_kinds())
     assert next(iter(listed)) == "auto" and listed["portfolio(A;B;...)"] == drafter_described("portfolio")["does"]
     with pytest.raises(UnknownOptionError, match="unknown drafter 'eagl'; did you mean 'eagle'"):
         drafter_described("eagl")

@@ -22,8 +22,8 @@ from truedraft.core.shaping import Shaping
 from truedraft.drafters import Drafter, DraftModel, Medusa, NoDrafter, Portfolio, PromptLookup, Redrafter
 from truedraft.drafters.prediction import PredictionDrafter
 from truedraft.errors import IncompatibleRuleError
-from truedraft.heads import MedusaHeads
-from truedraft.heads.redrafter import RedrafterHead
+from truedraft.kinds.medusa.module import MedusaHeads
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.verification.specs import rule_from_spec
 
 VOCAB, PROMPT, LENGTH, ANSWERS = 4, [1, 2, 3, 1, 2], 2, 1536

@@ -17,11 +17,11 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Request, memory
 from truedraft.engine.policy import Goodput
 from truedraft.errors import PromptError
+from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel

@@ -15,7 +15,8 @@ from support.tiny_models import CONTEXT, COUNT, FAMILIES, PROMPTS, VOCAB, refere
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import gumbel_of
 from truedraft.drafters import DFlash, Drafter, DraftModel, DSpark, Eagle3, Medusa, PromptLookup, Redrafter
-from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config
+from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.eagle.module import Eagle3Config
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend

@@ -22,8 +22,7 @@ from truedraft.core.noise import Purpose, UniformKeys, uniforms
 from truedraft.core.probs import draw
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters import Budget, Cascade, CutShortError, Drafter, DraftModel, Eagle3
-from truedraft.heads import Eagle3Head
-from truedraft.heads.eagle import Eagle3Config
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling

@@ -34,10 +34,11 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, Medusa, Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.drafters.heads.calibration import Calibration
-from truedraft.drafters.heads.guess_trees import GuessTrees
-from truedraft.heads import HeadRecord, MedusaHeads
-from truedraft.heads.published import published_tree
-from truedraft.heads.redrafter import RedrafterHead
+from truedraft.drafters.heads.head import HeadRecord
+from truedraft.kinds.medusa.guess_trees import GuessTrees
+from truedraft.kinds.medusa.module import MedusaHeads
+from truedraft.kinds.medusa.original import published_tree
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.exact import Prefix, distance, emitted_dist, target_dist

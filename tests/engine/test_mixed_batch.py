@@ -17,8 +17,8 @@ from support.tiny_models import VOCAB, build, llama
 from truedraft import Engine, SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.engine import Answer
+from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import ScriptedDrafter
 from truedraft.verification import BlockVerification, LenientSampling, Rule

@@ -19,11 +19,11 @@ from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import KeyedNoise, Purpose, UniformKeys, mix, uniforms
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Answer
 from truedraft.engine.policy import FixedBudget
 from truedraft.engine.request import Request
+from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.testing import MarkovModel, ScriptedDrafter
 from truedraft.verification import BlockVerification, LenientSampling, Rule, SpeculativeSampling, TypicalAcceptance
 

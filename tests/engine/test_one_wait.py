@@ -28,10 +28,10 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Lookahead, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.engine import Answer
 from truedraft.engine.reading import FixedParts
 from truedraft.engine.step import Step
+from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend

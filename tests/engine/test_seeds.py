@@ -10,10 +10,10 @@ from support.head_models import MarkovWithHead, random_heads
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup
-from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine.policy import Controller
 from truedraft.errors import OptionError
+from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.testing import MarkovModel
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 

@@ -10,7 +10,7 @@ import pytest
 from truedraft.core.theory import holm
 from truedraft.measure.doctor import LEAST_PROMPTS
 from truedraft.measure.predictions import difference_over_prompts, sign_flips
-from truedraft.measure.variants import KINDS
+from truedraft.measure.variants import examined, examined_words
 
 
 def test_flipped_signs_are_those_of_all_signs() -> None:
@@ -35,7 +35,7 @@ def test_as_good_a_way_is_hardly_ever_called_better() -> None:
 
 def test_so_many_prompts_are_enough_for_all_variants_together() -> None:
     """A variant that is better on each of the fewest prompts is called so beside all others, and is not with fewer."""
-    most = max(len(kind.variants) for kind in KINDS.values())
+    most = max(len(kind.variants) for kind in map(examined, examined_words()))
     enough, fewer = (holm([sign_flips(np.ones(count))] + [1.0] * (most - 1))[0] for count in (LEAST_PROMPTS, 10))
     assert enough < 0.01 < fewer
 

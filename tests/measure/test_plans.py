@@ -20,9 +20,10 @@ from support.tiny_models import GROUPED, PROMPTS, build, packed
 from truedraft.core.params import SamplingParams
 from truedraft.core.theory import CostCurve, DraftCost, DraftPoint, TargetCost
 from truedraft.drafters import from_spec, specs
+from truedraft.drafters.heads.head import HeadRecord
 from truedraft.engine.policy import CostStore, StepCosts
 from truedraft.errors import CompositionError, DataError, OptionError, UnknownOptionError
-from truedraft.heads import Eagle3Config, HeadRecord
+from truedraft.kinds.eagle.module import Eagle3Config
 from truedraft.measure import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, ratio_of_rates, read_plan
 from truedraft.measure.candidates import LONGEST
 from truedraft.measure.predictions import Circumstance, Drafting, Footprint, Interval, PlanOption, options_of

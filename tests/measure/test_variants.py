@@ -9,7 +9,7 @@ import torch
 from truedraft import load_model
 from truedraft.measure import doctor
 from truedraft.measure.doctor import Prompt, Replayed, _answered, _seen_at_once, replay
-from truedraft.measure.variants import KINDS, case_of
+from truedraft.measure.variants import case_of, examined
 
 TEXTS = [f"def f{number}(x):\n    return" for number in range(12)]
 
@@ -20,7 +20,7 @@ def test_prompts_are_written_otherwise_behind_other_vectors() -> None:
     assert target.tokenizer is not None
     prompts = [Prompt(text, text, tuple(target.tokenizer.encode(text))) for text in TEXTS]
     case = _answered(case, prompts, 6, 0.0)
-    made = {each.name: each.make for each in KINDS["redrafter"].variants}
+    made = {each.name: each.make for each in examined("redrafter").variants}
     raw = made["vector before the final norm"](case).better
     wide = made["float32"](raw).better
     for trace in (*wide.seen(), *made["first token (BOS) there or not"](wide).given.seen()):

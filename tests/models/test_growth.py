@@ -13,7 +13,7 @@ from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import DraftIds
-from truedraft.drafters.heads.beams import trees_of
+from truedraft.drafters.heads.base import trees_of
 from truedraft.drafters.heads.levels import LikeliestTree, grow_likeliest
 from truedraft.models.backends.graphs.growth import LikeliestNodes, own_bits
 from truedraft.models.cache import RequestCache

@@ -88,7 +88,7 @@ from pathlib import Path
 from support.tiny_models import build, CONTEXT, VOCAB
 from transformers import LlamaConfig
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.heads.base import tensors_in
+from truedraft.drafters.heads.head import tensors_in
 folder = Path({str(tmp_path)!r})
 config = LlamaConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                      num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=CONTEXT)

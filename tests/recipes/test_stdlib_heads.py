@@ -13,8 +13,10 @@ from recipes.stdlib import redrafter
 from recipes.stdlib.head_recipe import prompts, share_text
 
 from truedraft.core.rank_tree import RankTree
+from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import DataError, TrainingError
-from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads, RedrafterHead
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.models.embedded import heldout_prompts_file
 
 FACTS = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from support.layer_heads import Page
-from truedraft.heads import BlockHead
+from truedraft.kinds.block.module import BlockHead
 
 
 class BlockReference(Page):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from support.layer_heads import Page, random_head
-from truedraft.heads import Eagle3Config, Eagle3Head
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
 
 
 def random_eagle(config: Eagle3Config, kind: type[Eagle3Head] = Eagle3Head) -> Eagle3Head:

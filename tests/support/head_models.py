@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from truedraft.core.tree import chain_shape
-from truedraft.heads import MedusaConfig, MedusaHeads
-from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel
 

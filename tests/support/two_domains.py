@@ -17,8 +17,12 @@ from support.tiny_models import build
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DFlash, DraftModel, DSpark, Eagle3, Medusa, PEagle, Redrafter
 from truedraft.drafters.heads.base import HeadDrafter
-from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
-from truedraft.heads.peagle import PEagleHead
+from truedraft.drafters.heads.head import Head
+from truedraft.kinds.block.module import DFlashHead, DSparkHead
+from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.kinds.medusa.module import MedusaHeads
+from truedraft.kinds.p_eagle.module import PEagleHead
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel

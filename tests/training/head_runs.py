@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from truedraft.heads import Head
+from truedraft.drafters.heads.head import Head
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.heads import HeadResult, train_heads
 from truedraft.training.loop import Callbacks

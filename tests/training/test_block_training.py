@@ -22,16 +22,17 @@ from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
 from truedraft.errors import OptionError
-from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config
-from truedraft.heads.peagle import PEagleConfig, PEagleHead
+from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.block.training import Blocks, DFlashTrainingConfig, DSparkTrainingConfig
+from truedraft.kinds.eagle.module import Eagle3Config
+from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds.p_eagle.training import PEagleTrainingConfig
 from truedraft.models.lm_head import LmHead
-from truedraft.training.block import Blocks, DFlashTrainingConfig, DSparkTrainingConfig
-from truedraft.training.eagle import ChainObjective
+from truedraft.training.chains import ChainObjective
 from truedraft.training.evaluate import foretold
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.losses import loss_from_spec
-from truedraft.training.peagle import PEagleTrainingConfig
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer

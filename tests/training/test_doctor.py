@@ -19,16 +19,18 @@ from doctor import as_offsets, far_apart, flipped, ids_exchanged, moved, reverse
 from support.embedded_models import embedded
 from training.conftest import SHAPE
 from truedraft import load_model
-from truedraft.heads import Eagle3Head, MedusaHeads, RedrafterHead
-from truedraft.heads.eagle_folders import write_eagle_folder
+from truedraft.kinds.block.training import DFlashTrainingConfig
+from truedraft.kinds.eagle.folders import write_eagle_folder
+from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.kinds.eagle.training import Eagle3TrainingConfig
+from truedraft.kinds.medusa.module import MedusaHeads
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.measure.doctor import Diagnosis, Prompt, examine
 from truedraft.measure.variants import case_of, changed
 from truedraft.models.architecture import save_llama
 from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import embedded_folder, embedded_heads
-from truedraft.training.block import DFlashTrainingConfig
 from truedraft.training.drafts import DraftConfig
-from truedraft.training.eagle import Eagle3TrainingConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.texts.answer_writer import WritingConfig

@@ -16,16 +16,12 @@ from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import Eagle3
 from truedraft.errors import OptionError
-from truedraft.heads import Eagle3Config, Eagle3Head
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
+from truedraft.kinds.eagle.training import Eagle3TrainingConfig, Unrolled
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
-from truedraft.training.eagle import (
-    ChainObjective,
-    Eagle3TrainingConfig,
-    Unrolled,
-    likeliest_ids,
-)
+from truedraft.training.chains import ChainObjective, likeliest_ids
 from truedraft.training.evaluate import foretold
 from truedraft.training.heads import HeadJob, lm_head_of, starting_head, train_heads
 from truedraft.training.losses import ForwardKL

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from truedraft.errors import DataError
-from truedraft.heads import MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.training import head_objective

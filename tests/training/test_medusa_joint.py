@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 
 from truedraft import Engine, load_model
-from truedraft.drafters.heads.medusa import Medusa
 from truedraft.errors import MissingExtraError
-from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.kinds.medusa.drafter import Medusa
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.models.architecture import load_causal_lm
 from truedraft.training import evaluate, joint
 from truedraft.training.head_config import JointConfig
@@ -23,7 +24,6 @@ from truedraft.training.heads import train_heads
 from truedraft.training.joint import Backbone, JointObjective, rank_for
 from truedraft.training.loop import Callbacks, trained_weights
 from truedraft.training.losses import ForwardKL
-from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.tokenizer import load_tokenizer

@@ -19,17 +19,17 @@ from cli.tiny import save_tiny_llama
 from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, same_weights, trained_in
 from truedraft import Engine, SamplingParams, files, load_model
 from truedraft.drafters.heads.calibration import Calibration
-from truedraft.drafters.heads.guess_trees import GuessTrees
-from truedraft.drafters.heads.medusa import Medusa
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
-from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.kinds.medusa.drafter import Medusa
+from truedraft.kinds.medusa.guess_trees import GuessTrees
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.training import evaluate
 from truedraft.training import heads as heads_module
 from truedraft.training import loop as loop_module
 from truedraft.training.head_objective import heads_optimizer
 from truedraft.training.heads import HeadJob, train_heads
 from truedraft.training.loop import Callbacks
-from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.report import licence_of, made_by
 from truedraft.training.texts.answer_writer import WritingConfig, WrittenAnswer

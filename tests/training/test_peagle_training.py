@@ -13,11 +13,11 @@ from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
 from training.test_block_training import ANSWER, ANSWERS, PROMPT, text
 from truedraft.errors import OptionError
-from truedraft.heads.peagle import PEagleConfig, PEagleHead
+from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds.p_eagle.training import Masked, PEagleTrainingConfig
 from truedraft.models.lm_head import LmHead
-from truedraft.training.eagle import ChainObjective, chains_in
+from truedraft.training.chains import ChainObjective, chains_in
 from truedraft.training.losses import ForwardKL
-from truedraft.training.peagle import Masked, PEagleTrainingConfig
 from truedraft.training.texts.self_distillation import WrittenAnswer
 
 SIZES = PEagleConfig(

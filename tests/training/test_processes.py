@@ -21,17 +21,17 @@ from torch.optim import _muon
 
 from training.conftest import TEXT
 from truedraft.errors import OptionError, TrainingError
+from truedraft.kinds.block.training import DSparkTrainingConfig
+from truedraft.kinds.eagle.training import Eagle3TrainingConfig
+from truedraft.kinds.medusa.training import MedusaTrainingConfig
+from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
 from truedraft.training import evaluate
-from truedraft.training.block import DSparkTrainingConfig
 from truedraft.training.drafts import DraftConfig, train_draft
-from truedraft.training.eagle import Eagle3TrainingConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import TrainingLoop, checkpoint_of, read_checkpoint
-from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.ngrams import train_ngrams
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.processes import Processes, joined
-from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.data import Curriculum
 from truedraft.training.texts.prompts import PromptSets

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from support.shares import assert_shares_add_up
-from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
+from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
+from truedraft.kinds.redrafter.training import RedrafterTrainingConfig, SelfFeeding
 from truedraft.training import losses
 from truedraft.training.head_objective import HeadLoss, HeadsObjective, heads_optimizer
 from truedraft.training.losses import loss_from_spec
-from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.targets import ComputedTarget
-from truedraft.training.texts.self_distillation import CollatedBatch, SelfFeeding, text_tokens
+from truedraft.training.texts.self_distillation import CollatedBatch, text_tokens
 
 LENGTH, DECAY = 3, 0.7
 

@@ -13,14 +13,15 @@ import torch
 
 from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, trained_in
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters.heads.redrafter import Redrafter
+from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import ModelError, OptionError, TrainingError
-from truedraft.heads import HeadRecord, RedrafterHead
-from truedraft.measure import beam_trees
+from truedraft.kinds.redrafter import traced_beams as beam_trees
+from truedraft.kinds.redrafter.drafter import Redrafter
+from truedraft.kinds.redrafter.module import RedrafterHead
+from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
 from truedraft.training import evaluate
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
-from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 

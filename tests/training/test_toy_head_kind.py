@@ -17,8 +17,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.heads.head import Head, HeadRecord, VectorHead
 from truedraft.errors import CompositionError, ModelError
-from truedraft.heads import Head, HeadRecord, MedusaHeads, VectorHead
+from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.models.base import LanguageModel
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig

@@ -233,7 +233,7 @@ def _fix(found: Diagnosis, folder: Path, terminal: Terminal, model: str) -> str 
     Raises:
         ModelError: it cannot be written.
     """
-    from truedraft.heads import Head
+    from truedraft.drafters.heads.head import Head
 
     if not isinstance(found.part, Head) or not any(each.mends for each in found.faults):
         terminal.out.print(f"nothing is written into {folder}: no other weights or sizes are better", soft_wrap=True)

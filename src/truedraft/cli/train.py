@@ -134,8 +134,8 @@ def medusa(options: MedusaOptions) -> int:
     """Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring."""
 
     def config(common: dict[str, Any]) -> HeadTrainingConfig:
+        from truedraft.kinds.medusa.training import MedusaTrainingConfig
         from truedraft.training.head_config import JointConfig
-        from truedraft.training.medusa import MedusaTrainingConfig
         from truedraft.training.optimizer import OptimizerConfig
 
         second = options.joint

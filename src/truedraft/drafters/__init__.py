@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from truedraft.drafters.base import StepOutcome as StepOutcome
     from truedraft.drafters.cascade import Cascade as Cascade
     from truedraft.drafters.draft_model import DraftModel as DraftModel
-    from truedraft.drafters.heads.block import DFlash as DFlash
-    from truedraft.drafters.heads.block import DSpark as DSpark
-    from truedraft.drafters.heads.eagle import Eagle3 as Eagle3
-    from truedraft.drafters.heads.medusa import Medusa as Medusa
-    from truedraft.drafters.heads.mtp import Mtp as Mtp
-    from truedraft.drafters.heads.peagle import PEagle as PEagle
-    from truedraft.drafters.heads.redrafter import Redrafter as Redrafter
     from truedraft.drafters.lookahead import Lookahead as Lookahead
     from truedraft.drafters.ngram import NgramDrafter as NgramDrafter
     from truedraft.drafters.parallel import ParallelDraft as ParallelDraft
@@ -43,6 +36,13 @@ if TYPE_CHECKING:
     from truedraft.drafters.self_draft import SelfDraft as SelfDraft
     from truedraft.drafters.specs import from_spec as from_spec
     from truedraft.drafters.suffix import SuffixDrafter as SuffixDrafter
+    from truedraft.kinds.block.drafter import DFlash as DFlash
+    from truedraft.kinds.block.drafter import DSpark as DSpark
+    from truedraft.kinds.eagle.drafter import Eagle3 as Eagle3
+    from truedraft.kinds.medusa.drafter import Medusa as Medusa
+    from truedraft.kinds.mtp.drafter import Mtp as Mtp
+    from truedraft.kinds.p_eagle.drafter import PEagle as PEagle
+    from truedraft.kinds.redrafter.drafter import Redrafter as Redrafter
 
 _MODULES = {
     "truedraft.core.budget": ("Budget",),
@@ -53,12 +53,12 @@ _MODULES = {
     "truedraft.drafters.base": ("CutShortError", "Drafter", "DraftRequest", "Features", "NoDrafter", "StepOutcome"),
     "truedraft.drafters.cascade": ("Cascade",),
     "truedraft.drafters.draft_model": ("DraftModel",),
-    "truedraft.drafters.heads.block": ("DFlash", "DSpark"),
-    "truedraft.drafters.heads.eagle": ("Eagle3",),
-    "truedraft.drafters.heads.medusa": ("Medusa",),
-    "truedraft.drafters.heads.mtp": ("Mtp",),
-    "truedraft.drafters.heads.peagle": ("PEagle",),
-    "truedraft.drafters.heads.redrafter": ("Redrafter",),
+    "truedraft.kinds.block.drafter": ("DFlash", "DSpark"),
+    "truedraft.kinds.eagle.drafter": ("Eagle3",),
+    "truedraft.kinds.medusa.drafter": ("Medusa",),
+    "truedraft.kinds.mtp.drafter": ("Mtp",),
+    "truedraft.kinds.p_eagle.drafter": ("PEagle",),
+    "truedraft.kinds.redrafter.drafter": ("Redrafter",),
     "truedraft.drafters.lookahead": ("Lookahead",),
     "truedraft.drafters.ngram": ("NgramDrafter",),
     "truedraft.drafters.parallel": ("ParallelDraft",),

@@ -18,20 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
+from truedraft.drafters.heads.head import Head
+from truedraft.drafters.kinds import KINDS, dotted, kind_in
 from truedraft.drafters.registry import ENGINES, TrainedDrafter
-from truedraft.drafters.specs import KINDS
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, errors_about
 from truedraft.files import user_path
-from truedraft.heads import block_folders, eagle_folders
-from truedraft.heads.base import Head
-from truedraft.heads.block import DFlashHead, DSparkHead
-from truedraft.heads.eagle import Eagle3Head
-from truedraft.heads.layers import LayerHead
-from truedraft.heads.medusa import MedusaHeads
-from truedraft.heads.medusa_folders import write_vllm_medusa
-from truedraft.heads.mtp import MtpHead, reach_of, write_mtp_folder
-from truedraft.heads.peagle import PEagleHead
-from truedraft.heads.published import kind_in
 from truedraft.models import gguf, smollm2
 from truedraft.models.export import export_model, new_folder
 from truedraft.models.gguf_header import parts_of
@@ -40,9 +31,6 @@ from truedraft.options import Words, read_whole
 
 _TOKENS = "num_speculative_tokens"
 _DRAFT, _DRAFT_TOKENS = "draft", 4
-_HEADS: Mapping[str, type[Head]] = {
-    each.kind: each for each in (MedusaHeads, Eagle3Head, PEagleHead, DFlashHead, DSparkHead)
-}
 _GGUF = "draft.gguf"
 
 
@@ -66,19 +54,30 @@ class ExportedDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
-    """Attributes: name: as it was given; config: of transformers, None where the target lies elsewhere."""
+class ExportTarget:
+    """The target that an exported drafter is for.
+
+    Attributes:
+        name: as it was given.
+        config: of transformers, None where the target lies elsewhere.
+    """
 
     name: str
     config: Any
 
     @property
     def family(self) -> str:
+        """The class that transformers loads it with; "" where it is not known."""
         family, *_ = getattr(self.config, "architectures", None) or [""]
         return str(family)
 
     @property
     def layers(self) -> int:
+        """How many it has.
+
+        Raises:
+            OptionError: it cannot be read here.
+        """
         if self.config is None:
             raise OptionError(f"{self.name!r} cannot be read here, and its layers are counted; name it", field="model")
         return int(self.config.get_text_config().num_hidden_layers)
@@ -88,7 +87,7 @@ class _Target:
         if self.config is None:
             return
         text, sizes, wrong = self.config.get_text_config(), head.config, None
-        last = max(sizes.layers, default=-1) if isinstance(head, LayerHead) else -1
+        last = max(sizes.layers, default=-1) if head.reads_layers else -1
         if sizes.width not in (text.hidden_size, getattr(text, "word_embed_proj_dim", None)):
             wrong = f"whose vectors have {text.hidden_size} entries, and this head reads {sizes.width}"
         elif last >= text.num_hidden_layers:
@@ -107,62 +106,24 @@ class _Target:
         return weight
 
 
-_Write = Callable[[Any, Path, _Target], None]
-
-
-def _with_output(head: Eagle3Head, target: _Target, folder: Path) -> Eagle3Head:
-    """The same head with a copy of the target's LM head in the place of its own."""
-    weight = None if head.config.own_output else target.lm_head(head)
-    if weight is None:
-        return head
-    weights = head.state_dict() | {"lm_head.weight": weight.clone()}
-    return type(head).with_weights(replace(head.config, own_output=True), weights, folder).with_record(head.record)
-
-
-def _flat_eagle(head: Any, folder: Path, target: _Target) -> None:
-    eagle_folders.write_eagle_folder(_with_output(head, target, folder), folder, target=target.name)
-
-
-def _eagle_speculators(head: Any, folder: Path, target: _Target) -> None:
-    whole = _with_output(head, target, folder)
-    eagle_folders.write_speculators_folder(whole, folder, target=target.name, family=target.family)
-
-
-def _block_speculators(head: Any, folder: Path, target: _Target) -> None:
-    block_folders.write_speculators_folder(head, folder, target=target.name, family=target.family)
-
-
-def _deepspec(head: Any, folder: Path, target: _Target) -> None:
-    block_folders.write_dspark_folder(head, folder, target_layers=target.layers)
-
-
-def _dspark(head: Any, folder: Path, target: _Target) -> None:
-    (_deepspec if head.config.own_embedding else _block_speculators)(head, folder, target)
-
-
-def _dflash(head: Any, folder: Path, target: _Target) -> None:
-    block_folders.write_dflash_folder(head, folder, target_layers=target.layers)
-
-
-def _medusa(heads: Any, folder: Path, target: _Target) -> None:
-    tied = heads.config.tied and not heads.config.reads_token
-    write_vllm_medusa(heads, folder, lm_head=target.lm_head(heads) if tied else None)
-
-
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """How an engine is given a kind of drafter.
 
     Attributes:
         words: of the server's command: DIR stands for the folder, FILE for the GGUF file in it, K for the tokens, K+1
             for one more; of vLLM its method, and what else its configuration has.
-        write: a head; None is of draft models and MTP layers.
+        write: writes a head, given it, a folder and the target; None is of draft models.
         reads: sizes of heads that it takes only so; it leaves out others, some without a word.
+        flags: of these sizes, those that `truedraft train` has an option for.
+        otherwise: what to do with a head of other sizes.
     """
 
     words: str
-    write: _Write | None = None
+    write: Callable[[Any, Path, ExportTarget], None] | None = None
     reads: Mapping[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    otherwise: str = ""
 
     def typed(self, folder: Path, tokens: int) -> list[str]:
         """The words, with all in its place."""
@@ -174,40 +135,32 @@ class _Way:
         return [given.get(word, word) for word in self.words.split()]
 
 
-_SGLANG = "--speculative-algorithm {} --speculative-draft-model-path DIR "
-_STEPS = _SGLANG + "--speculative-num-steps K --speculative-eagle-topk 1 --speculative-num-draft-tokens K+1"
-_LLAMACPP = "-md FILE --spec-type {} --spec-draft-n-max K"
-_NO_NORMS = {"fc_norm": False, "norm_output": False}
-_NO_QUERY_NORMS = {"query_norms": False}
-_VANILLA = {"markov_kind": "vanilla"}
-_ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0}
-_WAYS: Mapping[str, Mapping[str, _Way]] = {
-    "vllm": {
-        _DRAFT: _Way("draft_model"),
-        "medusa": _Way("medusa", _medusa),
-        "eagle": _Way("eagle3", _eagle_speculators),
-        "p-eagle": _Way("eagle3 parallel_drafting", _eagle_speculators, _NO_NORMS),
-        "dflash": _Way("dflash", _block_speculators),
-        "dspark": _Way("dspark", _dspark, _VANILLA),
-    },
-    "sglang": {
-        _DRAFT: _Way(_STEPS.format("STANDALONE")),
-        "eagle": _Way(_STEPS.format("EAGLE3"), _flat_eagle, _NO_QUERY_NORMS),
-        "dflash": _Way(_SGLANG.format("DFLASH") + "--speculative-num-draft-tokens K+1", _dflash),
-        "dspark": _Way(_SGLANG.format("DSPARK") + "--speculative-dspark-block-size K", _deepspec),
-    },
-    "llamacpp": {
-        _DRAFT: _Way(_LLAMACPP.format("draft-simple")),
-        "eagle": _Way(_LLAMACPP.format("draft-eagle3"), _eagle_speculators, _ONE_LAYER),
-        "dflash": _Way(_LLAMACPP.format("draft-dflash"), _dflash),
-        "dspark": _Way(_LLAMACPP.format("draft-dspark"), _dspark, _VANILLA),
-    },
-    "speculators": {
-        **dict.fromkeys(("eagle", "p-eagle"), _Way("", _eagle_speculators)),
-        **dict.fromkeys(("dflash", "dspark"), _Way("", _block_speculators)),
-        MtpHead.kind: _Way(""),
-    },
-}
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """How engines are given a kind of drafters.
+
+    Attributes:
+        ways: by engine.
+        instead: what is nearest to it for the other engines, by engine; under "" for all.
+        export: writes one, given its path, the engine, the way, a folder, the target's name and a number of tokens;
+            None is of heads.
+    """
+
+    ways: Mapping[str, Way]
+    instead: Mapping[str, str] = field(default_factory=dict)
+    export: Callable[[str | None, str, Way, Path, str | None, int | None], ExportedDrafter] | None = None
+
+
+SGLANG = "--speculative-algorithm {} --speculative-draft-model-path DIR "
+SGLANG_STEPS = SGLANG + "--speculative-num-steps K --speculative-eagle-topk 1 --speculative-num-draft-tokens K+1"
+LLAMACPP = "-md FILE --spec-type {} --spec-draft-n-max K"
+_DRAFTS = Exports(
+    {
+        "vllm": Way("draft_model"),
+        "sglang": Way(SGLANG_STEPS.format("STANDALONE")),
+        "llamacpp": Way(LLAMACPP.format("draft-simple")),
+    }
+)
 _SERVE = {
     "vllm": ["vllm", "serve"],
     "sglang": ["python", "-m", "sglang.launch_server", "--model-path"],
@@ -218,20 +171,9 @@ _LOOKUP = {
     "sglang": "--speculative-algorithm NGRAM",
     "llamacpp": "--spec-type ngram-simple",
 }
-_MTP = {
-    "vllm": """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'""",
-    "sglang": "--speculative-algorithm NEXTN",
-    "llamacpp": "--spec-type draft-mtp",
-}
 _NEAREST = {
-    **dict.fromkeys(("medusa", "redrafter", "p-eagle"), "train an EAGLE-3 head in its place: truedraft train eagle"),
     **dict.fromkeys(("self", "reencoded"), "train a draft model in its place: truedraft train draft"),
     **dict.fromkeys(("cascade", "portfolio", "auto"), "it runs one drafter; export one of the members by itself"),
-}
-_ELSEWHERE = {
-    "eagle": "vLLM reads it: --for vllm",
-    "p-eagle": _NEAREST["p-eagle"],
-    "dspark": "SGLang reads one that has copies of embedding and LM head; or train one: truedraft train dspark",
 }
 
 
@@ -252,36 +194,45 @@ def export_drafter(
         OptionError: the engine does not run such a drafter, and what is nearest; or an unusable folder or target.
         ModelError: the drafter or the target cannot be read, or the engine has no place for something that it has.
     """
-    if engine not in _WAYS:
+    if engine not in ENGINES:
         raise UnknownOptionError.nearest("engine", engine, ENGINES)
     with errors_about("drafter"):
         kind, words = _kind_of(Words.parse("drafter", drafter))
-        way = _WAYS[engine].get(kind)
+        exports = _exports_of(kind)
+        way = exports.ways.get(engine)
         if way is None:
-            raise OptionError(f"{engine} runs no {kind} drafters{_nearest(kind, engine)}")
+            raise OptionError(f"{engine} runs no {kind} drafters{_nearest(kind, engine, exports)}")
         for name in words.options.keys() - {_TOKENS}:
             raise OptionError(
                 f"{name} is of trees and rules that {engine} does not have; leave it out: it drafts chains of {_TOKENS}"
             )
-        if words.path is None and kind != MtpHead.kind:
-            raise OptionError(f"{kind!r} does not say which one; give its folder: {kind}:DIR")
         wanted = words.options.get(_TOKENS)
         tokens = None if wanted is None else read_whole(_TOKENS, wanted)
-        if words.path is None or kind == MtpHead.kind:
-            return _export_mtp(words.path, engine, way, folder, model, tokens)
-        head = None if way.write is None else _HEADS[kind].load(words.path)
+        if exports.export is not None:
+            return exports.export(words.path, engine, way, folder, model, tokens)
+        if words.path is None:
+            raise OptionError(f"{kind!r} does not say which one; give its folder: {kind}:DIR")
+        head = None if way.write is None else dotted(KINDS[kind].head).load(words.path)
     if head is None:
         return _export_draft(words.path, engine, way, folder, model, tokens, dtype)
     return _export_head(head, engine, way, folder, model, tokens)
 
 
-def _nearest(kind: str, engine: str) -> str:
+def _exports_of(kind: str) -> Exports:
+    if kind == _DRAFT:
+        return _DRAFTS
+    exports: Exports = dotted(KINDS[kind].exports) if kind in KINDS and KINDS[kind].exports else Exports({})
+    return exports
+
+
+def _nearest(kind: str, engine: str, exports: Exports) -> str:
     """What is nearest to a kind of drafter that an engine is not given."""
-    if kind == MtpHead.kind:
-        return f" from folders, but the layer in the model's own files: {_MTP[engine]}; --for speculators writes one"
-    if engine not in _LOOKUP and kind not in _NEAREST:
-        return "; it trains heads on the target's vectors: truedraft train eagle"
-    return f"; {_NEAREST.get(kind) or 'it looks n-grams up by itself: ' + _LOOKUP[engine]}"
+    if engine in exports.instead:
+        return exports.instead[engine]
+    nearest = exports.instead.get("") or _NEAREST.get(kind)
+    if engine not in _LOOKUP and nearest is None:
+        return "; it trains heads on the target's vectors, which `truedraft train --help` lists"
+    return f"; {nearest or 'it looks n-grams up by itself: ' + _LOOKUP[engine]}"
 
 
 def _kind_of(words: Words) -> tuple[str, Words]:
@@ -297,45 +248,35 @@ def _kind_of(words: Words) -> tuple[str, Words]:
 
 
 def _export_head(
-    head: Any, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None
+    head: Any, engine: str, way: Way, folder: Path, model: str | None, tokens: int | None
 ) -> ExportedDrafter:
-    target = _target(model, head.record.target_name, engine)
+    target = target_of(model, head.record.target_name, engine)
     target.check_fits(head)
-    count = _chain(tokens, head.reach, head.reach)
-    if isinstance(head, LayerHead):
-        head.config = head.config.at_usual_layers(target.layers)
+    count = chain_of(tokens, head.reach, head.reach)
+    if head.reads_layers:
+        head = head.reading(target.layers)
     unread = [name for name, value in way.reads.items() if getattr(head.config, name) != value]
     if unread:
-        norms = unread if head.kind == Eagle3Head.kind and set(unread) <= set(_NO_NORMS) else []
-        without = "".join(f" --no-{name.replace('_', '-')}" for name in norms)
+        flags = unread if set(unread) <= set(way.flags) else []
+        without = "".join(f" --no-{name.replace('_', '-')}" for name in flags)
         raise OptionError(
             f"{engine} reads {head.kind} heads with "
             + ", ".join(f"{name} {way.reads[name]}, not {getattr(head.config, name)}" for name in unread)
-            + f"; {_ELSEWHERE[head.kind]}"
-            + (f"; {engine} would read one made by truedraft train eagle{without}" if without else "")
+            + f"; {way.otherwise}"
+            + (f"; {engine} would read one made by truedraft train {head.kind}{without}" if without else "")
         )
     assert way.write is not None
     with new_folder(folder):
         way.write(head, folder, target)
-    return _exported(folder, head.kind, engine, target, count, way)
-
-
-def _export_mtp(
-    source: str | None, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None
-) -> ExportedDrafter:
-    target = _target(model, "", engine)
-    count = _chain(tokens, reach_of(source), None)
-    with new_folder(folder):
-        write_mtp_folder(folder, target.name, source, tokens=count, family=target.family)
-    return _exported(folder, MtpHead.kind, engine, target, count, way)
+    return exported(folder, head.kind, engine, target, count, way)
 
 
 def _export_draft(
-    name: str, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None, dtype: str
+    name: str, engine: str, way: Way, folder: Path, model: str | None, tokens: int | None, dtype: str
 ) -> ExportedDrafter:
     known = TrainedDrafter.read(user_path(name, ModelNotFoundError))
-    target = _target(model, "" if known is None else known.target_name, engine)
-    count = _chain(tokens, _DRAFT_TOKENS, None)
+    target = target_of(model, "" if known is None else known.target_name, engine)
+    count = chain_of(tokens, _DRAFT_TOKENS, None)
     configs = (load_config(resolve_source(name), name, None), target.config)
     own, theirs = (None if each is None else each.get_text_config().vocab_size for each in configs)
     if engine != "llamacpp" and theirs not in (None, own):
@@ -349,10 +290,15 @@ def _export_draft(
             shutil.copyfile(file, folder / _GGUF)
     else:
         export_model(name, folder, dtype=dtype)
-    return _exported(folder, _DRAFT, engine, target, count, way)
+    return exported(folder, _DRAFT, engine, target, count, way)
 
 
-def _target(model: str | None, named: str, engine: str) -> _Target:
+def target_of(model: str | None, named: str, engine: str) -> ExportTarget:
+    """The target of that name, or the one that the drafter names.
+
+    Raises:
+        OptionError: there is no name, or the engine cannot load such a target.
+    """
     name = named if model is None else model
     if not name:
         raise OptionError("this drafter does not say what its target is; name it", field="model")
@@ -365,17 +311,22 @@ def _target(model: str | None, named: str, engine: str) -> _Target:
     config = None
     with contextlib.nullcontext() if model else contextlib.suppress(ModelError):  # it may lie elsewhere now
         config = load_config(resolve_source(name), name, None)
-    return _Target(name, config)
+    return ExportTarget(name, config)
 
 
-def _chain(tokens: int | None, usual: int, most: int | None) -> int:
+def chain_of(tokens: int | None, usual: int, most: int | None) -> int:
+    """Tokens of a chain: those that were asked for, or the usual ones.
+
+    Raises:
+        OptionError: there are less than one, or more than `most`.
+    """
     count = usual if tokens is None else tokens
     if count < 1 or (most is not None and count > most):
         raise OptionError(f"{_TOKENS} must be 1 to {most or 'as many as pay'}, got {count}", field="drafter")
     return count
 
 
-def _exported(folder: Path, kind: str, engine: str, target: _Target, tokens: int, way: _Way) -> ExportedDrafter:
+def exported(folder: Path, kind: str, engine: str, target: ExportTarget, tokens: int, way: Way) -> ExportedDrafter:
     """With the commands: those that make of target and drafter what the engine loads, and the server's."""
     if engine not in _SERVE:
         return ExportedDrafter(kind, engine, target.name, tokens, ())

@@ -16,14 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truedraft.drafters.kinds import trained_kinds
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 from truedraft.files import cache_folder, object_of, user_path, written_whole
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
-ORDER = ("draft", "eagle", "p-eagle", "dspark", "dflash", "redrafter", "medusa", "ngram")
-"""Kinds of trained drafters, in the order in which `auto` lists them."""
 ENGINES = ("vllm", "sglang", "llamacpp", "speculators")
 """That drafters can be written for."""
 RECORD = "drafter.json"
@@ -55,7 +54,7 @@ class TrainedDrafter:
 
     Attributes:
         folder: of its files.
-        kind: one of `ORDER`.
+        kind: one of `trained_kinds`.
         target_name: what its target was called when it was trained.
         fingerprint: of that target, by `LanguageModel.fingerprint`.
         sample: likewise, by `LanguageModel.sample`; None where it does not say.
@@ -86,7 +85,7 @@ class TrainedDrafter:
         target = about.get("target")
         kind, target = about.get("kind"), target if isinstance(target, dict) else {}
         name, fingerprint, sample = (target.get(each) for each in ("name", "fingerprint", "sample"))
-        if kind not in ORDER or not isinstance(fingerprint, str):
+        if kind not in trained_kinds() or not isinstance(fingerprint, str):
             return None
         if not ((folder / TABLE).is_file() if kind == "ngram" else config or any(folder.glob("*.gguf"))):
             return None
@@ -236,7 +235,7 @@ def find_drafters(
     except ModelError as error:
         tell(f"no trained drafter can be found: {error}")
         return []
-    return sorted(own, key=lambda each: (ORDER.index(each.kind), -each.modified))
+    return sorted(own, key=lambda each: (trained_kinds().index(each.kind), -each.modified))
 
 
 def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterator[TrainedDrafter]:

@@ -5,17 +5,16 @@ Loads nothing heavy before a drafter is made.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import truedraft.drafters
-from truedraft.drafters.registry import ORDER, find_drafters
+from truedraft.drafters.kinds import KINDS, Kind, trained_kinds
+from truedraft.drafters.registry import find_drafters
 from truedraft.errors import (
     CompositionError,
     ModelNotFoundError,
@@ -25,17 +24,14 @@ from truedraft.errors import (
     errors_about,
 )
 from truedraft.files import refuse_lost_model, user_path
-from truedraft.models.embedded import embedded_heads
 from truedraft.options import Words, called, read_whole
 
 if TYPE_CHECKING:
-    from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.base import Drafter
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.portfolio import Portfolio
     from truedraft.models.base import LanguageModel
 
-_COUNTED = "counted"
 _AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
 _MOST_OF_A_KIND = 2
 _STORED = 1 << 20
@@ -45,45 +41,6 @@ _LEAST_OWN_BYTES = 16 << 20
 # The same beside a trained draft model or heads: with 269 MB, SmolLM2's, it gained 4 % where answers are sampled and
 # lost 1 % where they are greedy (benchmarks/results/smollm2_drafters.json).
 _LEAST_OWN_BYTES_BESIDE = 128 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterKind:
-    """A kind of drafters, as it is typed.
-
-    Attributes:
-        made: the name of its class in `truedraft.drafters`, or a function. Options are parameters of these and of
-            `parts`, and are read as they are annotated; parameters called `words`, `path`, `target` and `drafters_dir`
-            are given those.
-        path: what the path behind its word is, as "DIR"; None where it takes none.
-        options: its options, each with a value as it is typed: the default, or an example of what else there is.
-        meaning: what it does, in a phrase.
-        parts: of the class, parameters that are no options, and what makes them.
-        widest: options that leave a controller room to decide, as `auto` takes them.
-        paths: what a plan tries behind its word where no path is given.
-        members: what the drafters in parentheses behind its word are, as "A;B"; "" where it takes none.
-    """
-
-    made: str | Callable[..., Drafter]
-    path: str | None
-    options: Mapping[str, str]
-    meaning: str
-    parts: Mapping[str, Callable[..., object]] = field(default_factory=dict)
-    widest: Mapping[str, str] = field(default_factory=dict)
-    paths: Sequence[str] = ()
-    members: str = ""
-
-    def make(self, words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path] = ()) -> Drafter:
-        """The drafter, from a word whose options are known; its members may lie in folders of drafters."""
-        made = getattr(truedraft.drafters, self.made) if isinstance(self.made, str) else self.made
-        given = {"words": words, "path": words.path, "target": target, "drafters_dir": drafters_dir}
-        drafter: Drafter = called(made, words.options, given, self.parts)
-        return drafter
-
-    def typed(self, word: str) -> str:
-        """How it is typed, without options."""
-        path = "" if self.path is None else f"[:{self.path}]"
-        return f"{word}({self.members})" if self.members else word + path
 
 
 def from_spec(
@@ -206,7 +163,7 @@ def drafter_described(word: str) -> dict[str, str]:
         raise UnknownOptionError.nearest("drafter", word, [*composed, *KINDS])
     kind = KINDS[word]
     options = "\n".join(f",{name}={value}" for name, value in kind.options.items())
-    trained = {"train": f"truedraft train {word} --help"} if word in ORDER else {}
+    trained = {"train": f"truedraft train {word} --help"} if word in trained_kinds() else {}
     return {"typed": kind.typed(word), "does": kind.meaning} | ({"options": options} if options else {}) | trained
 
 
@@ -348,7 +305,7 @@ def _members(words: Words, example: str) -> list[Words]:
     return members
 
 
-def _cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Drafter:
+def cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Drafter:
     """Of several members the first two make the innermost cascade, and each further one verifies what was before.
 
     Raises:
@@ -403,13 +360,13 @@ def _made(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path
 
 def _with_trained(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Words:
     """A word without a path names the newest of its kind that was trained for the target, if any was."""
-    if words.kind not in ORDER or words.path is not None:
+    if words.kind not in trained_kinds() or words.path is not None:
         return words
     trained = next((each for each in find_drafters(target, drafters_dir) if each.kind == words.kind), None)
     return words if trained is None else replace(words, path=str(trained.folder))
 
 
-def _store(path: str | None, target: Any, max_tokens: int = _STORED) -> Any:
+def suffix_store(path: str | None, target: Any, max_tokens: int = _STORED) -> Any:
     """Of a suffix cache, kept in a file where there is a path."""
     from truedraft.drafters.suffix import SuffixFile, SuffixStore
 
@@ -451,7 +408,8 @@ def _draft_model(words: Words, target: LanguageModel) -> DraftModel:
     return drafter
 
 
-def _draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
+def draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
+    """A draft model, or one that another process drafts ahead with."""
     from truedraft.drafters.parallel import DraftProcess, ParallelDraft, ahead_drafter
 
     options = dict(words.options)
@@ -466,14 +424,21 @@ def _draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
     return ParallelDraft(draft, DraftProcess(make))
 
 
-def _fewer_bits(path: str | None, target: LanguageModel) -> LanguageModel:
+def other_model(path: str | None, target: LanguageModel) -> LanguageModel:
+    """The model that a word names, in its own ids."""
+    return _loading(path, target)()
+
+
+def fewer_bits(path: str | None, target: LanguageModel) -> LanguageModel:
+    """The target with weights of 8 or 4 bits."""
     bits = {"int8": 8, "int4": 4}.get(path or "")
     if bits is None:
         raise OptionError(f"drafter 'self' needs the width of its weights, self:int8 or self:int4, got {path!r}")
     return target.quantized(bits)
 
 
-def _table(path: str | None) -> Any:
+def ngram_table(path: str | None) -> Any:
+    """The table in a file."""
     from truedraft.drafters.ngram import NgramTable
 
     if path is None:
@@ -481,119 +446,33 @@ def _table(path: str | None) -> Any:
     return NgramTable.open(path)
 
 
-def _head_of(kind: str) -> Callable[[str | None, LanguageModel], Any]:
-    """Loads a head of a kind from a folder, or the one that was trained for the target."""
-
-    def load(path: str | None, target: LanguageModel) -> Any:
-        from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, RedrafterHead
-        from truedraft.heads.layers import LayerHead
-        from truedraft.heads.peagle import PEagleHead
-
-        every: Sequence[type[Any]] = (RedrafterHead, Eagle3Head, DFlashHead, DSparkHead, PEagleHead)
-        heads = {each.kind: each for each in every}
-        head = heads[kind].load(_heads_folder(_trained_path(kind, path, target)))
-        if isinstance(head, LayerHead):
-            head.config = head.config.at_usual_layers(target.shown_layers)
-        return head
-
-    return load
-
-
-def _mtp_head(path: str | None, target: LanguageModel) -> Any:
-    from truedraft.heads.mtp import MtpHead
-
-    return MtpHead.of(target, path)
-
-
-def _medusa(
-    path: str | None,
-    target: LanguageModel,
-    nodes: int | None = None,
-    branching: Sequence[int] | None = None,
-    tree: str | None = None,
-) -> Any:
-    from truedraft.core.rank_tree import RankTree
-    from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
-    from truedraft.drafters.heads.guess_trees import fixed_trees
-    from truedraft.drafters.heads.medusa import Medusa
-    from truedraft.heads import MedusaHeads
-
-    if branching is not None and tree is not None:
-        raise OptionError("drafter 'medusa' takes branching or tree, not both")
-    heads = MedusaHeads.load(_heads_folder(_trained_path("medusa", path, target)))
-    if branching is None and tree is None:
-        return Medusa(heads, nodes=nodes)
-    if tree == _COUNTED:
-        return Medusa(heads, fixed_trees(heads.record.trees), nodes=nodes)
-    ranks = RankTree.cartesian(branching or ()) if tree is None else _listed(tree)
-    trees = fixed_trees({GREEDY: ranks, SAMPLED: ranks})
-    return Medusa(heads, trees, nodes=len(ranks) if nodes is None else nodes)
-
-
-def _trained_path(kind: str, path: str | None, target: LanguageModel) -> str:
-    """Where heads of a kind lie; `_with_trained` has looked for them.
-
-    Raises:
-        CompositionError: there are none for the target.
-    """
-    if path is None:
-        raise CompositionError(
-            f"no {kind!r} drafter was trained for {target.name!r}; train one by truedraft train {kind} --model "
-            f"{target.name}, look elsewhere by --drafters-dir DIR, or name one as {kind}:DIR"
-        )
-    return path
-
-
-def _heads_folder(path: str) -> str | Path:
-    """Where heads lie; the embedded ones are `embedded:medusa` and `embedded:redrafter`."""
-    prefix = "embedded:"
-    return embedded_heads(path.removeprefix(prefix)) if path.startswith(prefix) else path
-
-
-def _listed(file: str) -> RankTree:
-    """A tree that somebody wrote by hand."""
-    from truedraft.core.rank_tree import RankTree
-
-    try:
-        paths = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError) as error:  # the last: the home of nobody, or lists without end
-        raise OptionError(f"cannot read the tree {file!r} ({error}); give a JSON list of rank paths") from error
-    whole = isinstance(paths, list) and all(
-        isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
-    )
-    if not whole or not paths:
-        raise OptionError(f"the tree {file!r} is no list of rank paths; write for example [[0], [0, 0], [1]]")
-    return RankTree.listed(paths)
-
-
-_OF_LEVELS = {"num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"}
-KINDS: Mapping[str, DrafterKind] = {
-    "none": DrafterKind("NoDrafter", None, {}, "nothing is drafted, which is plain decoding"),
-    "prompt-lookup": DrafterKind(
-        "PromptLookup",
+OWN: Mapping[str, Kind] = {
+    "none": Kind("truedraft.drafters.base:NoDrafter", None, {}, "nothing is drafted, which is plain decoding"),
+    "prompt-lookup": Kind(
+        "truedraft.drafters.prompt_lookup:PromptLookup",
         None,
         {"num_speculative_tokens": "6", "max_ngram": "4", "min_ngram": "2"},
         "copies what followed the last time the text ended like this",
         widest={"num_speculative_tokens": "12"},
     ),
-    "suffix": DrafterKind(
-        "SuffixDrafter",
+    "suffix": Kind(
+        "truedraft.drafters.suffix:SuffixDrafter",
         "FILE",
         {"num_speculative_tokens": "12", "nodes": "24", "max_tokens": str(_STORED)},
         "a tree of what followed where the text's ending occurred before, in it or in any text that was answered: the "
         "latest max_tokens are kept, between runs in FILE",
-        parts={"store": _store},
+        parts={"store": "truedraft.drafters.specs:suffix_store"},
         widest={"num_speculative_tokens": "16", "nodes": "32"},
     ),
-    "lookahead": DrafterKind(
-        "Lookahead",
+    "lookahead": Kind(
+        "truedraft.drafters.lookahead:Lookahead",
         None,
         {"window": "2", "ngram": "5", "candidates": "2"},
         "n-grams that the target itself turns up while it guesses ahead in a window of so many columns, beside what it "
         "judges; no second model and no training, and more rows in each forward",
     ),
-    "draft": DrafterKind(
-        _draft_or_parallel,
+    "draft": Kind(
+        "truedraft.drafters.specs:draft_or_parallel",
         "MODEL",
         {
             "num_speculative_tokens": "4",
@@ -608,37 +487,37 @@ KINDS: Mapping[str, DrafterKind] = {
         "while the target verifies",
         widest={"num_speculative_tokens": "12"},
     ),
-    "self": DrafterKind(
-        "SelfDraft",
+    "self": Kind(
+        "truedraft.drafters.self_draft:SelfDraft",
         "int8|int4",
         {"num_speculative_tokens": "4"},
         "the target itself with weights of 8 or 4 bits, which reads the keys and values of the target: no second model "
         "and no training",
-        parts={"model": _fewer_bits},
+        parts={"model": "truedraft.drafters.specs:fewer_bits"},
         widest={"num_speculative_tokens": "8"},
         paths=("int8", "int4"),
     ),
-    "reencoded": DrafterKind(
-        "ReencodedDraft",
+    "reencoded": Kind(
+        "truedraft.drafters.reencoded:ReencodedDraft",
         "MODEL",
         {"num_speculative_tokens": "4"},
         "a smaller model with another tokenizer: it writes so many tokens of its own, and their text is encoded again; "
         "draft:MODEL draws from the tokens that both know",
-        parts={"model": lambda path, target: _loading(path, target)()},
+        parts={"model": "truedraft.drafters.specs:other_model"},
         widest={"num_speculative_tokens": "8"},
     ),
-    "ngram": DrafterKind(
-        "NgramDrafter",
+    "ngram": Kind(
+        "truedraft.drafters.ngram:NgramDrafter",
         "FILE",
         {"num_speculative_tokens": "4", "nodes": "7", "order": "2"},
         "a table of which token usually follows the last few, as truedraft train ngram counts it, without FILE the one "
         "counted for the target: a tree of the "
         "likeliest; order reads n-grams of so many tokens at most",
-        parts={"table": _table},
+        parts={"table": "truedraft.drafters.specs:ngram_table"},
         widest={"nodes": "15"},
     ),
-    "cascade": DrafterKind(
-        _cascade,
+    "cascade": Kind(
+        "truedraft.drafters.specs:cascade",
         None,
         {"num_speculative_tokens": "8"},
         "B drafts so many tokens, and A drafts these for it, as in cascade(prompt-lookup;draft): B has a model that "
@@ -646,69 +525,5 @@ KINDS: Mapping[str, DrafterKind] = {
         widest={"num_speculative_tokens": "12"},
         members="A;B",
     ),
-    "medusa": DrafterKind(
-        _medusa,
-        "DIR",
-        {"nodes": "16", "branching": "4-3-2", "tree": "counted|FILE"},
-        "heads on the target's last vector, without DIR those trained for the target: at each "
-        "step a tree of as many nodes as pay here, or as you say; or the same tree at all steps, of so many ranks at "
-        "each depth, the one that was counted in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
-        widest={"nodes": "48"},
-    ),
-    "redrafter": DrafterKind(
-        "Redrafter",
-        "DIR",
-        {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
-        "one recurrent head on that vector, without DIR the one trained for the target: beams, "
-        "merged and cut to the likeliest nodes, in sizes that pay here, or as you say; from temperature 0.8 on they "
-        "are drawn, at every one with sampled=true and at none with sampled=false",
-        parts={"head": _head_of("redrafter")},
-        widest={"beams": "4", "nodes": "16"},
-    ),
-    "eagle": DrafterKind(
-        "Eagle3",
-        "DIR",
-        _OF_LEVELS | {"num_speculative_tokens": "5"},
-        "an EAGLE-3 head on vectors of several of the target's layers: a chain of so many tokens, a tree with so many "
-        "at each node, cut below those that it gives less than min_probability, or for greedy requests the likeliest "
-        "tree of so many nodes, of which beams are open at each level",
-        parts={"head": _head_of("eagle")},
-        widest={"num_speculative_tokens": "8"},
-    ),
-    "dflash": DrafterKind(
-        "DFlash",
-        "DIR",
-        _OF_LEVELS,
-        "a block drafter (DFlash) on vectors of several of the target's layers, without DIR the one trained for the "
-        "target: all tokens of a draft come from one pass; options as of eagle",
-        parts={"head": _head_of("dflash")},
-    ),
-    "dspark": DrafterKind(
-        "DSpark",
-        "DIR",
-        _OF_LEVELS | {"min_acceptance": "0"},
-        "a block drafter whose tokens know the ones before them (DSpark), without DIR the one trained for the target: "
-        "options as of eagle, and no token that is reached and accepted with less than min_acceptance by its "
-        "confidence head",
-        parts={"head": _head_of("dspark")},
-    ),
-    "p-eagle": DrafterKind(
-        "PEagle",
-        "DIR",
-        _OF_LEVELS | {"num_speculative_tokens": "8"},
-        "a P-EAGLE head, which guesses all tokens in one forward, without DIR the one trained for the target; options "
-        "are those of eagle",
-        parts={"head": _head_of("p-eagle")},
-        widest={"num_speculative_tokens": "8"},
-    ),
-    "mtp": DrafterKind(
-        "Mtp",
-        "DIR",
-        _OF_LEVELS | {"num_speculative_tokens": "3"},
-        "the layer that the target's checkpoint brings along to predict a token further, or one of speculators in DIR; "
-        "its output goes round for further tokens, and options are those of eagle",
-        parts={"head": _mtp_head},
-        widest={"num_speculative_tokens": "6"},
-    ),
 }
-"""The kinds of drafters by their words."""
+"""The kinds that need no head of their own, by their words."""

@@ -15,17 +15,8 @@ if TYPE_CHECKING:
     from truedraft.engine.policy.sizes import nodes_for as nodes_for
     from truedraft.engine.policy.sizes import outdated as outdated
     from truedraft.engine.policy.sizes import sized as sized
-    from truedraft.measure.beam_trees import BeamTokens as BeamTokens
-    from truedraft.measure.beam_trees import ReplayedBeams as ReplayedBeams
-    from truedraft.measure.beam_trees import facts_of as facts_of
-    from truedraft.measure.beam_trees import replay_beams as replay_beams
     from truedraft.measure.candidates import candidates_of as candidates_of
     from truedraft.measure.candidates import fitting_drafters as fitting_drafters
-    from truedraft.measure.head_trees import BUDGETS as BUDGETS
-    from truedraft.measure.head_trees import TREE_TEMPERATURES as TREE_TEMPERATURES
-    from truedraft.measure.head_trees import CountedTree as CountedTree
-    from truedraft.measure.head_trees import count_trees as count_trees
-    from truedraft.measure.head_trees import survival_of as survival_of
     from truedraft.measure.load import Level as Level
     from truedraft.measure.load import Traffic as Traffic
     from truedraft.measure.load import levels as levels
@@ -49,6 +40,8 @@ if TYPE_CHECKING:
     from truedraft.measure.traces import outputs_along as outputs_along
     from truedraft.measure.traces import traces_of_answers as traces_of_answers
     from truedraft.measure.walks import walk_along as walk_along
+    from truedraft.measure.written_text import BUDGETS as BUDGETS
+    from truedraft.measure.written_text import TREE_TEMPERATURES as TREE_TEMPERATURES
 
 _MODULES = {
     "truedraft.engine.policy.sizes": (
@@ -58,22 +51,9 @@ _MODULES = {
         "outdated",
         "sized",
     ),
-    "truedraft.measure.beam_trees": (
-        "BeamTokens",
-        "ReplayedBeams",
-        "facts_of",
-        "replay_beams",
-    ),
     "truedraft.measure.candidates": (
         "candidates_of",
         "fitting_drafters",
-    ),
-    "truedraft.measure.head_trees": (
-        "BUDGETS",
-        "CountedTree",
-        "TREE_TEMPERATURES",
-        "count_trees",
-        "survival_of",
     ),
     "truedraft.measure.load": (
         "Level",
@@ -105,6 +85,7 @@ _MODULES = {
         "outputs_along",
         "traces_of_answers",
     ),
+    "truedraft.measure.written_text": ("BUDGETS", "TREE_TEMPERATURES"),
     "truedraft.measure.walks": ("walk_along",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

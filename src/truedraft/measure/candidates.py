@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
+from truedraft.drafters.kinds import KINDS
 from truedraft.drafters.registry import find_drafters
-from truedraft.drafters.specs import KINDS, auto_members, from_spec
+from truedraft.drafters.specs import auto_members, from_spec
 from truedraft.errors import OptionError
 from truedraft.measure.replay import CURVE_NODES
 from truedraft.measure.traces import is_drawn
@@ -20,8 +21,6 @@ from truedraft.options import Words
 
 if TYPE_CHECKING:
     from truedraft.drafters.draft_model import DraftModel
-    from truedraft.drafters.heads.medusa import Medusa
-    from truedraft.drafters.heads.redrafter import Redrafter
 
 LONGEST = 12
 """Longest chain that is tried where nobody chose a length."""
@@ -104,20 +103,20 @@ def candidates_of(
     chosen = set(words.options)
     has_beams = _PATHS in known
     if has_beams and is_drawn(params):
-        base, words = _settled(words, cast("Redrafter", base), target, params)
+        base, words = _settled(words, cast("Any", base), target, params)
     check_walkable(base, is_drawn(params))
     if base.limits.is_zero:
         return []
     if has_beams:
         if chosen & {_BEAMS, _PATHS, _NODES}:
             return [_whole(typed, base, spelled(words, {}))]
-        return _beams(words, typed, cast("Redrafter", base), target, params)
+        return _beams(words, typed, cast("Any", base), target, params)
     if _BEAMS in known:
         return _pairs(words, typed, base, target, params)
     if _NODES in known and _NODES not in chosen:
         is_medusa = _TREE in known and not chosen & {_TREE, _BRANCHING}
         full = spelled(words, {_NODES: CURVE_NODES[-1]})
-        largest = cast("Medusa", base).with_nodes(CURVE_NODES[-1]) if is_medusa else from_spec(full, target)
+        largest = cast("Any", base).with_nodes(CURVE_NODES[-1]) if is_medusa else from_spec(full, target)
         largest.check(target)
         most = largest.limits.nodes
         trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
@@ -181,17 +180,17 @@ def _lengths(words: Words) -> dict[int, str]:
     return {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
 
 
-def _settled(words: Words, base: Redrafter, target: LanguageModel, params: SamplingParams) -> tuple[Redrafter, Words]:
+def _settled(words: Words, base: Any, target: LanguageModel, params: SamplingParams) -> tuple[Any, Words]:
     """A head that is known to draw or not; where nobody chose, it does not, for drawn beams cannot be replayed."""
     made = base.settled(params)
     if base.sampled is None and made.sampled:
         words = replace(words, options=dict(words.options) | {_SAMPLED: "false"})
-        made = cast("Redrafter", from_spec(spelled(words, {}), target))
+        made = cast("Any", from_spec(spelled(words, {}), target))
     made.check(target)
     return made, words
 
 
-def _beams(words: Words, typed: str, base: Redrafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
+def _beams(words: Words, typed: str, base: Any, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
     """Every width and length; a shorter search keeps other nodes than the longer one's first, so each is replayed.
 
     Seeded requests get beams that noise chooses, whose order is not that in which fewer nodes would be kept; so there

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.theory import holm
+from truedraft.drafters.heads.head import Head
 from truedraft.errors import DataError, TruedraftError
-from truedraft.heads import Head
 from truedraft.measure.cases import Case, Variant, behind
 from truedraft.measure.predictions import Interval, difference_over_prompts, ratio_over_prompts, sign_flips
 from truedraft.measure.traces import outputs_along, trace_answers
-from truedraft.measure.variants import Kind
+from truedraft.measure.variants import Examined
 from truedraft.measure.walks import Numbers, walk_along
 
 TOKENS = 64
@@ -198,7 +198,7 @@ class Prompt:
 
 
 def examine(
-    kind: Kind,
+    kind: Examined,
     case: Case,
     prompts: Sequence[Prompt],
     *,

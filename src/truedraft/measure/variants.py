@@ -2,7 +2,8 @@
 
 A variant is made from the case as it is given: other weights, sizes or numbers of the head or draft model, other
 vectors of the target, or prompts written in another way. One that a case does not allow raises an error of this
-package, and is reported as not tried. A new kind of drafters is an entry of `KINDS`.
+package, and is reported as not tried. What is tried of one kind of heads stands in its
+folder, as `variants`.
 """
 
 from __future__ import annotations
@@ -17,47 +18,44 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from truedraft.core.rank_tree import RankTree
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
-from truedraft.drafters.heads.block import DFlash, DSpark
-from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
-from truedraft.drafters.heads.eagle import Eagle3
-from truedraft.drafters.heads.medusa import Medusa
-from truedraft.drafters.heads.peagle import PEagle
-from truedraft.drafters.heads.redrafter import Redrafter
-from truedraft.drafters.specs import KINDS as DRAFTERS
+from truedraft.drafters.heads.head import Head
+from truedraft.drafters.heads.layers import LayerConfig
+from truedraft.drafters.kinds import KINDS, dotted, kind_in
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
 from truedraft.files import user_path
-from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
-from truedraft.heads.layers import LayerConfig, LayerHead
-from truedraft.heads.peagle import PEagleHead
-from truedraft.heads.published import kind_in, load_published
 from truedraft.measure.cases import CONFIG, Case, Pair, Source, Variant, behind, instead
 from truedraft.measure.traces import trace_answers
 from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import embedded_folder, embedded_heads, embedded_names
 
 _USUAL_THETA = 10_000.0  # where a config.json names none
+_DRAFT_WORD = "draft"
 _DRAFTED = 4  # tokens of a draft model's chain
 
 
 @dataclass(frozen=True)
-class Kind:
+class Examined:
     """A kind of drafters.
 
     Attributes:
         noun: what reports call one.
         chain: of a head or draft model, what drafts one chain as long as it was made for, chosen by rank.
-        variants: that are tried.
+        own: variants that are tried, before those of how prompts are written.
         head: of the part; None of a draft model.
     """
 
     noun: str
     chain: Callable[[Any], Drafter]
-    variants: Sequence[Variant]
+    own: Sequence[Variant]
     head: type[Head] | None = None
+
+    @property
+    def variants(self) -> Sequence[Variant]:
+        """All that are tried."""
+        return (*self.own, *_FORMS)
 
     def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
         """The head or draft model at a path, and the variants without which it cannot be loaded.
@@ -72,14 +70,12 @@ class Kind:
             head: Any = self.head.load(path)
         except ModelError as error:
             try:  # a published folder whose table cannot be of offsets
-                head, mended = load_published(path, self.head, ids_in_d2t=True), (_IDS,)
+                head, mended = self.head.load_published(path, ids_in_d2t=True), (_IDS,)
             except ModelError:
                 raise error from None
             if head is None:
                 raise
-        if issubclass(self.head, LayerHead):
-            head.config = head.config.at_usual_layers(target.shown_layers)
-        return head, mended
+        return head.reading(target.shown_layers), mended
 
 
 # ------------------------------------------------------------------------------- heads
@@ -99,16 +95,17 @@ def changed(
     return type(head).with_weights(config, kept | dict(weights or {}), Path(CONFIG)).with_record(head.record)
 
 
-def _part(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
+def another_head(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
     """Makes a variant that is another head."""
     return lambda case: instead(case, case.of(change(case.part)))
 
 
-def _flipped(name: str) -> Callable[[Case], Pair]:
-    return _part(lambda head: changed(head, {name: not getattr(head.config, name)}))
+def flipped(name: str) -> Callable[[Case], Pair]:
+    """Makes a variant with the other value of a flag."""
+    return another_head(lambda head: changed(head, {name: not getattr(head.config, name)}))
 
 
-def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
+def resized(without: str, **sizes: Any) -> Callable[[Case], Pair]:
     """Other sizes, and without the weights that go with them as they are."""
 
     def change(head: Any) -> Any:
@@ -116,10 +113,11 @@ def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
             raise OptionError("it is so as it is")
         return changed(head, sizes, without)
 
-    return _part(change)
+    return another_head(change)
 
 
-def _set(name: str) -> Callable[[Case], str]:
+def set_to(name: str) -> Callable[[Case], str]:
+    """Says that a field of config.json is to be what the case has."""
     return lambda case: f"set {name} to {json.dumps(getattr(case.part.config, name))} in {CONFIG}"
 
 
@@ -181,14 +179,7 @@ def _ids_moved(sign: int) -> Callable[[Case], Pair]:
             raise OptionError("its table does not name as many ids when it is read so")
         return changed(head, {}, weights={"draft_ids": ids})
 
-    return _part(change)
-
-
-def inputs_exchanged(head: Any) -> Any:
-    """An EAGLE-3 head whose attention reads vector and embedding in the other order."""
-    names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
-    state = head.state_dict()
-    return changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
+    return another_head(change)
 
 
 def _in_float32(case: Case) -> Pair:
@@ -211,26 +202,26 @@ def _before_final_norm(case: Case) -> Pair:
     return instead(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
 
 
-_WIDE = Variant(
+WIDE = Variant(
     "float32",
     "its numbers are too large or too far apart for the target's dtype",
     lambda _: "run target and head by --dtype float32, or train the head in the dtype that serves",
     _in_float32,
 )
-_RAW = Variant(
+RAW = Variant(
     "vector before the final norm",
     "it was trained on what leaves the last layer, and reads what enters the LM head, behind the final norm",
     lambda _: "train it on the vectors that enter the LM head, or fold the norm into its first layer",
     _before_final_norm,
 )
-_TIED = "the LM head in its folder is not the one that it was trained with"
+TIED = "the LM head in its folder is not the one that it was trained with"
 _IDS = Variant(
     "d2t as ids",
     "its table d2t holds ids, and readers take it for offsets",
     lambda _: "store d2t[j] - j: the draft's token j is the target's token j + d2t[j]",
     _ids_moved(-1),
 )
-_LAYERS = (
+LAYERS = (
     Variant("layers one earlier", "the layers that it reads are numbered one too high", _layer_ids,
             _at_layers(lambda layers, *_: [each - 1 for each in layers])),
     Variant("layers one later", "the layers that it reads are numbered one too low", _layer_ids,
@@ -241,62 +232,14 @@ _LAYERS = (
             _at_layers(lambda _, count, config: config.usual_of(count))),
     Variant("embedding of the target", "the embedding in its folder is not the one that it was trained with",
             lambda _: "take embed_tokens out of the weights, or put the target's there",
-            _with(r"^embed_tokens\.", own_embedding=False)),
-    Variant("LM head of the target", _TIED, lambda _: "take lm_head out of the weights, or put the target's rows there",
-            _with(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
+            resized(r"^embed_tokens\.", own_embedding=False)),
+    Variant("LM head of the target", TIED, lambda _: "take lm_head out of the weights, or put the target's rows there",
+            resized(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
     Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
             lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
     _IDS,
     *_thetas(_at_theta),
-    _WIDE,
-)  # fmt: skip
-_EAGLE = (
-    Variant("norm_before_residual", "its residual stream begins on the wrong side of hidden_norm",
-            _set("norm_before_residual"), _flipped("norm_before_residual")),
-    Variant("norm_output", "what it gives to its next step is on the wrong side of its last norm",
-            _set("norm_output"), _flipped("norm_output")),
-    Variant("without fc_norm", "it was trained without a norm for each layer", _set("fc_norm"),
-            _with(r"^fc_norm\.", fc_norm=False)),
-    Variant("without norm_before_fc", "it was trained without a norm before fc", _set("norm_before_fc"),
-            _with(r"^input_norm\.", norm_before_fc=False)),
-    Variant("inputs exchanged", "its attention reads vector and embedding in the other order",
-            lambda _: "exchange the halves of the columns of q_proj, k_proj and v_proj", _part(inputs_exchanged)),
-    *_LAYERS,
-)  # fmt: skip
-_BLOCK = (
-    Variant("sample_from_anchor", "its rows guess the token at another place than in training",
-            lambda case: f"set sample_from_anchor to {json.dumps(case.part.config.from_anchor)} in {CONFIG}, in "
-            "truedraft's own folder from_anchor", _flipped("from_anchor")),
-    *_LAYERS,
-)  # fmt: skip
-
-
-def _later_heads(head: Any) -> Any:
-    """Medusa heads without the first: those of a folder whose first guesses the next token itself."""
-    names = {name: name.split(".", 2) for name in head.state_dict() if name.startswith("heads.")}
-    moved = {
-        f"heads.{int(number) - 1}.{rest}": head.state_dict()[name]
-        for name, (_, number, rest) in names.items()
-        if int(number)
-    }
-    return changed(head, {"heads": head.config.heads - 1}, r"^heads\.", moved)
-
-
-_MEDUSA = (
-    Variant("heads one later", "its first head guesses the next token itself, which the target gives anyway",
-            lambda _: "leave the first head out, and number the others from 0", _part(_later_heads)),
-    Variant("without the token", "it was trained without reading the token that was drawn", _set("reads_token"),
-            _with(r"^token\.", reads_token=False)),
-    Variant("LM head of the target", _TIED, _set("tied"), _with(r"\.output\.", tied=True)),
-    _RAW,
-    _WIDE,
-)  # fmt: skip
-_REDRAFTER = (
-    Variant("embeddings scaled or not", "it reads embeddings at another scale than in training", _set("scaled"),
-            _flipped("scaled")),
-    Variant("LM head of the target", _TIED, _set("tied"), _with(r"^output\.", tied=True)),
-    _RAW,
-    _WIDE,
+    WIDE,
 )  # fmt: skip
 
 
@@ -422,28 +365,21 @@ _DRAFT = (
 # ------------------------------------------------------------------------------- kinds
 
 
-def _medusa_chain(heads: Any) -> Drafter:
-    chain = RankTree.cartesian((1,) * heads.reach)
-    return Medusa(heads, {GREEDY: chain, SAMPLED: chain}, nodes=heads.reach)
+def examined(word: str) -> Examined | None:
+    """What is tried of a kind, by the word that `--drafter` has for it; None of one that is not examined."""
+    if word == _DRAFT_WORD:
+        return Examined("a draft model", lambda model: DraftModel(model, _DRAFTED), _DRAFT)
+    kind = KINDS.get(word)
+    found: Examined | None = dotted(kind.variants) if kind is not None and kind.variants else None
+    return found
 
 
-def _redrafter_chain(head: Any) -> Drafter:
-    return Redrafter(head, beams=1, length=head.reach, nodes=head.reach, sampled=False)
+def examined_words() -> list[str]:
+    """The words of the kinds that are examined; a draft model is what nothing else is."""
+    return [*(word for word, kind in KINDS.items() if kind.variants), _DRAFT_WORD]
 
 
-KINDS: dict[str, Kind] = {
-    "eagle": Kind("an EAGLE-3 head", Eagle3, (*_EAGLE, *_FORMS), Eagle3Head),
-    "p-eagle": Kind("a P-EAGLE head", PEagle, (*_EAGLE, *_FORMS), PEagleHead),
-    "dflash": Kind("a DFlash head", DFlash, (*_BLOCK, *_FORMS), DFlashHead),
-    "dspark": Kind("a DSpark head", DSpark, (*_BLOCK, *_FORMS), DSparkHead),
-    "medusa": Kind("Medusa heads", _medusa_chain, (*_MEDUSA, *_FORMS), MedusaHeads),
-    "redrafter": Kind("a recurrent head", _redrafter_chain, (*_REDRAFTER, *_FORMS), RedrafterHead),
-    "draft": Kind("a draft model", lambda model: DraftModel(model, _DRAFTED), (*_DRAFT, *_FORMS)),
-}
-"""By the word that `--drafter` has for each; a draft model is what nothing else is."""
-
-
-def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
+def case_of(typed: str, target: LanguageModel) -> tuple[Examined, Case]:
     """The drafter in a folder or file, with or without the word of its kind before it.
 
     Raises:
@@ -451,9 +387,9 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
         ModelError: it cannot be loaded.
     """
     word, path = place_of(typed)
-    kind = KINDS.get(word or kind_in(path) or "draft")
+    kind = examined(word or kind_in(path) or _DRAFT_WORD)
     if kind is None:
-        raise CompositionError(f"{str(path)!r} holds none of what is examined: {', '.join(KINDS)}")
+        raise CompositionError(f"{str(path)!r} holds none of what is examined: {', '.join(examined_words())}")
     part, mended = kind.load(path, target)
     return kind, _with_layers(Case(Source(path), target, part, kind.chain, mended=mended))
 
@@ -465,12 +401,12 @@ def place_of(typed: str) -> tuple[str | None, Path]:
         OptionError: a kind of drafter stands there without a place, or one that has no weights.
     """
     word, _, rest = typed.partition(":")
-    if word in KINDS and rest:
+    if rest and examined(word) is not None:
         return word, place_of(rest)[1]
     if word == "embedded":
         return None, embedded_folder(rest) if rest in embedded_names() else embedded_heads(rest)
     path = user_path(typed, ModelNotFoundError)
-    if word in DRAFTERS and not path.exists():
+    if word in KINDS and not path.exists():
         raise OptionError(
             f"{typed!r} says no folder; heads and draft models are examined: name theirs", field="drafter"
         )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from truedraft.lazy import loads
 
 if TYPE_CHECKING:
+    from truedraft.kinds.medusa.training import MedusaTrainingConfig as MedusaTrainingConfig
+    from truedraft.kinds.redrafter.training import RedrafterTrainingConfig as RedrafterTrainingConfig
     from truedraft.training.drafts import DraftConfig as DraftConfig
     from truedraft.training.drafts import DraftResult as DraftResult
     from truedraft.training.drafts import train_draft as train_draft
@@ -20,14 +22,12 @@ if TYPE_CHECKING:
     from truedraft.training.loop import Callbacks as Callbacks
     from truedraft.training.losses import distill as distill
     from truedraft.training.losses import loss_from_spec as loss_from_spec
-    from truedraft.training.medusa import MedusaTrainingConfig as MedusaTrainingConfig
     from truedraft.training.ngram_counts import count_ngrams as count_ngrams
     from truedraft.training.ngrams import NgramConfig as NgramConfig
     from truedraft.training.ngrams import NgramResult as NgramResult
     from truedraft.training.ngrams import train_ngrams as train_ngrams
     from truedraft.training.optimizer import OptimizerConfig as OptimizerConfig
     from truedraft.training.optimizer import WarmupStableDecay as WarmupStableDecay
-    from truedraft.training.redrafter import RedrafterTrainingConfig as RedrafterTrainingConfig
     from truedraft.training.report import HeadReport as HeadReport
     from truedraft.training.report import HeadResult as HeadResult
     from truedraft.training.texts.answer_writer import WritingConfig as WritingConfig

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from truedraft.core.rank_tree import RankTree
+from truedraft.drafters.heads.head import Head, HeadConfig
 from truedraft.errors import OptionError
-from truedraft.heads import Head
-from truedraft.heads.base import HeadConfig
 from truedraft.options import check_positive, check_share, check_whole
 from truedraft.training.head_objective import head_loop
 from truedraft.training.loop import CHECKPOINT_EVERY_S, Identity, TrainingLoop, identity_of

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core.top_k import stable_topk
+from truedraft.drafters.heads.head import VectorHead
 from truedraft.errors import DataError, OptionError
-from truedraft.heads import VectorHead
 from truedraft.models.huggingface import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.training.loop import (

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from truedraft.core.stats import repeated_ngrams
+from truedraft.drafters.heads.head import Head, HeadConfig, HeadRecord
 from truedraft.errors import CompositionError, DataError, OptionError
-from truedraft.heads import Head, HeadRecord
-from truedraft.heads.base import HeadConfig
 from truedraft.machine import in_bytes
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import load_causal_lm

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from truedraft.drafters.heads.head import HeadRecord, VectorHead
 from truedraft.errors import MissingExtraError
-from truedraft.heads import HeadRecord, VectorHead
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.huggingface import weights_hash

@@ -27,8 +27,10 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import DFlash, DSpark, Eagle3, Portfolio, PromptLookup
 from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import CompositionError, OptionError
-from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config, Eagle3Head, HeadRecord
+from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
 
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head": 16, "inner": 64, "most_positions": CONTEXT}
 EAGLE = Eagle3Config(48, VOCAB, (0, 1), **SIZES, reach=3)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from drafters.heads.test_levels import head as level_head
-from drafters.heads.test_peagle import head as peagle_head
 from engine.test_one_wait import standing_in
+from kinds.p_eagle.test_peagle import head as peagle_head
 from support.backends import HostRecorder
 from support.layer_heads import Records, target
 from support.recorded_heads import StrictRecorder
@@ -19,8 +19,8 @@ from support.tiny_models import PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
-from truedraft.drafters.heads.block import BlockRunner
-from truedraft.drafters.heads.eagle import Eagle3Runner
+from truedraft.kinds.block.drafter import BlockRunner
+from truedraft.kinds.eagle.drafter import Eagle3Runner
 from truedraft.models.backends.graphs.replay import Recorder
 from truedraft.models.base import LanguageModel
 

@@ -21,7 +21,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa, Redrafter
-from truedraft.heads import HeadRecord
+from truedraft.drafters.heads.head import HeadRecord
 from truedraft.models.backends.graphs.replay import CudaGraphs, Outputs, RecordedFunction
 from truedraft.models.base import LanguageModel
 from truedraft.models.huggingface import HuggingFaceModel

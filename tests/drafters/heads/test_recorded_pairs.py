@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads.test_eagle import VARIANTS, follow_the_page, head
+from kinds.eagle.test_eagle import VARIANTS, follow_the_page, head
 from support.backends import HostRecorder
 from support.layer_heads import Records, target
 from support.tiny_models import PROMPTS
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import Eagle3
-from truedraft.drafters.heads.eagle import Eagle3Runner
+from truedraft.kinds.eagle.drafter import Eagle3Runner
 from truedraft.models.base import LanguageModel
 from truedraft.training.online.tenants import Tenants
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads import test_levels, test_mtp, test_peagle, test_recorded_drafts
+from drafters.heads import test_levels, test_recorded_drafts
+from kinds.mtp import test_mtp
+from kinds.p_eagle import test_peagle
 from support.backends import HostRecorder
 from support.layer_heads import Records, on_all_backends, target
 from support.tiny_models import VOCAB
@@ -18,7 +20,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import Portfolio, PromptLookup
 from truedraft.drafters.heads.texts import PairTokens
-from truedraft.heads.mtp import MtpHead
+from truedraft.kinds.mtp.module import MtpHead
 
 SYSTEM = [(7 * place * place + 3 * place + 5) % VOCAB for place in range(150)]
 PARAMS = SamplingParams(max_tokens=12)

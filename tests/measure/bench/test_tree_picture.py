@@ -14,13 +14,13 @@ from support.tiny_models import VOCAB, packed
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.theory import AcceptanceCurve, TargetCost
-from truedraft.drafters.heads.guess_trees import GuessTrees
-from truedraft.drafters.heads.medusa import Medusa
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.engine import Engine
 from truedraft.engine.policy import StepCosts
-from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.kinds.medusa.drafter import Medusa
+from truedraft.kinds.medusa.guess_trees import GuessTrees
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.measure import nodes_for
 from truedraft.measure.bench import trees as trees_of_a_run
 from truedraft.measure.bench.plots import draw_drafted, draw_tree

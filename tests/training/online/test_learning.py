@@ -32,8 +32,11 @@ from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.drafters.base import StepOutcome
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, OptionError
-from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, MedusaHeads, RedrafterHead
-from truedraft.heads.peagle import PEagleHead
+from truedraft.kinds.block.module import DFlashHead, DSparkHead
+from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.kinds.medusa.module import MedusaHeads
+from truedraft.kinds.p_eagle.module import PEagleHead
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.training.losses import ForwardKL
 from truedraft.training.online import Learner
 from truedraft.training.online.heads import LearnableLayerHeads

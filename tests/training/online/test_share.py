@@ -12,7 +12,7 @@ import torch
 
 from support.two_domains import Unthreaded, ask, learning, prompts, trained, untrained
 from truedraft import SamplingParams
-from truedraft.heads import RedrafterHead
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.training.online import Learner
 from truedraft.training.online.promotion import OWN, Candidate, Comparison, GainTest
 from truedraft.training.online.student import Student

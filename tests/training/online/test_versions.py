@@ -14,7 +14,10 @@ import torch
 
 from support.two_domains import Unthreaded, ask, learnable_of, learning, prompts, teach, trained, two_domains, untrained
 from truedraft.errors import OptionError
-from truedraft.heads import DSparkHead, Eagle3Head, MedusaHeads, RedrafterHead
+from truedraft.kinds.block.module import DSparkHead
+from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.kinds.medusa.module import MedusaHeads
+from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.training.online.student import Student
 from truedraft.training.online.traffic import Answered
 from truedraft.training.online.versions import Versions

@@ -11,13 +11,15 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
+from truedraft.core import transfers
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.theory import AcceptanceCurve
+from truedraft.core.tree import TokenTree, shape_of
 from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.drafters.heads.head import Head
 from truedraft.drafters.held import Held
 from truedraft.errors import CompositionError, DrafterError
-from truedraft.heads.base import Head
 from truedraft.models.backends.graphs.replay import CudaGraphs, Recorder
 from truedraft.models.base import LanguageModel
 
@@ -232,3 +234,21 @@ def refuse_other_target(head: Head, target: LanguageModel) -> None:
             f"these {what} were trained for {record.target_name} (fingerprint {record.fingerprint}), and the target is "
             f"{target.name} (fingerprint {target.fingerprint}); take heads that were trained for it"
         )
+
+
+def trees_of(tokens: Tensor, parents: Tensor, counts: Tensor) -> list[TokenTree]:
+    """The tree of each request, by its nodes, a parent before its children.
+
+    Args:
+        tokens: `[requests, nodes]`, int64.
+        parents: `[requests, nodes]`, int64: number of the parent, -1 for the root.
+        counts: `[requests]`, int64: how many of the entries are nodes.
+
+    Their shapes are brought to the host in one transfer; their tokens stay where they are.
+    """
+    numbers, width = transfers.fetch([counts, parents]), parents.shape[1]
+    above = list(map(int, numbers[1]))
+    trees = []
+    for first, count, own in zip(range(0, len(above), width), map(int, numbers[0]), tokens.unbind(), strict=True):
+        trees.append(TokenTree(own[:count], shape_of(tuple(above[first : first + count]))))
+    return trees

@@ -27,8 +27,8 @@ from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
-from truedraft.drafters.heads.base import HeadDrafter
-from truedraft.drafters.heads.beams import trees_of
+from truedraft.drafters.heads.base import HeadDrafter, trees_of
+from truedraft.drafters.heads.head import Head
 from truedraft.drafters.heads.texts import HeadTexts, LayerText
 from truedraft.drafters.held import HeadCaches, Held
 from truedraft.drafters.tree_builder import (
@@ -39,7 +39,6 @@ from truedraft.drafters.tree_builder import (
     judged_if_it_fails,
 )
 from truedraft.errors import CompositionError, OptionError
-from truedraft.heads.base import Head
 from truedraft.models.backends.graphs.growth import ChosenChains, Grow, LikeliestNodes
 from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.backends.native.build import built

@@ -31,7 +31,7 @@ _LEARN = 0.2
 _MEASURED = 0.5  # share of a step that deciding takes only where something was measured for it
 _AT_ONCE_S = 0.25  # that measuring may take before an answer goes on, and most that it may save up
 _MEASURING_SHARE = 1.0  # of the time of steps that measuring takes beside them, where nothing could be drafted before
-_BETTER_SHARE = 0.05  # where only something better is found
+_BETTER_SHARE = 0.02  # where only something better is found
 _SOON = 4 * SETTLED  # plain steps within which what drafted steps take is still known
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 

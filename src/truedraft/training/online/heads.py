@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,20 +18,16 @@ from torch.nn import functional
 
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.heads.base import HeadDrafter, refuse_other_target
+from truedraft.drafters.heads.head import Head, VectorHead
+from truedraft.drafters.kinds import KINDS, dotted
 from truedraft.errors import CompositionError
-from truedraft.heads import Head, VectorHead
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
-from truedraft.training.block import DFlashTrainingConfig, DSparkTrainingConfig
-from truedraft.training.eagle import ChainLoss, Chains, Eagle3TrainingConfig, Texts, chains_at
-from truedraft.training.head_config import HeadTrainingConfig
+from truedraft.training.chains import ChainLoss, Chains, Texts, chains_at
 from truedraft.training.head_objective import HeadLoss, HeadsObjective
-from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.online.learnable import Learnable
 from truedraft.training.online.replay import PLACES, Narrowed, agrees, replayed, scored
 from truedraft.training.online.traffic import Answered, Score
-from truedraft.training.peagle import PEagleTrainingConfig
-from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.texts.self_distillation import CollatedBatch
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -43,13 +39,13 @@ _CHAINS = 32  # of a stretch, one behind each token, for heads that read layers
 class LearnableHeads(Learnable[HeadT]):
     """What heads of all kinds share."""
 
-    configs: ClassVar[Mapping[str, type[HeadTrainingConfig]]]
-    """How each kind is trained."""
+    reads_layers: ClassVar[bool]
+    """Which heads these are, see `Head.reads_layers`."""
 
     def __init__(self, drafter: HeadDrafter[HeadT, Any], target: LanguageModel, lm_head: LmHead) -> None:
         self._drafter, self._target, self._lm_head = drafter, target, lm_head
         self.kind, self.plural = drafter.head.kind, drafter.head.plural
-        self._config: Any = self.configs[self.kind]()
+        self._config: Any = dotted(KINDS[self.kind].training)()
         own = [
             each
             for each in drafter.head.outputs
@@ -64,7 +60,10 @@ class LearnableHeads(Learnable[HeadT]):
 
     @classmethod
     def takes(cls, drafter: Drafter) -> bool:
-        return isinstance(drafter, HeadDrafter) and drafter.head.kind in cls.configs
+        if not isinstance(drafter, HeadDrafter) or drafter.head.reads_layers != cls.reads_layers:
+            return False
+        kind = KINDS.get(drafter.head.kind)
+        return kind is not None and bool(kind.training)
 
     def _placed(self, head: HeadT) -> HeadT:
         """A copy as the target runs it."""
@@ -88,7 +87,7 @@ class LearnableHeads(Learnable[HeadT]):
 class LearnableVectorHeads(LearnableHeads[VectorHead]):
     """Heads that read the vector from which the last token was drawn."""
 
-    configs: ClassVar = {each.head.kind: each for each in (MedusaTrainingConfig, RedrafterTrainingConfig)}
+    reads_layers = False
     reads_prompts = False
     answers = 16
 
@@ -135,12 +134,9 @@ def some_ids(known: Sequence[Answered], vocab: int, chance: random.Random) -> Te
 
 
 class LearnableLayerHeads(LearnableHeads[Head]):
-    """Heads with layers of their own, which read several of the target's: EAGLE-3, P-EAGLE, DFlash and DSpark."""
+    """Heads with layers of their own, which read several of the target's."""
 
-    configs: ClassVar = {
-        each.head.kind: each
-        for each in (Eagle3TrainingConfig, PEagleTrainingConfig, DFlashTrainingConfig, DSparkTrainingConfig)
-    }
+    reads_layers = True
     answers = 4
     least = 2
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.heads import VectorHead
+from truedraft.drafters.heads.head import VectorHead
 from truedraft.models.lm_head import LmHead
 from truedraft.training.losses import DistillationLoss
 from truedraft.training.online.traffic import Answered, Score

@@ -10,8 +10,8 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.heads.head import Head
 from truedraft.drafters.held import Held
-from truedraft.heads import Head
 from truedraft.models.base import LanguageModel
 
 

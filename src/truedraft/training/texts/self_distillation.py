@@ -28,12 +28,10 @@ from truedraft.training.loop import Identity, refuse_another_run
 from truedraft.training.workspace import write_whole, writing
 
 if TYPE_CHECKING:
-    from truedraft.heads import RedrafterHead
-    from truedraft.models.lm_head import LmHead
+    pass
 
 _BEGINNING = 48  # tokens
 _BYTES = 2  # of a bfloat16
-_CHUNK = 256  # positions whose logits are held at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,44 +318,3 @@ def collate(text: SelfDistillationData, windows: Tensor, reach: int) -> Collated
 def text_tokens(batch: CollatedBatch, reach: int) -> Tensor:
     """The text's tokens that heads read at the places of a batch, `[positions, reach]`: teacher forcing."""
     return batch.tokens[batch.places[:, None] + torch.arange(reach, device=batch.places.device)]
-
-
-class SelfFeeding:
-    """At a share of the positions the recurrence reads the head's own greedy guesses, from the second token on.
-
-    The first token is the one that the target gave, which is known in decoding too. Which positions these are is a
-    function of the seed and the batch alone, so a resumed training draws the same.
-
-    Args:
-        head: that guesses.
-        lm_head: of its target.
-        share: in [0, 1], the probability of each position.
-        seed: of the choice.
-    """
-
-    def __init__(self, head: RedrafterHead, lm_head: LmHead, share: float, seed: int) -> None:
-        self._head = head
-        self._lm_head = lm_head
-        self._share = share
-        self._seed = seed
-
-    def __call__(self, batch: CollatedBatch, hidden: Tensor) -> Tensor:
-        """The tokens to read, `[positions, reach]`, at the places of a batch and their vectors `[positions, width]`."""
-        tokens = text_tokens(batch, self._head.reach)
-        key = (self._seed, len(batch.rows), int(batch.rows[0]), int(batch.rows[-1]))
-        drawn = np.random.default_rng(key).random(len(tokens))
-        chosen = torch.from_numpy(np.flatnonzero(drawn < self._share)).to(tokens.device)
-        for some in chosen.split(_CHUNK):
-            tokens[some, 1:] = self._guesses(hidden[some], tokens[some, 0])
-        return tokens
-
-    @torch.no_grad()
-    def _guesses(self, hidden: Tensor, token: Tensor) -> Tensor:
-        """Greedy guesses `[positions, reach - 1]` behind a token `[positions]`."""
-        head, lm_head = self._head, self._lm_head
-        state, found = head.new_state(len(hidden)), []
-        for place in range(head.reach - 1):
-            state = head.advance(state, lm_head.embed(token))
-            token = head.place_logits(place, head.leaving(hidden, state), lm_head).argmax(dim=-1)
-            found.append(token)
-        return torch.stack(found, dim=1) if found else hidden.new_zeros(len(hidden), 0, dtype=torch.int64)

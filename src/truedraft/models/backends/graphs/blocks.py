@@ -37,7 +37,7 @@ class ReadBlocks(Protocol):
         self, anchors: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """What enters the LM head `[blocks, reach, width]`, of anchors `[blocks]` and positions of all rows of blocks;
-        `attend` is `truedraft.heads.block.Attend`."""
+        `attend` is `truedraft.kinds.block.module.Attend`."""
 
     def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits `[rows, ids]` of some of these rows `[rows, width]`, given the tokens `[rows]` before them and the

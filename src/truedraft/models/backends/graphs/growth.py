@@ -92,7 +92,7 @@ class LikeliestNodes(Growth):
         return tokens.gather(1, best).flatten(), above.flatten()
 
     def found(self) -> Outputs:
-        """As `truedraft.drafters.heads.beams.trees_of` takes them: tokens and parents `[requests, nodes]` of the
+        """As `truedraft.kinds.redrafter.beams.trees_of` takes them: tokens and parents `[requests, nodes]` of the
         likeliest nodes, the likeliest first, and how many of them there are."""
         tokens, parents, logs = (torch.cat(each, dim=1) for each in zip(*self._levels, strict=True))
         kept = _first(logs, min(self._nodes, logs.shape[1]))

@@ -25,7 +25,7 @@ _PATTERNS: tuple[AttentionPattern, ...] = (Full(),)
 
 class ReadPairs(Protocol):
     """A head as a function: of tokens and positions `[rows]`, vectors beside them `[rows, width]`, whether these are
-    the target's, attention (`truedraft.heads.layers.Attend`), and the rows that are wanted."""
+    the target's, attention (`truedraft.drafters.heads.layers.Attend`), and the rows that are wanted."""
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class GraphPairs:
         return sum(runner.warmups for runner in self._runners)
 
     def run(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """See `truedraft.drafters.heads.eagle.Eagle3Runner.forward`."""
+        """See `truedraft.kinds.eagle.drafter.Eagle3Runner.forward`."""
         given, logits = self._forwards[observed].run(segments, vectors=vectors)
         return given, logits
 

@@ -1,0 +1,445 @@
+"""What heads of all kinds are: modules on the target's last vector, what is known about them, and how they lie on disk.
+
+A kind of heads is a subclass of `Head` with a dataclass of its sizes. On disk heads are one folder: `config.json` holds
+the kind, the sizes and the target, `heads.safetensors` the weights, and another JSON file what was found out about
+them. `config.json` is written last, so that half a checkpoint is none.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from truedraft.core.rank_tree import RankTree
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError, first_line
+from truedraft.files import user_path
+from truedraft.machine import DTYPES, dtype_name
+from truedraft.models.backends.native.linear import is_fastest, native_linears
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LmHead
+from truedraft.models.mapped import in_memory
+from truedraft.models.packed_linear import PackedLinear, can_pack
+
+Unembed: TypeAlias = Callable[[Tensor], Tensor]
+"""The target's LM head: vectors `[rows, width]` to logits `[rows, vocab]`, its scale and soft-cap applied."""
+Product: TypeAlias = Callable[[Tensor], Tensor]
+"""A linear layer as it runs between two passes of the target."""
+
+_TINY = 1e-20  # an embedding of zeros stays one
+_AGAIN = "fetch or train the heads again"  # what to do about a damaged file
+_VERSION = 1
+MOST_MODULES = 1024
+"""Layers, blocks or guesses of a head: more are a file that was tampered with, and would take all memory."""
+_CONFIG, _WEIGHTS = "config.json", "heads.safetensors"
+
+
+class HeadConfig(Protocol):
+    """Sizes of heads: a dataclass whose fields `config.json` holds."""
+
+    @property
+    def width(self) -> int:
+        """Entries of the vector that enters the target's LM head."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRecord:
+    """What is known about heads beside their weights.
+
+    Attributes:
+        target_name: what the target was called when they were trained; empty where nobody knows.
+        fingerprint: of that target, by `LanguageModel.fingerprint`; None where nobody knows.
+        trees: trees of ranks that were counted for them: "greedy" for requests at temperature 0, "sampled" for others.
+        facts: whatever was measured of them, for JSON.
+        note: what a user should know of a file that cannot say which target it is for.
+        sample: of that target, by `LanguageModel.sample`, which is found without reading all weights; None where nobody
+            knows.
+    """
+
+    target_name: str = ""
+    fingerprint: str | None = None
+    trees: Mapping[str, RankTree] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    note: str | None = None
+    sample: str | None = None
+
+    def names(self, target: LanguageModel) -> bool:
+        """Whether the target's weights are those of the target that it names, or it names none."""
+        if self.sample is not None and (sample := target.sample) is not None:
+            return self.sample == sample
+        return self.fingerprint is None or self.fingerprint == target.fingerprint
+
+
+class Head(nn.Module, ABC):
+    """Guesses `reach` tokens behind the one that was drawn from a vector of the target.
+
+    Args:
+        config: sizes.
+
+    Attributes:
+        kind: in `config.json`, of the command that trains such heads, and of the drafter that takes them.
+        noun: what messages call one such set of heads, or one such head.
+        plural: what messages call them in general.
+        place_word: what a training's log calls a place.
+        sizes: the dataclass of their sizes.
+        facts_file: what else is known about them, beside the weights.
+        reads_layers: whether they read vectors of several of the target's layers, those that `config.layers` numbers.
+        record: what is known about them; of new heads nothing.
+    """
+
+    kind: ClassVar[str]
+    noun: ClassVar[str]
+    plural: ClassVar[str]
+    place_word: ClassVar[str]
+    sizes: ClassVar[type[Any]]
+    facts_file: ClassVar[str] = "facts.json"
+    reads_layers: ClassVar[bool] = False
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.record = HeadRecord()
+
+    @property
+    @abstractmethod
+    def reach(self) -> int:
+        """How many tokens are guessed, behind the one that was drawn from a vector."""
+
+    @property
+    @abstractmethod
+    def reads_tokens(self) -> bool:
+        """Whether drafting needs the target's embeddings."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        """What each place ends in; None is the target's LM head."""
+
+    @abstractmethod
+    def start_from(self, weight: Tensor) -> None:
+        """Let outputs of its own start at the weight `[vocab, width]` of the target's LM head."""
+
+    def with_record(self, record: HeadRecord) -> Self:
+        """The same weights, of which other things are known."""
+        other = copy.copy(self)
+        other.record = record
+        return other
+
+    def save(self, folder: Path | str, record: HeadRecord, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write heads into a folder, which is made if need be; what an earlier checkpoint left there is replaced.
+
+        Args:
+            folder: of the heads.
+            record: names their target, with its fingerprint, and holds what else is kept with them.
+            dtype: of the written weights: bfloat16, float16 or float32.
+
+        Raises:
+            ModelError: the files cannot be written.
+        """
+        path, target = Path(folder), {"name": record.target_name, "fingerprint": record.fingerprint}
+        target |= {} if record.sample is None else {"sample": record.sample}
+        about = {"kind": self.kind, "version": _VERSION, "target": target}
+        about |= {"dtype": dtype_name(dtype), **asdict(self.config)}  # type: ignore[call-overload]
+        weights = {name: _in(dtype, each.detach().cpu()).contiguous() for name, each in self.state_dict().items()}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / _CONFIG).unlink(missing_ok=True)
+            save_file(weights, path / _WEIGHTS)
+            (path / _WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner can read
+            (path / self.facts_file).write_text(json.dumps(self._kept(record)) + "\n", encoding="utf-8")
+            (path / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"cannot write the heads into {str(path)!r} ({error}); make room, or name another folder"
+            ) from error
+
+    def _kept(self, record: HeadRecord) -> dict[str, Any]:
+        """The content of the file of facts."""
+        return dict(record.facts)
+
+    @classmethod
+    def _read(cls, kept: dict[str, Any]) -> tuple[Mapping[str, RankTree], Mapping[str, Any]]:
+        """Trees and facts in the content of the file of facts."""
+        return {}, kept
+
+    def reading(self, layers: int) -> Self:
+        """It, for a target with so many layers; those that it reads are settled where its folder does not name them."""
+        return self
+
+    @classmethod
+    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
+        """Heads of this kind that another project published at a path; None where it has none.
+
+        Only tensors are read, no code that a file may hold.
+
+        Args:
+            path: a folder or a file.
+            ids_in_d2t: a table of ids is read in place of one of offsets, as damaged folders have it.
+
+        Raises:
+            ModelError: a file is damaged, or has sizes or options that are not read.
+        """
+        return None
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Self:
+        """Heads in evaluation mode, without gradients, on the CPU, in the dtype in which they were written.
+
+        Also those that other projects published, see `load_published`.
+
+        Raises:
+            ModelNotFoundError: there is no such folder, or no heads in it.
+            ModelError: a file is damaged, does not fit the others, or holds heads of another kind.
+        """
+        path = user_path(folder, ModelNotFoundError)
+        published = cls.load_published(path)
+        if published is not None:
+            return published
+        if not path.is_dir():
+            raise ModelNotFoundError(f"there is no folder {str(path)!r} with {cls.noun}; check the path")
+        if not (path / _CONFIG).is_file():
+            raise ModelNotFoundError(
+                f"the folder {str(path)!r} has no {_CONFIG}, so it does not hold {cls.noun}; name one that "
+                f"`truedraft train {cls.kind}` wrote"
+            )
+        about = _read_json(path / _CONFIG)
+        cls._refuse_other_kinds(about, path)
+        try:
+            # Fields that came later have defaults, and folders from before lack them.
+            given = {each.name: about[each.name] for each in fields(cls.sizes) if each.name in about or _required(each)}
+            config = cls.sizes(**given)
+            name, known = str(about["target"]["name"]), about["target"]["fingerprint"]
+            fingerprint = None if known is None else str(known)  # nobody knows it of one that was published
+            sample = about["target"].get("sample")
+            dtype = DTYPES[about["dtype"]]
+        except (KeyError, TypeError, OptionError) as error:
+            raise ModelError(f"{str(path / _CONFIG)!r} is damaged ({error}); {_AGAIN}") from error
+        weights = {name: _in(dtype, each) for name, each in tensors_in(path / _WEIGHTS, _AGAIN).items()}
+        heads = cls.with_weights(config, weights, path / _WEIGHTS)
+        kept = _read_json(path / cls.facts_file)
+        try:
+            heads.record = HeadRecord(
+                name, fingerprint, *cls._read(kept), sample=None if sample is None else str(sample)
+            )
+        except (OptionError, TypeError) as error:
+            raise ModelError(f"{str(path / cls.facts_file)!r} is damaged ({error}); {_AGAIN}") from error
+        return heads
+
+    @classmethod
+    def _refuse_other_kinds(cls, about: dict[str, Any], path: Path) -> None:
+        kind, version = about.get("kind"), about.get("version")
+        others = {each.kind: each.noun for each in _kinds(Head) if each is not cls}  # type: ignore[type-abstract]
+        if kind in others:
+            raise ModelError(f"{str(path)!r} holds {others[kind]}, not {cls.noun}; use {kind}:{path}")
+        if kind != cls.kind:
+            raise ModelError(
+                f"{str(path / _CONFIG)!r} is not of {cls.noun} (its kind is {kind!r}); name a folder with {cls.noun}"
+            )
+        if version != _VERSION:
+            raise ModelError(
+                f"{str(path / _CONFIG)!r} is of version {version!r}, and this truedraft reads version {_VERSION}; "
+                "train the heads again, or install the truedraft that wrote them"
+            )
+
+    @classmethod
+    def with_weights(
+        cls, config: HeadConfig, weights: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None
+    ) -> Self:
+        """Heads in evaluation mode, without gradients, with all of the weights in a file and no others.
+
+        Args:
+            config: their sizes.
+            weights: by their names in the file.
+            file: for messages.
+            names: of the weights here, by those in the file; None where they are the same.
+
+        Raises:
+            ModelError: they are not the weights of heads of such sizes.
+        """
+        with torch.device("meta"):
+            heads = cls(config)
+        own = heads.state_dict()
+        names = {name: name for name in own} if names is None else names
+        missing, unknown = sorted(names.keys() - weights.keys()), sorted(weights.keys() - names.keys())
+        if missing:
+            raise ModelError(f"{str(file)!r} lacks {', '.join(missing)}, which heads of its sizes have; {_AGAIN}")
+        if unknown:
+            raise ModelError(
+                f"{str(file)!r} holds {', '.join(unknown)}, unknown to heads of its sizes: they are of a form that is "
+                "not read here, or the file is damaged"
+            )
+        for there, here in names.items():
+            if weights[there].shape != own[here].shape:
+                raise ModelError(
+                    f"{there} in {str(file)!r} has the shape {list(weights[there].shape)}, and heads of its sizes have "
+                    f"{list(own[here].shape)} there; {_AGAIN}"
+                )
+        numbers = {weights[there].dtype for there, here in names.items() if own[here].is_floating_point()}
+        others = [
+            weights[there].dtype == own[here].dtype for there, here in names.items() if own[here].dtype is torch.int64
+        ]
+        if len(numbers) != 1 or not next(iter(numbers)).is_floating_point or not all(others):
+            raise ModelError(f"{str(file)!r} holds numbers of several kinds; {_AGAIN}")
+        heads.load_state_dict({here: weights[there] for there, here in names.items()}, strict=True, assign=True)
+        return heads.eval().requires_grad_(False)
+
+
+class VectorHead(Head):
+    """Reads one vector of the target, that from which the last token was drawn, and tokens behind it."""
+
+    @abstractmethod
+    def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What enters the output at each place: `[reach, rows, exit_width]`.
+
+        Args:
+            hidden: `[rows, width]`: vectors that entered the target's LM head.
+            embedded: `[reach, rows, width]`: the target's embeddings of the token drawn from each, and of those behind
+                it; place k (from 0) reads at most the first k + 1 and is about the one behind these.
+        """
+
+    def place_logits(self, place: int, vectors: Tensor, lm_head: LmHead) -> Tensor:
+        """Logits `[rows, vocab]` at a place, for what enters its output `[rows, exit_width]`."""
+        output = self.outputs[place]
+        return lm_head(vectors) if output is None else lm_head.finish(output(vectors))
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), with W and b 0 at the start, so that it starts as the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The vectors `[rows, width]` after the block."""
+        return x + functional.silu(self.linear(x))
+
+
+def _required(each: Field[Any]) -> bool:
+    return each.default is MISSING
+
+
+def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:
+    """A weight in a dtype; ids stay what they are."""
+    return weight.to(dtype) if weight.is_floating_point() else weight
+
+
+def _kinds(parent: type[Head]) -> Iterator[type[Head]]:
+    """The kinds of heads that were imported."""
+    for each in parent.__subclasses__():
+        if hasattr(each, "kind"):
+            yield each
+        yield from _kinds(each)
+
+
+def linears_of(blocks: nn.Sequential) -> list[nn.Linear]:
+    """The linear layer of each residual block."""
+    return [block.linear for block in blocks if isinstance(block, ResidualBlock)]
+
+
+def over_whole_vocabulary(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits `[rows, vocab_size]` of those `[rows, guessed]` over some ids `[guessed]`, whose others have no mass; None
+    are the first ids."""
+    if ids is None:
+        return logits[:, :vocab_size]
+    return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, ids, logits)
+
+
+def scaled_embedding(embedded: Tensor) -> Tensor:
+    """Embeddings `[rows, width]` at a root mean square of 1: families differ in their size by orders.
+
+    In float32 and over next to nothing: torch's own constant beside the mean of squares is 0.008 in bfloat16, more than
+    the mean itself in many tables.
+    """
+    wide = embedded.float()
+    return functional.rms_norm(wide, wide.shape[-1:], eps=_TINY).to(embedded.dtype)
+
+
+def placed(weight: Tensor, bias: Tensor | None, target: LanguageModel) -> Product:
+    """A copy of a linear layer in the dtype and on the device of a target, packed where that is faster."""
+    device, dtype = target.device, target.dtype
+    weight = weight.detach().to(device, dtype, copy=True)
+    offset = None if bias is None else bias.detach().to(device, dtype, copy=True)
+    if is_fastest(device, dtype):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        state = {"weight": weight} if offset is None else {"weight": weight, "bias": offset}
+        layer.load_state_dict(state, assign=True)
+        product = native_linears([layer], 0, dtype).get(layer)
+        if product is not None:
+            return product
+    if can_pack(device, dtype):
+        return PackedLinear(weight, offset)
+    return lambda x: functional.linear(x, weight, offset)
+
+
+def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
+    """The tensors of a file by their names; no code that it may hold is run.
+
+    Args:
+        file: safetensors, or what torch saved.
+        advice: what to do about one that holds something else.
+
+    Raises:
+        ModelNotFoundError: it is missing.
+        ModelError: it cannot be read, or holds something else.
+    """
+    if not file.is_file():
+        raise ModelNotFoundError(f"{str(file)!r} is missing; {_AGAIN}")
+    try:
+        if file.suffix == ".safetensors":
+            state = {name: in_memory(each) for name, each in load_file(file).items()}
+        else:
+            state = torch.load(file, "cpu", weights_only=True)
+    except Exception as error:  # a pickle that is none, or names code, ends in errors of many kinds
+        raise ModelError(f"cannot read {str(file)!r} as tensors ({first_line(error)}); {_AGAIN}") from error
+    if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
+        raise ModelError(f"{str(file)!r} is no dictionary of tensors; {advice}")
+    return state
+
+
+def write_published(folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write a folder as other projects read it: `model.safetensors`, and then `config.json`.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _CONFIG).unlink(missing_ok=True)
+        kept = {name: each.detach().cpu().contiguous() for name, each in weights.items()}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
+        (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot write the head into {str(folder)!r} ({error}); make room, or name another folder"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"{str(path)!r} is missing; {_AGAIN}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {str(path)!r} ({error}); {_AGAIN}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{str(path)!r} does not hold a JSON object; {_AGAIN}")
+    return content

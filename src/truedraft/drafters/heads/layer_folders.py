@@ -1,0 +1,262 @@
+"""What folders of other projects have in common that hold heads with layers of their own: EAGLE-3's and block drafters.
+
+A `config.json` with tensors beside it, which may bring copies of the target's own, to train with. Where the draft has
+fewer ids, `d2t` is an offset, not an id: the draft's token j is the target's token j + d2t[j].
+
+Only tensors are read, no code that a file may hold. None says for which weights of a target its head is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from truedraft.drafters.heads.head import HeadRecord, tensors_in, write_published
+from truedraft.drafters.heads.layers import LayerConfig, LayerHead
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.files import object_of
+
+CONFIG = "config.json"
+SPECULATORS = "speculators_model_type"
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_ARCHITECTURES = {
+    "eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
+}  # fmt: skip
+_AGAIN = "fetch the file again"
+_SIZES = {
+    "hidden_size": "width",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "inner",
+    "vocab_size": "vocab_size",
+}
+_Head = TypeVar("_Head", bound=LayerHead)
+
+
+def named_kind(
+    path: Path, nested: Mapping[str, type[LayerHead]], flat: Mapping[str, type[LayerHead]]
+) -> type[LayerHead] | None:
+    """The kind of head that a folder's config.json says it holds; None: none of these.
+
+    Args:
+        path: the folder.
+        nested: kinds by the word that `speculators` has for them.
+        flat: kinds by the architecture that others name.
+    """
+    record = object_of(path / CONFIG)
+    architectures = record.get("architectures")
+    if not isinstance(architectures, list):
+        architectures = []
+    return next(
+        (kind for word, kind in nested.items() if record.get(SPECULATORS) == word),
+        next((kind for word, kind in flat.items() if word in architectures), None),
+    )
+
+
+def load_layer_folder(
+    path: Path,
+    kind: type[_Head],
+    found: type[LayerHead] | None,
+    sizes: Callable[[Mapping[str, Any], Mapping[str, Tensor]], LayerConfig],
+    renamed: Callable[[str], str] = str,
+    *,
+    ids_in_d2t: bool = False,
+) -> _Head:
+    """A head of another project.
+
+    Args:
+        path: the folder.
+        kind: of ours that is wanted.
+        found: that the folder says it holds.
+        sizes: of what config.json holds and the weights.
+        renamed: the name here of a weight there.
+        ids_in_d2t: read a table of ids in place of one of offsets, as damaged folders have it.
+
+    Raises:
+        ModelNotFoundError: there are no weights.
+        ModelError: a file is damaged, it holds a head of another kind, or the weights are not those that config.json
+            names.
+    """
+    if found is not None and found is not kind:
+        raise ModelError(f"{str(path)!r} holds {found.noun}, not {kind.noun}; use {found.kind}:{path}")
+    file = next((path / name for name in _FILES if (path / name).is_file()), None)
+    if file is None:
+        raise ModelNotFoundError(f"{str(path)!r} has neither {' nor '.join(_FILES)}; fetch one of them")
+    named = {renamed(name): each for name, each in tensors_in(file, _AGAIN).items()}
+    weights = {name: each for name, each in named.items() if not name.startswith("verifier_")}
+    record = object_of(path / CONFIG)
+    try:
+        config = sizes(record, weights)
+        target = str(((record.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path") or "")
+        if (ids := _draft_ids(config, weights, file, ids_in_d2t)) is not None:
+            weights["draft_ids"] = ids
+        head = kind.with_weights(config, weights, file)
+        head.rotary(torch.zeros(1))
+    except KeyError as error:
+        raise ModelError(f"{str(path / CONFIG)!r} does not name {error.args[0]!r}; fetch it again") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OptionError) as error:
+        raise ModelError(f"{str(path / CONFIG)!r} names what makes no head here ({error})") from error
+    note = (
+        f"{file.name} in {str(path)!r} does not say which weights it was trained for ({target or 'no target'} by "
+        "name); it is used because its sizes fit"
+    )
+    head.record = HeadRecord(target, note=note)
+    return head
+
+
+def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Entries of `LayerConfig` that all of these folders have.
+
+    Args:
+        record: of config.json.
+        layer: the part of it that is of the layers.
+        weights: whose names say what no configuration does.
+
+    Raises:
+        KeyError: it says too little.
+        OptionError: layers of another kind, or of another width than the target's.
+    """
+    if layer.get("hidden_act", "silu") != "silu":
+        raise OptionError(f"its activation is {layer['hidden_act']!r}, and such heads have silu")
+    for name in ("attention_bias", "qkv_bias", "mlp_bias", "quantization_config"):
+        if value := record.get(name) or layer.get(name):
+            raise OptionError(f"{name} is {value!r}, which is not supported")
+    if (scale := record.get("logit_scale", 1.0)) != 1.0:
+        raise OptionError(f"logit_scale is {scale!r}, and heads are read where it is 1.0")
+    types = layer.get("layer_types") or (["sliding_attention"] if layer.get("use_sliding_window") else [])
+    if set(types) - {"full_attention"}:
+        raise OptionError("some of its layers see a window of the context alone, which is not supported")
+    if record.get("target_hidden_size") not in (None, layer["hidden_size"]):
+        raise OptionError(f"it is {layer['hidden_size']} wide, and its target {record['target_hidden_size']}")
+    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    older = rope.pop("type", "default")  # the name before
+    return {
+        **{ours: layer[theirs] for theirs, ours in _SIZES.items()},
+        "head": layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"],
+        "draft_vocab": record.get("draft_vocab_size") or 0 if "d2t" in weights else 0,
+        "own_output": "lm_head.weight" in weights,
+        "own_embedding": "embed_tokens.weight" in weights,
+        "rope": {"rope_type": older, "rope_theta": layer.get("rope_theta", 10000.0), **rope},
+        "most_positions": layer.get("max_position_embeddings", 4096),
+        "eps": layer.get("rms_norm_eps", 1e-6),
+    }
+
+
+def _draft_ids(config: LayerConfig, weights: dict[str, Tensor], file: Path, ids_in_d2t: bool) -> Tensor | None:
+    """The target's ids of the draft's, `[draft_vocab]`, from offsets; takes both tables from the weights.
+
+    Worked example: offsets 3, 3, 5 are the ids 3, 4, 7.
+
+    Raises:
+        ModelError: they name no ids, one twice, or others than the target's side says.
+    """
+    offsets, known = weights.pop("d2t", None), weights.pop("t2d", None)
+    if offsets is None:
+        return None
+    if offsets.shape != (config.draft_vocab,) or offsets.is_floating_point():
+        raise ModelError(f"d2t in {str(file)!r} is no list of {config.draft_vocab} whole numbers; {_AGAIN}")
+    ids = offsets.long() if ids_in_d2t else offsets.long() + torch.arange(len(offsets))
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids)):
+        raise ModelError(
+            f"d2t in {str(file)!r} does not name {len(ids)} different ids below {config.vocab_size}: it holds offsets, "
+            f"the draft's token j is the target's token j + d2t[j]; {_AGAIN}"
+        )
+    if known is not None and not torch.equal(known.bool().nonzero()[:, 0], ids.sort().values):
+        raise ModelError(f"d2t and t2d in {str(file)!r} name different ids; {_AGAIN}")
+    return ids
+
+
+def layer_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
+    """The configuration of so many layers of a family of transformers'."""
+    return {
+        **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
+        "model_type": family,
+        "num_hidden_layers": count,
+        "head_dim": config.head,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.most_positions,
+        "rms_norm_eps": config.eps,
+        "rope_parameters": dict(config.rope),
+        "tie_word_embeddings": False,
+    }
+
+
+def flat_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
+    """The same for readers that have a transformers before 5, too, which knows the rotation by other names."""
+    scaling = None if config.rope["rope_type"] == "default" else dict(config.rope)
+    rope = {"rope_theta": config.rope["rope_theta"], "rope_scaling": scaling}
+    return layer_record(config, count, family) | rope
+
+
+def speculators_record(word: str, reach: int, target: str, family: str) -> dict[str, Any]:
+    """What `speculators` wants to know beside the layers.
+
+    Args:
+        word: for the kind of head.
+        reach: how many tokens it drafts.
+        target: what the target is called there; "" where nobody knows.
+        family: the target's class, likewise.
+    """
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": reach, "verifier_accept_k": 1, "accept_tolerance": 0.0,
+    }  # fmt: skip
+    return {
+        SPECULATORS: word,
+        "speculators_version": "0.9.0",
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": word,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target or None, "architectures": [family] if family else []},
+        },
+    }
+
+
+def write_speculators(
+    head: LayerHead,
+    folder: Path,
+    word: str,
+    layers: Mapping[str, Any],
+    more: Mapping[str, Any],
+    *,
+    target: str,
+    family: str,
+) -> None:
+    """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
+
+    Args:
+        head: that is written.
+        folder: of its files, made if need be.
+        word: of `speculators` for its kind.
+        layers: configuration of its layers (`layer_record`).
+        more: what else its kind has.
+        target: as of `speculators_record`, and the following.
+        family: likewise.
+
+    Raises:
+        ModelError: the files cannot be written.
+    """
+    about = speculators_record(word, head.reach, target, family) | {
+        "architectures": [_ARCHITECTURES[word]],
+        "draft_vocab_size": head.config.draft_vocab or head.config.vocab_size,
+        "transformer_layer_config": layers,
+        **more,
+    }
+    weights = {name.replace("midlayer.", "layers.0.", 1): each for name, each in weights_of(head).items()}
+    write_published(folder, weights, about)
+
+
+def weights_of(head: LayerHead) -> dict[str, Tensor]:
+    """The head's weights, with both tables where it guesses among fewer ids."""
+    weights = {name: weight for name, weight in head.state_dict().items() if name != "draft_ids"}
+    if (ids := head.draft_ids) is not None:
+        weights["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+        known = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=ids.device)
+        weights["t2d"] = known.index_fill_(0, ids, True)
+    return weights

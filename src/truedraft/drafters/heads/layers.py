@@ -1,0 +1,248 @@
+"""Heads with decoder layers of their own, on vectors of several layers of the target: what they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from truedraft.drafters.heads.head import MOST_MODULES, Head
+from truedraft.errors import OptionError
+from truedraft.models.llama import RotaryTable, Rotation
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` to what they mix, `[rows, heads * head]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig(ABC):
+    """Sizes of a head with decoder layers of its own.
+
+    Attributes:
+        width: entries of the target's vectors.
+        vocab_size: token ids of the target.
+        layers: the target's layers whose output is read, by number, 0 the first. Empty: those that a published folder
+            does not name, see `at_usual_layers`.
+        heads: of queries.
+        kv_heads: of keys and values.
+        head: entries of a head.
+        inner: entries inside the MLPs.
+        draft_vocab: ids that it guesses among; 0 is all of the target's.
+        own_output: whether it has an LM head of its own; else it ends in the target's.
+        own_embedding: whether it has an embedding of its own; else it reads the target's.
+        rope: parameters of its rotation, as transformers names them.
+        most_positions: that its rotation is made for.
+        eps: of its norms.
+
+    Raises:
+        OptionError: sizes that make no head.
+    """
+
+    noun: ClassVar[str]
+    counts: ClassVar[tuple[str, ...]]
+    """Names of sizes that are 1 or more, beside those above."""
+    flags: ClassVar[tuple[str, ...]]
+    first_layer: ClassVar[int] = 0
+    usual_layers: ClassVar[int]
+    """How many of them are read where none are named."""
+
+    width: int
+    vocab_size: int
+    layers: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head: int
+    inner: int
+    draft_vocab: int = 0
+    own_output: bool = False
+    own_embedding: bool = False
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    most_positions: int = 4096
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no head."""
+        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+        for name in ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "most_positions", *self.counts):
+            if not is_whole(value := getattr(self, name), 1):
+                raise OptionError(f"{name} of {self.noun} must be 1 or more, got {value!r}")
+            if name in self.counts and value > MOST_MODULES:
+                raise OptionError(f"{name} of {self.noun} must be at most {MOST_MODULES}, got {value!r}")
+        for name in ("own_output", "own_embedding", *self.flags):
+            if not isinstance(value := getattr(self, name), bool):
+                raise OptionError(f"{name} of {self.noun} must be true or false, got {value!r}")
+        if not isinstance(self.eps, float) or not self.eps >= 0.0:
+            raise OptionError(f"eps of {self.noun} must be a number of 0 or more, got {self.eps!r}")
+        if self.heads % self.kv_heads or self.head % 2:
+            raise OptionError(
+                f"{self.heads} heads of {self.head} entries do not fit {self.kv_heads} of keys and values; heads must "
+                "be a multiple of those, and their entries even"
+            )
+        each_once = len(set(self.layers)) == len(self.layers)
+        if not each_once or not all(is_whole(layer, self.first_layer) for layer in self.layers):
+            raise OptionError(f"{self.noun} reads different layers, 0 the first, got {list(self.layers)}")
+        if not is_whole(self.draft_vocab, 0) or self.draft_vocab > self.vocab_size:
+            raise OptionError(f"the draft's vocabulary has 1 to {self.vocab_size} ids, got {self.draft_vocab!r}")
+        if self.mask is not None and (not is_whole(self.mask, 0) or self.mask >= self.vocab_size):
+            raise OptionError(f"the mask token is an id below {self.vocab_size}, got {self.mask!r}")
+        if self.draft_vocab and not self.own_output:
+            raise OptionError("a head with fewer ids than the target needs an LM head of its own")
+
+    @property
+    def mask(self) -> int | None:
+        """The id whose embedding stands for tokens that nobody knows yet; None where the head reads none."""
+        return None
+
+    @property
+    def merged(self) -> int:
+        """How many layers are read."""
+        return len(self.layers) or self.usual_layers
+
+    @abstractmethod
+    def usual_of(self, count: int) -> tuple[int, ...]:
+        """The layers that such heads read of a target with so many, where none are named; () where it has too few."""
+
+    def at_usual_layers(self, count: int) -> Self:
+        """The same with `usual_of` a target with so many layers, where none are named.
+
+        Raises:
+            OptionError: it has too few.
+        """
+        if self.layers:
+            return self
+        layers = self.usual_of(count)
+        if not layers:
+            raise OptionError(
+                f"of a target with {count} layers there are no {self.usual_layers} that are usual; name those to read, "
+                "0 the first",
+                field="layers",
+            )
+        return replace(self, layers=layers)
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether a value of JSON is a whole number of so much at least; true is none."""
+    return type(value) is int and value >= least
+
+
+class LayerHead(Head):
+    """Decoder layers of its own on vectors of several layers of the target.
+
+    Its modules are `embed_tokens` and `lm_head`, None where it takes the target's, and the buffer `draft_ids`, the
+    target's ids among which it guesses, `[draft_vocab]`, None for all. Names of weights are those of published heads,
+    so that a folder says what it holds.
+    """
+
+    reads_layers: ClassVar[bool] = True
+    config: Any
+    norm: nn.RMSNorm
+    embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
+    draft_ids: Tensor | None
+
+    def _add_ends(self) -> None:
+        """The norm before the LM head, and what is the head's own of embedding, LM head and ids."""
+        config = self.config
+        self.norm = nn.RMSNorm(config.width, config.eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width) if config.own_embedding else None
+        ids = config.draft_vocab or config.vocab_size
+        self.lm_head = nn.Linear(config.width, ids, bias=False) if config.own_output else None
+        self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
+
+    @property
+    def reach(self) -> int:
+        reach: int = self.config.reach
+        return reach
+
+    def reading(self, layers: int) -> Self:
+        self.config = self.config.at_usual_layers(layers)
+        return self
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.embed_tokens is None
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        return [self.lm_head] * self.reach
+
+    @torch.no_grad()
+    def start_from(self, weight: Tensor) -> None:
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
+
+    def rotary(self, like: Tensor) -> RotaryTable:
+        """What turns heads, by positions, in the dtype and on the device of a tensor.
+
+        Raises:
+            OptionError: its parameters make no rotation.
+        """
+        config = self.config
+        try:
+            return RotaryTable.made(config.rope, config.head, config.most_positions, like)
+        except (KeyError, TypeError, ValueError) as error:
+            raise OptionError(f"{dict(config.rope)} are no parameters of a rotation ({error})", field="rope") from error
+
+
+class LayerAttention(nn.Module):
+    """Reads vectors of so many entries; with norms, each head's queries and keys are normed before they are rotated."""
+
+    def __init__(self, config: LayerConfig, entries: int, *, norms: bool) -> None:
+        super().__init__()
+        mixed, keys = config.heads * config.head, config.kv_heads * config.head
+        self.q_proj = nn.Linear(entries, mixed, bias=False)
+        self.k_proj = nn.Linear(entries, keys, bias=False)
+        self.v_proj = nn.Linear(entries, keys, bias=False)
+        self.o_proj = nn.Linear(mixed, config.width, bias=False)
+        self.q_norm = nn.RMSNorm(config.head, config.eps) if norms else None
+        self.k_norm = nn.RMSNorm(config.head, config.eps) if norms else None
+        self._head = config.head
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """`[rows, entries]` to `[rows, heads, head]`."""
+        query = self.q_proj(x).unflatten(-1, (-1, self._head))
+        return rotation(query if self.q_norm is None else self.q_norm(query))
+
+    def keys(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values `[rows, kv_heads, head]`."""
+        key, value = (product(x).unflatten(-1, (-1, self._head)) for product in (self.k_proj, self.v_proj))
+        return rotation(key if self.k_norm is None else self.k_norm(key)), value
+
+
+class GatedMlp(nn.Module):
+    """W_down (SiLU(W_gate x) * W_up x), as Llama's."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Vectors `[rows, width]` to the same."""
+        made: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return made
+
+
+class DecoderLayer(nn.Module):
+    """As in Llama and, with norms, in Qwen 3, but for what its attention reads: `entries` for each row."""
+
+    def __init__(self, config: LayerConfig, entries: int, *, norms: bool) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.width, config.eps)
+        self.self_attn = LayerAttention(config, entries, norms=norms)
+        self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
+        self.mlp = GatedMlp(config.width, config.inner)
+
+    def run(self, x: Tensor, entering: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """The residual stream `[rows, width]` behind the layer, of that before it and what its attention reads."""
+        attention = self.self_attn
+        query, (key, value) = attention.queries(entering, rotation), attention.keys(entering, rotation)
+        x = x + attention.o_proj(attend(query, key, value))
+        added: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + added

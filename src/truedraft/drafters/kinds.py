@@ -1,0 +1,165 @@
+"""The table of kinds: a word leads to what says how its drafters are made, which is imported when it is asked for.
+
+A package of somebody else adds a kind by an entry point of the group `truedraft.kinds`: its name is the word, its value
+the mapping `MODULE:NAME` in which a `Kind` stands under that word.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.errors import CompositionError
+from truedraft.files import object_of
+from truedraft.models.embedded import embedded_heads
+from truedraft.options import Words, called
+
+if TYPE_CHECKING:
+    from truedraft.drafters.base import Drafter
+    from truedraft.models.base import LanguageModel
+
+_GROUP = "truedraft.kinds"
+_OWN = "truedraft.drafters.specs:OWN"
+_BLOCK = "truedraft.kinds.block:KINDS"
+_TABLE = {
+    **dict.fromkeys(("none", "prompt-lookup", "suffix", "lookahead", "draft", "self", "reencoded", "ngram"), _OWN),
+    "cascade": _OWN,
+    "medusa": "truedraft.kinds.medusa:KINDS",
+    "redrafter": "truedraft.kinds.redrafter:KINDS",
+    "eagle": "truedraft.kinds.eagle:KINDS",
+    "dflash": _BLOCK,
+    "dspark": _BLOCK,
+    "p-eagle": "truedraft.kinds.p_eagle:KINDS",
+    "mtp": "truedraft.kinds.mtp:KINDS",
+}
+_TRAINED = ("draft", "eagle", "p-eagle", "dspark", "dflash", "redrafter", "medusa", "ngram")
+
+
+def dotted(name: str) -> Any:
+    """What `MODULE:NAME` names; the module is imported."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of drafters, as it is typed. What drafting needs is light; dotted names `MODULE:NAME` load on use.
+
+    Attributes:
+        made: the class or function that makes a drafter. Options are parameters of it and of `parts`, and are read as
+            they are annotated; parameters called `words`, `path`, `target` and `drafters_dir` are given those.
+        path: what the path behind its word is, as "DIR"; None where it takes none.
+        options: its options, each with a value as it is typed: the default, or an example of what else there is.
+        meaning: what it does, in a phrase.
+        parts: of `made`, parameters that are no options, and the functions that make them.
+        widest: options that leave a controller room to decide, as `auto` takes them.
+        paths: what a plan tries behind its word where no path is given.
+        members: what the drafters in parentheses behind its word are, as "A;B"; "" where it takes none.
+        head: the class of its heads.
+        training: the configuration of its training, `truedraft.training.head_config.HeadTrainingConfig`.
+        exports: how other engines are given one, `truedraft.drafters.exporting.Exports`.
+        variants: what the doctor tries of one, `truedraft.measure.variants.Examined`.
+        published: a function that says the kind of head in a folder of another project, None where there is none.
+    """
+
+    made: str
+    path: str | None
+    options: Mapping[str, str]
+    meaning: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+    widest: Mapping[str, str] = field(default_factory=dict)
+    paths: Sequence[str] = ()
+    members: str = ""
+    head: str = ""
+    training: str = ""
+    exports: str = ""
+    variants: str = ""
+    published: str = ""
+
+    def make(self, words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path] = ()) -> Drafter:
+        """The drafter, from a word whose options are known; its members may lie in folders of drafters."""
+        given = {"words": words, "path": words.path, "target": target, "drafters_dir": drafters_dir}
+        parts = {name: dotted(part) for name, part in self.parts.items()}
+        drafter: Drafter = called(dotted(self.made), words.options, given, parts)
+        return drafter
+
+    def typed(self, word: str) -> str:
+        """How it is typed, without options."""
+        path = "" if self.path is None else f"[:{self.path}]"
+        return f"{word}({self.members})" if self.members else word + path
+
+
+class _Kinds(Mapping[str, Kind]):
+    """The kinds by their words, ours first."""
+
+    @cached_property
+    def _places(self) -> Mapping[str, str]:
+        return {each.name: each.value for each in metadata.entry_points(group=_GROUP)} | _TABLE
+
+    def __getitem__(self, word: str) -> Kind:
+        place = _TABLE.get(word) or self._places[word]
+        kind: Kind = dotted(place)[word]
+        return kind
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*_TABLE, *(word for word in self._places if word not in _TABLE)])
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, word: object) -> bool:
+        return word in _TABLE or word in self._places
+
+
+KINDS: Mapping[str, Kind] = _Kinds()
+"""The kinds of drafters by their words."""
+
+
+def trained_kinds() -> tuple[str, ...]:
+    """Words of the kinds that are trained for a target, in the order in which `auto` lists them."""
+    return (*_TRAINED, *(word for word in KINDS if word not in _TABLE and KINDS[word].head))
+
+
+def kind_in(path: Path) -> str | None:
+    """The kind of heads that a path says it holds, ours or of another project; None: none. No weights are read."""
+    readers = dict.fromkeys(KINDS[word].published for word in KINDS if KINDS[word].published)
+    found = next((kind for each in readers if (kind := dotted(each)(path)) is not None), None)
+    own = object_of(path / "config.json").get("kind")
+    return found or (own if isinstance(own, str) else None)
+
+
+def head_of(kind: str) -> Callable[[str | None, LanguageModel], Any]:
+    """What loads a head of a kind from a path, with the layers that it reads of a target settled.
+
+    Raises:
+        CompositionError: there is no path, for none was trained for the target.
+    """
+
+    def load(path: str | None, target: LanguageModel) -> Any:
+        return dotted(KINDS[kind].head).load(folder_of(kind, path, target)).reading(target.shown_layers)
+
+    return load
+
+
+def folder_of(kind: str, path: str | None, target: LanguageModel) -> str | Path:
+    """Where heads of a kind lie; the embedded ones are `embedded:` and their kind.
+
+    Raises:
+        CompositionError: there is no path, for none was trained for the target.
+    """
+    if path is None:
+        raise CompositionError(
+            f"no {kind!r} drafter was trained for {target.name!r}; train one by truedraft train {kind} --model "
+            f"{target.name}, look elsewhere by --drafters-dir DIR, or name one as {kind}:DIR"
+        )
+    prefix = "embedded:"
+    return embedded_heads(path.removeprefix(prefix)) if path.startswith(prefix) else path
+
+
+OF_LEVELS = {"num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"}
+"""Options of drafters whose trees grow level by level (`truedraft.drafters.heads.levels`)."""

@@ -1,0 +1,326 @@
+"""DFlash and DSpark as drafters: a block of tokens from one forward, on vectors of several layers of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, running
+from truedraft.errors import OptionError
+from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead, Leaving
+from truedraft.models.attention import Blocked, ChainLayout, Scoring
+from truedraft.models.backends.graphs.blocks import GraphBlocks
+from truedraft.models.backends.graphs.growth import Grow
+from truedraft.models.backends.graphs.replay import Outputs, Recorder
+from truedraft.models.base import LanguageModel
+from truedraft.models.cache import CachePool, RequestCache
+from truedraft.models.cache.buffers import key_span
+from truedraft.options import check_share
+
+BlockT = TypeVar("BlockT", bound=BlockHead)
+_READ_ROWS = 512  # of a text at a time
+
+
+class BlockRunner:
+    """A block drafter in the dtype and on the device of a target; its weights are copied.
+
+    Args:
+        head: of the target's width and vocabulary.
+        target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
+        recorder: makes the recordings that it is replayed from; None: nothing is recorded.
+        before: of the same sizes and target, whose pages it goes on with.
+
+    Attributes:
+        head: the copy.
+        device: where it computes.
+        pool: where caches of requests come from.
+        token_bytes: of a token's keys and values.
+        layers: that have keys and values.
+        records: whether whole drafts are one recording.
+    """
+
+    def __init__(
+        self,
+        head: BlockHead,
+        target: LanguageModel,
+        recorder: Recorder | None = None,
+        before: BlockRunner | None = None,
+    ) -> None:
+        self.head = running(head, target)
+        self._target = target
+        self._scoring = Scoring(head.config.head**-0.5)
+        self._table = self.head.rotary(self.head.norm.weight)
+        self.device = target.device
+        self._graphs: GraphBlocks | None = None
+        if recorder is not None:
+            self._graphs = self._recorded(recorder, None if before is None else before._graphs)
+        self.records = self._graphs is not None
+        self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
+        self.layers = head.config.depth
+        self.token_bytes = 2 * head.config.kv_heads * head.config.head * self.layers * target.dtype.itemsize
+
+    def _recorded(self, recorder: Recorder, before: GraphBlocks | None) -> GraphBlocks:
+        config, like = self.head.config, self.head.norm.weight
+        sizes, width = (config.depth, config.kv_heads, config.head), config.merged * config.width
+        return GraphBlocks(self, self._table, config.block, sizes, width, like, config.most_positions, recorder, before)
+
+    @property
+    def warmups(self) -> int:
+        """Drafts so far that took longer than others of their shape will."""
+        return 0 if self._graphs is None else self._graphs.warmups
+
+    def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `ReadBlocks`."""
+        return self.head.context_keys(self.head.context([vectors]), self._table.at(positions))
+
+    def leaving(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `ReadBlocks`."""
+        return self.head.vectors(self.head.inputs(anchors, self._target.embed), self._table.at(positions), attend)
+
+    def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `ReadBlocks`."""
+        leaving = self.behind(x, tokens, state)
+        return self.logits(leaving), leaving.state
+
+    @torch.inference_mode()
+    def run_trees(
+        self,
+        caches: Sequence[RequestCache],
+        vectors: Sequence[Tensor],
+        anchors: Sequence[int],
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """See `GraphBlocks.run_trees`."""
+        assert self._graphs is not None
+        return self._graphs.run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
+
+    @torch.inference_mode()
+    def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
+        """See `GraphBlocks.run`."""
+        if self._graphs is not None:
+            return self._graphs.run(caches, vectors, anchors)
+        self.read(caches, [each.chunk(self.head.config.merged, dim=-1) for each in vectors])
+        return self.draft(caches, transfers.upload(anchors, self.device))
+
+    @torch.inference_mode()
+    def read_rows(self, cache: RequestCache, vectors: Tensor) -> None:
+        """Make keys and values of one text's next positions, of vectors `[rows, layers * width]`, by parts."""
+        if self._graphs is not None:
+            self._graphs.read(cache, vectors)
+            return
+        for part in vectors.split(_READ_ROWS):
+            self.read([cache], [part.chunk(self.head.config.merged, dim=-1)])
+
+    @torch.inference_mode()
+    def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:
+        """Make keys and values of texts' next positions; caches keep them.
+
+        Args:
+            caches: of the texts.
+            vectors: of each, those of each layer `[rows, width]`.
+        """
+        head = self.head
+        counts = [len(own[0]) for own in vectors]
+        together = [torch.cat(layer) for layer in zip(*vectors, strict=True)]
+        rotation = self._at([range(each.length, each.length + n) for each, n in zip(caches, counts, strict=True)])
+        for cache, count in zip(caches, counts, strict=True):
+            cache.reserve(count)
+        for call, made in enumerate(head.context_keys(head.context(together), rotation)):
+            parts = (each.transpose(0, 1).split(counts, dim=1) for each in made)
+            for cache, key, value in zip(caches, *parts, strict=True):
+                cache.write(call, key, value)
+        for cache, count in zip(caches, counts, strict=True):
+            cache.commit(range(count))
+
+    @torch.inference_mode()
+    def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Tensor:
+        """What enters the LM head at each token that blocks guess: `[blocks, reach, width]`.
+
+        Args:
+            caches: of the blocks' texts, that hold all positions before the anchors.
+            anchors: `[blocks]`: their last tokens.
+        """
+        block = self.head.config.block
+        layouts = [_own_block(each.length, block, self.device) for each in caches]
+        for cache in caches:
+            cache.reserve(block)
+
+        def attend(call: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            mixed = []
+            parts = (each.transpose(0, 1).split(block, dim=1) for each in (query, key, value))
+            for cache, layout, *own in zip(caches, layouts, *parts, strict=True):
+                keys, values = cache.write(call, own[1], own[2])
+                mixed.append(layout.attend(own[0], keys, values, self._scoring))
+            return torch.cat(mixed).flatten(1)
+
+        embedded = self.head.inputs(anchors, self._target.embed)
+        return self.head.vectors(embedded, self._at([range(e.length, e.length + block) for e in caches]), attend)
+
+    @torch.inference_mode()
+    def behind(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> Leaving:
+        """As `BlockHead.behind`."""
+        return self.head.behind(x, tokens, state)
+
+    @torch.inference_mode()
+    def logits(self, leaving: Leaving) -> Tensor:
+        """`[rows, guessed]`, of no more ids than the target has."""
+        return self.head.logits(leaving, self._target.unembed)[:, : self._target.vocab_size]
+
+    @torch.inference_mode()
+    def chances(self, leaving: Leaving) -> list[float]:
+        """That the target accepts the token of each row, by the confidence head."""
+        return transfers.fetch([torch.sigmoid(self.head.acceptance(leaving).float())])[0]
+
+    def _at(self, positions: Sequence[range]) -> Any:
+        self._table.reach(max(each.stop for each in positions))
+        return self._table.at(transfers.upload([place for each in positions for place in each], self.device))
+
+
+def _own_block(length: int, block: int, device: torch.device) -> ChainLayout:
+    """Rows that see `length` keys and all of their own block, and none of the slots behind that."""
+    hidden = torch.arange(key_span(length + block) - length, device=device) >= block
+    return ChainLayout(Blocked(length, hidden.expand(block, -1)))
+
+
+class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
+    """Drafts with a block drafter: all levels of a tree come from one forward of it for all requests.
+
+    Rows of the block do not know what was drawn for those before them, so without a Markov head all nodes of a depth
+    draw from one distribution. Arguments are those of `LevelDrafter`."""
+
+    levels = 1
+    _reads_pairs = False
+    _least = 0.0  # of the product of the confidence head's probabilities
+
+    def _new_runner(self, target: LanguageModel) -> BlockRunner:
+        recorder = self._recorder(target)
+        if recorder is None and target.device.type == "cuda":
+            told = f"its drafts are not recorded as CUDA graphs: the forwards of {target.name} are not"
+            self.note = "; ".join(filter(None, [self.head.record.note, told]))
+        return BlockRunner(self.head, target, recorder, self._replaced(target))
+
+    @property
+    def _most_drafted(self) -> int:
+        return self.head.config.block
+
+    @property
+    def _drafts_at_once(self) -> bool:
+        return super()._drafts_at_once and self._least == 0.0
+
+    def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
+        self._running[0].read_rows(cache, vectors)
+
+    def _run_at_once(
+        self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
+    ) -> Outputs:
+        texts = [self._texts[tree.request.id] for tree in trees]
+        caches, vectors = [text.cache for text in texts], [text.vectors() for text in texts]
+        anchors = [tree.request.tokens[-1] for tree in trees]
+        return self._running[0].run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
+
+    def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
+        runner = self._running[0]
+        texts = [self._texts[tree.request.id] for tree in level]
+        anchors = [tree.request.tokens[-1] for tree in level]
+        x = runner.run([text.cache for text in texts], [text.vectors() for text in texts], anchors)
+        tokens = transfers.upload(anchors, runner.device)
+        block = {tree: number for number, tree in enumerate(level)}
+        state: Tensor | None = None
+        alive = [1.0] * len(level)  # that the target comes to each open node, by the confidence head
+        for slot in range(self.limits.depth):
+            of = transfers.upload([block[tree] for tree in level for _ in tree.open], x.device)
+            leaving = runner.behind(x[:, slot].index_select(0, of), tokens, state)
+            if self._least > 0.0:
+                alive = [before * own for before, own in zip(alive, runner.chances(leaving), strict=True)]
+                kept = [row for row, survival in enumerate(alive) if survival >= self._least]
+                level, alive = _kept(level, kept), [alive[row] for row in kept]
+                leaving = leaving.at(transfers.upload(kept, x.device))
+                if not level:
+                    return
+            rows = {each: row for row, each in enumerate((own, node) for own in level for node in own.open)}
+            level = grow(level, runner.logits(leaving))
+            if not level:
+                return
+            tokens, parents = _opened(level, runner.device)
+            above = [rows[each] for each in parents]
+            state = leaving.state.index_select(0, transfers.upload(above, x.device))
+            alive = [alive[row] for row in above]
+
+
+def _kept(level: Sequence[Tree], rows: Sequence[int]) -> list[Tree]:
+    """Trees that have an open node of some rows, which stay open alone; rows are open nodes one behind another."""
+    every, first = set(rows), 0
+    for tree in level:
+        count = len(tree.open)
+        tree.keep_open([node for row, node in enumerate(tree.open, first) if row in every])
+        first += count
+    return [tree for tree in level if tree.open]
+
+
+def _opened(level: Sequence[Tree], device: torch.device) -> tuple[Tensor, list[tuple[Tree, int]]]:
+    """The tokens of trees' open nodes, one behind another, and the parent of each."""
+    tokens, parents = [], []
+    for tree in level:
+        above = tree.unfed_parents  # before the nodes count as fed
+        segment = tree.segment()
+        rows = list(segment.rows)
+        tokens.append(segment.tokens if len(rows) == len(segment.tokens) else segment.tokens[rows])
+        parents += [(tree, above[row]) for row in rows]
+    return torch.cat([each.to(device) for each in tokens]), parents
+
+
+class DFlash(BlockDrafter[DFlashHead]):
+    """Drafts with a DFlash head (arXiv 2602.06036)."""
+
+    name: ClassVar[str] = "dflash"
+
+
+class DSpark(BlockDrafter[DSparkHead]):
+    """Drafts with a DSpark head (arXiv 2607.05147).
+
+    Args:
+        head: trained for the target.
+        num_speculative_tokens: as of `LevelDrafter`, and all others but the last.
+        branching: likewise.
+        min_probability: likewise.
+        nodes: likewise.
+        beams: likewise.
+        min_acceptance: draw no token that the target comes to and accepts with less than this probability by the
+            confidence head, which knows the tokens before it, and neither this one nor later ones.
+
+    Raises:
+        OptionError: an option is out of range, or the head has no confidence head that is asked for.
+    """
+
+    name: ClassVar[str] = "dspark"
+
+    def __init__(
+        self,
+        head: DSparkHead,
+        *,
+        num_speculative_tokens: int | None = None,
+        branching: Sequence[int] | None = None,
+        min_probability: float = 0.0,
+        nodes: int | None = None,
+        beams: int = BEAMS,
+        min_acceptance: float = 0.0,
+    ) -> None:
+        super().__init__(
+            head,
+            num_speculative_tokens=num_speculative_tokens,
+            branching=branching,
+            min_probability=min_probability,
+            nodes=nodes,
+            beams=beams,
+        )
+        check_share("min_acceptance", min_acceptance)
+        if min_acceptance and head.confidence_head is None:
+            raise OptionError("goes by a confidence head, and this head has none; leave it out", field="min_acceptance")
+        self._least = min_acceptance

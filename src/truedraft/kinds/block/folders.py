@@ -1,0 +1,205 @@
+"""Block drafters as other projects publish them: z-lab's DFlash, DeepSpec's DSpark, and both kinds of `speculators`.
+
+Tensors are called as here. z-lab writes a flat configuration of Qwen 3 with `dflash_config`; embedding and LM head are
+the target's. DeepSpec's is flat, too, with copies of both. `speculators` nests the layers' configuration, from which it
+leaves out what Qwen 3 has by default, and stores an LM head where the draft has fewer ids. What else they share with
+others is `layer_folders`.
+
+z-lab and DeepSpec number the layers that are read by what they give, as it is done here; `speculators` by what enters
+them, so 2 there is 1 here. What transformers shows of the last layer is normed, unlike what it gives: a head that reads
+it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from truedraft.drafters.heads.head import write_published
+from truedraft.drafters.heads.layer_folders import (
+    SPECULATORS,
+    flat_record,
+    layer_record,
+    layer_sizes,
+    load_layer_folder,
+    named_kind,
+    write_speculators,
+)
+from truedraft.drafters.heads.layers import LayerHead
+from truedraft.errors import ModelError, OptionError
+from truedraft.kinds.block.module import BlockConfig, BlockHead, DFlashHead, DSparkHead
+
+_FLAT: Mapping[str, type[LayerHead]] = {
+    "DFlashDraftModel": DFlashHead, "Qwen3DSparkModel": DSparkHead, "DSparkDraftModel": DSparkHead,
+}  # fmt: skip
+_NESTED: Mapping[str, type[LayerHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
+_FAMILY = "qwen3"
+_QWEN3 = {  # what transformers leaves out of a configuration, for it is so by default
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+    "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_ONLY = {
+    "is_causal": False, "causal": False, "use_swa": False, "is_neox_style": True, "rope_is_neox_style": True,
+    "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "use_aux_hidden_state": True,
+    "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "conv_kernel_size": None,
+    "selector_rank": None,
+}  # fmt: skip
+"""What readers of such folders know beside the sizes, and the only value with which a head is read here."""
+_Block = TypeVar("_Block", bound=BlockHead)
+
+
+def kind_in(path: Path) -> str | None:
+    """The same as a word."""
+    found = block_kind(path)
+    return None if found is None else found.kind
+
+
+def block_kind(path: Path) -> type[LayerHead] | None:
+    """The kind of head that a folder of one of these projects says it holds; None: it is of none."""
+    return named_kind(path, _NESTED, _FLAT)
+
+
+def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = False) -> _Block:
+    """A head of one of these projects; arguments and errors are those of `load_layer_folder`."""
+
+    def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
+        nested, dspark = SPECULATORS in record, kind is DSparkHead
+        layer: Mapping[str, Any] = _QWEN3 | record["transformer_layer_config"] if nested else record
+        inner = record.get("dflash_config") or {}
+        named = {**record, **inner}
+        if unlike := [name for name in inner if record.get(name, inner[name]) != inner[name]]:
+            raise OptionError(
+                f"{unlike[0]} is {record[unlike[0]]!r} there, and {inner[unlike[0]]!r} in its dflash_config; take the "
+                "wrong one out"
+            )
+        for name, only in _ONLY.items():
+            if (value := named.get(name)) is not None and value != only:
+                raise OptionError(f"{name} is {value!r}, and heads are read where it is {only!r}")
+        confidence = dspark and bool(named.get("enable_confidence_head", True))
+        return BlockConfig(
+            **layer_sizes(record, layer, weights),
+            layers=_layers(named, nested),
+            depth=layer["num_hidden_layers"],
+            block=named["block_size"],
+            mask_id=named["mask_token_id"],
+            from_anchor=bool(named.get("sample_from_anchor", dspark)),
+            markov=named.get("markov_rank", 256) if dspark else 0,
+            markov_kind=named.get("markov_head_type", "vanilla"),
+            confidence=confidence,
+            confidence_reads_token=confidence and bool(named.get("confidence_head_with_markov", True)),
+        )
+
+    return load_layer_folder(path, kind, block_kind(path), sizes, ids_in_d2t=ids_in_d2t)
+
+
+def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
+    """The layers that are read, by what they give."""
+    if nested:
+        return tuple(number - 1 for number in named["aux_hidden_state_layer_ids"])
+    if entered := named.get("layer_ids"):
+        return tuple(number - 1 for number in entered)
+    layers, count = tuple(named["target_layer_ids"]), named.get("num_target_layers")
+    if count is not None and max(layers, default=0) >= count - 1:
+        raise OptionError(
+            f"it reads layer {max(layers)} of {count}, the last, whose vectors are normed there, and are not here"
+        )
+    return layers
+
+
+def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -> None:
+    """Write a head as z-lab's DFlash reads it, in the dtype of its weights.
+
+    Args:
+        head: that ends in the target's LM head.
+        folder: of its files, made if need be.
+        target_layers: that the target has.
+
+    Raises:
+        ModelError: the format has no place for something that the head has, or the files cannot be written.
+    """
+    config = head.config
+    if config.own_output or config.own_embedding or config.from_anchor or config.markov or config.confidence:
+        raise ModelError(
+            "this format is of DFlash heads that end in the target's LM head (train with --draft-vocab 0) and whose "
+            "masks guess their own tokens; write this one as speculators and vLLM read it: --for vllm"
+        )
+    about = {"dflash_config": {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers)}}
+    _write_flat(head, folder, target_layers, about)
+
+
+def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -> None:
+    """Write a head as DeepSpec reads it, in the dtype of its weights.
+
+    Args:
+        head: that has an embedding and an LM head of its own, over all ids.
+        folder: of its files, made if need be.
+        target_layers: that the target has.
+
+    Raises:
+        ModelError: the format has no place for something that the head has, or the files cannot be written.
+    """
+    config = head.config
+    if not config.own_output or not config.own_embedding or config.draft_vocab or not config.from_anchor:
+        raise ModelError(
+            "this format is of heads with copies of the target's embedding and LM head, over all ids, whose anchor "
+            "guesses; write this one as speculators and vLLM read it: --for vllm"
+        )
+    about = {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers), "num_anchors": 512}
+    _write_flat(head, folder, target_layers, _markov_record(config) | about)
+
+
+def _write_flat(head: BlockHead, folder: Path, target_layers: int, about: dict[str, Any]) -> None:
+    config = head.config
+    record = {
+        **flat_record(config, config.depth, _FAMILY),
+        **_attention(config),
+        "architectures": [next(word for word, kind in _FLAT.items() if kind is type(head))],
+        "block_size": config.block,
+        "num_target_layers": target_layers,
+    }
+    write_published(folder, head.state_dict(), record | about)
+
+
+def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "", family: str = "") -> None:
+    """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
+
+    Args:
+        head: with an LM head of its own exactly where it has fewer ids than the target.
+        folder: of its files, made if need be.
+        target: what the target is called there.
+        family: the target's class, such as "LlamaForCausalLM".
+
+    Raises:
+        ModelError: the format has no place for something that the head has, or the files cannot be written.
+    """
+    config = head.config
+    if config.own_output != bool(config.draft_vocab) or config.own_embedding:
+        raise ModelError(
+            "this format takes embedding and LM head from the target, but for an LM head over fewer ids; train one so: "
+            f"truedraft train {head.kind} --tied"
+        )
+    more = {
+        "block_size": config.block,
+        "mask_token_id": config.mask_id,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
+        "sample_from_anchor": config.from_anchor,
+        **(_markov_record(config) if head.kind == "dspark" else {}),
+    }
+    layers = layer_record(config, config.depth, _FAMILY) | _attention(config)
+    write_speculators(head, folder, head.kind, layers, more, target=target, family=family)
+
+
+def _attention(config: BlockConfig) -> dict[str, Any]:
+    return {"attention_bias": False, "layer_types": ["full_attention"] * config.depth}
+
+
+def _markov_record(config: BlockConfig) -> dict[str, Any]:
+    return {
+        "markov_rank": config.markov,
+        "markov_head_type": config.markov_kind,
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_reads_token,
+    }

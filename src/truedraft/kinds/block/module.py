@@ -1,0 +1,292 @@
+"""Block drafters: a few decoder layers guess a block of tokens in one pass, on vectors of the target's layers.
+
+DFlash (arXiv 2602.06036) guesses each token of the block for itself. In DSpark (arXiv 2607.05147) a Markov head adds to
+each token's logits what the token before it says, and a confidence head says how likely the target accepts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from truedraft.drafters.heads.head import Unembed
+from truedraft.drafters.heads.layers import DecoderLayer, LayerConfig, LayerHead, is_whole
+from truedraft.errors import OptionError
+from truedraft.models.llama import Rotation
+
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""The number of a layer, queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` of blocks to what they
+mix, `[rows, heads * head]`: each row sees its own block, and the context of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig(LayerConfig):
+    """Sizes of a block drafter.
+
+    Attributes:
+        block: tokens that it reads at once: the last one of the text, the *anchor*, and masks.
+        mask_id: id whose embedding stands for a token that is not known.
+        depth: decoder layers.
+        from_anchor: whether the anchor's row guesses the token behind it, and each mask the one behind itself; else
+            each mask guesses the token at its own position, and the anchor's row nothing.
+        markov: entries of what the Markov head makes of the token before; 0: it has none.
+        markov_kind: how: "vanilla", "gated" by the row's vector, or "rnn", which carries a state along the block.
+        confidence: whether it has a confidence head.
+        confidence_reads_token: whether that reads the token before, too.
+
+    Raises:
+        OptionError: sizes that make no head.
+    """
+
+    noun = "a block drafter"
+    counts = ("block", "depth")
+    flags = ("from_anchor", "confidence", "confidence_reads_token")
+    usual_layers = 5
+
+    block: int
+    mask_id: int
+    depth: int
+    from_anchor: bool = False
+    markov: int = 0
+    markov_kind: str = "vanilla"
+    confidence: bool = False
+    confidence_reads_token: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no head."""
+        LayerConfig.__post_init__(self)
+        if self.reach < 1:
+            raise OptionError("a block drafter that reads the anchor alone guesses nothing; block must be 2 or more")
+        if not is_whole(self.markov, 0) or self.markov_kind not in _MARKOV:
+            raise OptionError(
+                f"a Markov head has 0 or more entries and is one of {', '.join(_MARKOV)}, got {self.markov!r} and "
+                f"{self.markov_kind!r}"
+            )
+        if self.confidence_reads_token and not (self.confidence and self.markov):
+            raise OptionError("a confidence head that reads the token before needs the Markov head's embedding of it")
+
+    @property
+    def mask(self) -> int:
+        return self.mask_id
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a block guesses."""
+        return self.block if self.from_anchor else self.block - 1
+
+    def usual_of(self, count: int) -> tuple[int, ...]:
+        """Those that DFlash reads: five, evenly from the second to the third last."""
+        return tuple(round(1 + (count - 4) * n / 4) for n in range(5)) if count > 7 else ()
+
+
+class MarkovHead(nn.Module):
+    """What the token before a row adds to its logits: W2 of a few entries, W1's of the token (2607.05147, section 3).
+
+    Args:
+        config: sizes.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov)
+        nn.init.normal_(self.markov_w1.weight, std=0.01)
+        self.markov_w2 = nn.Linear(config.markov, config.draft_vocab or config.vocab_size, bias=False)
+
+    def forward(self, before: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters W2 at rows, and their state behind it.
+
+        Args:
+            before: `[rows, markov]`: W1's entries of the token before each.
+            x: `[rows, width]`: what enters the LM head.
+            state: `[rows, markov]`: of the row before, zeros at first.
+        """
+        return before, state
+
+
+class _GatedMarkovHead(MarkovHead):
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.width + config.markov, config.markov)
+
+    def forward(self, before: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sigmoid(self.gate_proj(torch.cat([x, before], -1))) * before, state
+
+
+class _RecurrentMarkovHead(MarkovHead):
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        self.joint_proj = nn.Linear(2 * config.markov + config.width, 3 * config.markov)
+
+    def forward(self, before: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        gate, new, out = self.joint_proj(torch.cat([state, before, x], -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(new)
+
+
+_MARKOV: Mapping[str, type[MarkovHead]] = {
+    "vanilla": MarkovHead,
+    "gated": _GatedMarkovHead,
+    "rnn": _RecurrentMarkovHead,
+}
+
+
+class _ConfidenceHead(nn.Module):
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.width + config.markov * config.confidence_reads_token, 1)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What leaves a row of a block.
+
+    Attributes:
+        x: `[rows, width]`: enters the LM head.
+        before: `[rows, markov]`: the Markov head's entries of the token before; no entries without one.
+        added: `[rows, markov]`: what enters W2, likewise.
+        state: `[rows, markov]`: for the next row, likewise.
+    """
+
+    x: Tensor
+    before: Tensor
+    added: Tensor
+    state: Tensor
+
+    def at(self, rows: Tensor) -> Leaving:
+        """Some of the rows, by their numbers `[rows]`."""
+        return Leaving(*(each.index_select(0, rows) for each in (self.x, self.before, self.added, self.state)))
+
+
+class BlockHead(LayerHead):
+    """An anchor and the target's vectors at all positions before it give distributions of the next tokens.
+
+    The vectors of the layers go side by side through `fc` and a norm: the *context*, of which every layer makes keys
+    and values. The embeddings of the anchor and of masks are the rows of a block, which see the context and each other,
+    in both directions; what leaves the last layer is normed and goes through the LM head (2602.06036, section 4).
+
+    Args:
+        config: sizes.
+    """
+
+    place_word: ClassVar[str] = "slot"
+    sizes: ClassVar[type[Any]] = BlockConfig
+    config: BlockConfig
+
+    @classmethod
+    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
+        from truedraft.kinds.block.folders import block_kind, load_block_folder
+
+        return None if block_kind(path) is None else load_block_folder(path, cls, ids_in_d2t=ids_in_d2t)
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        width = config.width
+        self.fc = nn.Linear(config.merged * width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, config.eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, width, norms=True) for _ in range(config.depth))
+        self._add_ends()
+        self.markov_head = _MARKOV[config.markov_kind](config) if config.markov else None
+        self.confidence_head = _ConfidenceHead(config) if config.confidence else None
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Weights with a row for each id, which are no matrices to an optimizer."""
+        own = [] if self.lm_head is None else [self.lm_head.weight]
+        markov = self.markov_head
+        return own if markov is None else [*own, markov.markov_w1.weight, markov.markov_w2.weight]
+
+    def context(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Vectors of each layer that is read, `[rows, width]`, merged into one."""
+        merged: Tensor = self.hidden_norm(self.fc(torch.cat(list(vectors), dim=-1)))
+        return merged
+
+    def context_keys(self, context: Tensor, rotation: Rotation) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values `[rows, kv_heads, head]` of each layer, of a context `[rows, width]`."""
+        for layer in self._decoders():
+            yield layer.self_attn.keys(context, rotation)
+
+    def inputs(self, anchors: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Embeddings of what blocks read, `[blocks, block, width]`, of the anchors' ids `[blocks]`.
+
+        Args:
+            anchors: the last token before each block.
+            embed: ids to embeddings, by the target.
+        """
+        ids = anchors[:, None].repeat(1, self.config.block)
+        ids[:, 1:].fill_(self.config.mask_id)
+        embedded: Tensor = (self.embed_tokens or embed)(ids.flatten())
+        return embedded.to(self.norm.weight.dtype).view(*ids.shape, -1)
+
+    def vectors(self, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """What enters the LM head at each token that blocks guess: `[blocks, reach, width]`.
+
+        Args:
+            embedded: `[blocks, block, width]`: embeddings of `inputs`.
+            rotation: of all rows, one block behind another.
+            attend: of the same rows.
+        """
+        x = embedded.flatten(0, 1)
+        for number, layer in enumerate(self._decoders()):
+            x = layer.run(x, layer.input_layernorm(x), rotation, partial(attend, number))
+        rows = x.view(*embedded.shape[:2], -1)
+        guessed: Tensor = self.norm(rows if self.config.from_anchor else rows[:, 1:])
+        return guessed
+
+    def _decoders(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.layers))
+
+    def behind(self, x: Tensor, tokens: Tensor, state: Tensor | None = None) -> Leaving:
+        """What leaves rows, given the token before each.
+
+        Args:
+            x: `[rows, width]`, of `vectors`.
+            tokens: `[rows]`: ids of the target.
+            state: `[rows, markov]`, of the row before each; None at the first.
+        """
+        if self.markov_head is None:
+            nothing = x[:, :0]
+            return Leaving(x, nothing, nothing, nothing)
+        before = self.markov_head.markov_w1(tokens).to(x.dtype)
+        added, state = self.markov_head(before, x, torch.zeros_like(before) if state is None else state)
+        return Leaving(x, before, added, state)
+
+    def logits(self, leaving: Leaving, output: Unembed) -> Tensor:
+        """`[rows, ids]` of the draft; `output` is the target's LM head."""
+        logits: Tensor = output(leaving.x) if self.lm_head is None else self.lm_head(leaving.x)
+        if self.markov_head is None:
+            return logits
+        return logits + self.markov_head.markov_w2(leaving.added)[:, : logits.shape[1]]
+
+    def acceptance(self, leaving: Leaving) -> Tensor:
+        """Logits `[rows]` of the probability that the target accepts the row's token, whichever that will be.
+
+        Raises:
+            OptionError: it has no confidence head.
+        """
+        if self.confidence_head is None:
+            raise OptionError("this head has no confidence head, so it does not say how likely its tokens are accepted")
+        parts = [leaving.x, leaving.before] if self.config.confidence_reads_token else [leaving.x]
+        found: Tensor = self.confidence_head.proj(torch.cat(parts, -1))
+        return found[:, 0]
+
+
+class DFlashHead(BlockHead):
+    """A block drafter of DFlash's shape (arXiv 2602.06036)."""
+
+    kind: ClassVar[str] = "dflash"
+    noun: ClassVar[str] = "a DFlash head"
+    plural: ClassVar[str] = "DFlash heads"
+
+
+class DSparkHead(BlockHead):
+    """A block drafter of DSpark's shape (arXiv 2607.05147)."""
+
+    kind: ClassVar[str] = "dspark"
+    noun: ClassVar[str] = "a DSpark head"
+    plural: ClassVar[str] = "DSpark heads"

@@ -1,0 +1,365 @@
+"""Heads that read pairs of a vector and the token behind it, level by level: EAGLE-3, and what is built like it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from truedraft.core import transfers
+from truedraft.core.top_k import TopK
+from truedraft.core.tree import chain_shape
+from truedraft.drafters.heads.head import Head
+from truedraft.drafters.heads.layers import Attend
+from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, bits_for, copied, packed
+from truedraft.drafters.tree_builder import TreeBuilder
+from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.models.attention import Full, Scoring
+from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS
+from truedraft.models.backends.graphs.growth import Grow
+from truedraft.models.backends.graphs.pairs import GraphPairs
+from truedraft.models.backends.graphs.replay import Outputs, Recorder
+from truedraft.models.backends.native.pairs import NativePairs
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import CachePool, RequestCache
+from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
+from truedraft.models.packing import ForwardPlan
+
+_READ_TOKENS = 512
+
+
+class PairRunner(Protocol):
+    """A head that reads pairs of vectors and tokens, as it runs beside a target.
+
+    Attributes:
+        device: where it computes.
+        pool: where caches of requests come from.
+        token_bytes: of a token's keys and values.
+        layers: that have keys and values.
+        records: whether whole drafts are one recording.
+        warmups: forwards so far that took longer than others of their shape will.
+    """
+
+    device: torch.device
+    pool: CachePool
+    token_bytes: int
+    layers: int
+    records: bool
+
+    @property
+    def warmups(self) -> int: ...
+
+    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
+        """Read pairs of vectors and tokens; see `Eagle3Runner.forward`."""
+
+    def run_trees(
+        self,
+        segments: Sequence[Segment],
+        vectors: Tensor,
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """Where whole drafts are one recording: see `GraphPairs.run_trees`."""
+
+
+HeadT = TypeVar("HeadT", bound=Head)
+PairRunnerT = TypeVar("PairRunnerT", bound=PairRunner)
+
+
+class Eagle3Runner:
+    """An EAGLE-3 head in the dtype and on the device of a target; its weights are copied.
+
+    Args:
+        head: of the target's width and vocabulary.
+        target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
+        recorder: makes the recordings that it is replayed from; None is CUDA graphs on a CUDA device, else none.
+        before: of the same sizes and target, whose pages it goes on with.
+
+    Attributes:
+        device: where it computes.
+        pool: where caches of requests come from.
+        token_bytes: of a token's keys and values.
+        layers: that have keys and values.
+        records: whether whole drafts are one recording.
+        native: runs it in C; None where that cannot.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        target: LanguageModel,
+        recorder: Recorder | None = None,
+        before: Eagle3Runner | None = None,
+    ) -> None:
+        self._head = own = copied(head, target)
+        self._target = target
+        self._table = own.rotary(own.norm.weight)
+        self._scoring = Scoring(head.config.head**-0.5)
+        self.device = target.device
+        self._graphs: GraphPairs | None = None
+        if recorder is not None or self.device.type == "cuda":
+            self._graphs = self._recorded(recorder, None if before is None else before._graphs)
+        bits = 0 if self._graphs is not None else bits_for(own)
+        self.native = None if self._graphs is not None else _native(own, self._table, bits)
+        if self.native is None and self._graphs is None:
+            packed(own, bits)
+        self._run = self._by_modules if self.native is None else self.native.run_pairs
+        self.records = self._graphs is not None
+        self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
+        self.layers = 1 + head.config.more_layers
+        self.token_bytes = 2 * head.config.kv_heads * head.config.head * self.layers * target.dtype.itemsize
+
+    def _recorded(self, recorder: Recorder | None, before: GraphPairs | None) -> GraphPairs:
+        config = self._head.config
+        return GraphPairs(
+            self._read,
+            self._table,
+            config.rope_start,
+            (1 + config.more_layers, config.kv_heads, config.head),
+            (config.width, config.merged * config.width),
+            self._head.norm.weight,
+            config.most_positions,
+            recorder,
+            before,
+        )
+
+    @property
+    def warmups(self) -> int:
+        """Forwards so far that took longer than others of their shape will."""
+        return 0 if self._graphs is None else self._graphs.warmups
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
+        """Read pairs of vectors and tokens; caches take their keys and values.
+
+        Args:
+            segments: tokens of each request, with the rows that are wanted.
+            vectors: those that stand before each token: what this gave, `[total, width]`, or the target's of each
+                layer side by side, `[total, layers * width]`.
+            observed: whether they are the target's.
+
+        Returns:
+            What stands in for the target's vectors at the wanted rows, `[rows, width]`, and logits `[rows, guessed]`,
+            of no more ids than the target has.
+        """
+        if self._graphs is not None:
+            return self._graphs.run(segments, vectors, observed)
+        plan = ForwardPlan.of(segments, self.device, 1)
+        if start := self._head.config.rope_start:
+            plan = replace(plan, positions=plan.positions + start, furthest=plan.furthest + start)
+        x, logits = self._run(plan, self._embed(plan.tokens[0]), vectors, observed)
+        return x, logits[:, : self._target.vocab_size]
+
+    @torch.inference_mode()
+    def run_trees(
+        self,
+        segments: Sequence[Segment],
+        vectors: Tensor,
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """See `GraphPairs.run_trees`."""
+        assert self._graphs is not None
+        return self._graphs.run_trees(segments, vectors, levels, beams, grow, numbers)
+
+    def _by_modules(
+        self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool
+    ) -> tuple[Tensor, Tensor]:
+        self._table.reach(plan.furthest)
+        attend = partial(self._attend, plan, itertools.count())
+        return self._through(embedded, plan.positions[0], vectors, observed, attend, plan.rows)
+
+    def _read(
+        self, tokens: Tensor, positions: Tensor, vectors: Tensor, observed: bool, attention: Attend, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        positions = positions + self._head.config.rope_start
+        x, logits = self._through(self._embed(tokens), positions, vectors, observed, attention, rows)
+        return x, logits[:, : self._target.vocab_size]
+
+    def _through(
+        self, embedded: Tensor, positions: Tensor, vectors: Tensor, observed: bool, attention: Attend, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        head = self._head
+        if observed:
+            vectors = head.fuse(vectors.chunk(head.config.merged, dim=-1))
+        x = head.step(vectors, embedded, self._table.at(positions), attention).index_select(0, rows)
+        leaving = head.leaving(x)
+        return x, self._target.unembed(leaving) if head.lm_head is None else head.lm_head(leaving)
+
+    def _attend(self, plan: ForwardPlan, calls: Iterator[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        return plan.attend(next(calls), Full(), self._scoring, *by_head).flatten(1)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        own = self._head.embed_tokens
+        found: Tensor = self._target.embed(tokens) if own is None else own(tokens)
+        return found.to(self._target.dtype)
+
+
+def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | None:
+    """The layers of a head as one native forward, whose weights it takes over; None where decoder.c has no such.
+
+    Args:
+        head: on the target's device.
+        table: that turns its heads.
+        bits: of its weights, or 0.
+    """
+    config = head.config
+    if head.lm_head is None:
+        return None
+
+    def norm(module: nn.RMSNorm) -> RootMeanSquareNorm:
+        return RootMeanSquareNorm(module.weight.detach(), config.eps)
+
+    layers = []
+    every: list[Any] = [head.midlayer, *head.layers.values()]
+    for layer in every:
+        attention, mlp = layer.self_attn, layer.mlp
+        layers.append(
+            LlamaLayer(
+                before_attention=norm(layer.input_layernorm),
+                qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+                query_norm=norm(attention.q_norm) if config.query_norms else None,
+                key_norm=norm(attention.k_norm) if config.query_norms else None,
+                out=(attention.o_proj,),
+                before_mlp=norm(layer.post_attention_layernorm),
+                gate_up=(mlp.gate_proj, mlp.up_proj),
+                down=(mlp.down_proj,),
+                activation=functional.silu,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head=config.head,
+                scaling=config.head**-0.5,
+                pattern=Full(),
+            )
+        )
+    llama = Llama(
+        embedding=head.norm.weight.detach()[None],  # of no id that would be looked up
+        scale=1.0,
+        rotaries=(table,),
+        layers=tuple(layers),
+        norm=norm(head.norm),
+        lm_head=head.lm_head,
+        tied=False,
+        uniform=True,
+    )
+    if not NativePairs.fits(llama):
+        return None
+    made = NativePairs(
+        llama,
+        head.fc,
+        [each.detach() for each in (head.fc_norm if head.input_norm is None else head.input_norm).parameters()],
+        head.midlayer.hidden_norm.weight.detach(),
+        normed_stream=config.norm_before_residual,
+        normed_end=config.norm_output,
+    )
+    if bits:
+        made.quantize(bits)
+    return made
+
+
+class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
+    """Drafts with a head that reads pairs: a vector of the target, and the token behind it.
+
+    A level of the tree is one forward for all requests, in which what the head gave stands for the target's vector.
+    """
+
+    def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
+        """Read what trees stand behind, then grow them level by level."""
+        runner = self._running[0]
+        vectors, logits = self._catch_up(level)
+        while level:
+            rows = {each: row for row, each in enumerate((own, node) for own in level for node in own.open)}
+            level = grow(level, logits)
+            if level:
+                above = [rows[own, parent] for own in level for parent in own.unfed_parents]
+                vectors = vectors.index_select(0, transfers.upload(above, vectors.device))
+                vectors, logits = runner.forward([own.segment() for own in level], vectors, False)
+
+    def _behind(self, levels: int) -> tuple[Tensor, Tensor]:
+        """Tokens and vectors that are read behind the text of a tree of so many levels in the same forward, and
+        dropped then: none."""
+        return torch.empty(0, dtype=torch.int64), torch.empty(0)
+
+    def _catch_up(self, trees: Sequence[TreeBuilder | LikeliestTree]) -> tuple[Tensor, Tensor]:
+        """Read pairs of vectors and the tokens behind them; what the runner gives at the last of each, and behind."""
+        segments, vectors = self._ends(trees, list(map(levels_of, trees)))
+        found = self._running[0].forward(segments, vectors, True)
+        _commit_texts(segments)
+        return found
+
+    def _run_at_once(
+        self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
+    ) -> Outputs:
+        segments, vectors = self._ends(trees, [levels] * len(trees), MOST_RECORDED_TOKENS)
+        found = self._running[0].run_trees(segments, vectors, levels, beams, grow, numbers)
+        _commit_texts(segments)
+        return found
+
+    def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
+        for first in range(0, len(tokens), _READ_TOKENS):
+            some = torch.tensor(tokens[first : first + _READ_TOKENS])
+            segment = Segment(cache, some, chain_shape(len(some)), ())
+            self._running[0].forward([segment], vectors[first : first + len(some)], True)
+            cache.commit(range(len(some)))
+
+    def _ends(
+        self, trees: Sequence[TreeBuilder | LikeliestTree], levels: Sequence[int], most: int = _READ_TOKENS
+    ) -> tuple[list[Segment], Tensor]:
+        """What a forward reads of texts, their last pairs and what is behind, and the vectors `[total, ...]` beside.
+
+        Args:
+            trees: that stand behind the texts.
+            levels: of each.
+            most: pairs of a text in that forward; of a longer one those before are read here.
+        """
+        segments: list[Segment] = []
+        beside: list[Tensor] = []
+        for tree, deep in zip(trees, levels, strict=True):
+            text, request = self._texts[tree.request.id], tree.request
+            tokens, vectors = torch.tensor(request.tokens[-text.behind :]), text.vectors()
+            if len(tokens) > most:
+                first = -(-(len(tokens) - most) // _READ_TOKENS) * _READ_TOKENS
+                first = min(first, len(tokens) - 1)
+                self._read(text.cache, tokens[:first].tolist(), vectors[:first])
+                tokens, vectors = tokens[first:], vectors[first:]
+            more, below = self._behind(deep)
+            count = len(tokens) + len(more)
+            rows = range(len(tokens) - 1, count)
+            segments.append(Segment(text.cache, torch.cat([tokens, more]), chain_shape(count), rows))
+            beside += [vectors, below] if len(more) else [vectors]
+        return segments, torch.cat(beside)
+
+
+def _commit_texts(segments: Sequence[Segment]) -> None:
+    """Keep the pairs up to the first wanted one: what is behind was not in the text."""
+    for segment in segments:
+        segment.cache.commit(range(segment.rows[0] + 1))
+
+
+def levels_of(tree: TreeBuilder | LikeliestTree) -> int:
+    """Depths at which a tree can have nodes."""
+    return min(tree.budget.depth, tree.budget.nodes)
+
+
+class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
+    """Drafts with an EAGLE-3 head (2503.01840) on vectors of several layers of the target; options: `LevelDrafter`."""
+
+    name: ClassVar[str] = "eagle"
+
+    def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
+        return Eagle3Runner(self.head, target, before=self._replaced(target))
+
+    def _likeliest(self, logits: Tensor, count: int) -> TopK:
+        native = self._running[0].native
+        return super()._likeliest(logits, count) if native is None else native.likeliest_of(logits, count)

@@ -1,0 +1,176 @@
+"""EAGLE-3 and P-EAGLE heads as other projects publish them: EAGLE, SGLang and SpecForge, and `speculators`.
+
+The former is a flat Llama configuration with `draft_vocab_size`, its layer is `midlayer`, and the embedding is the
+target's. The latter nests the layer's configuration in `transformer_layer_config`, calls the layer `layers.0`, brings
+copies of the target's embedding and LM head, and counts positions from 1. NVIDIA's Model Optimizer writes the former
+with the name `layers.0`, an LM head always, no `t2d`, and flags inside `eagle_config`.
+
+Numbers of layers beside the sizes, where vLLM and `speculators` look, count what enters a layer: 2 is what layer 1
+gives. Those inside `eagle_config` count what layers give in SpecForge and Model Optimizer (their usual ones are 1,
+n // 2 - 1 and n - 4), and what enters them in other folders; SGLang takes those that begin with 1 for the former. So
+they are settled when the target is known (`Eagle3Config.at_usual_layers`), or by numbers in both places, of which those
+inside are one lower where they count what layers give. What else these folders share with others is `layer_folders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from truedraft.drafters.heads.head import write_published
+from truedraft.drafters.heads.layer_folders import (
+    SPECULATORS,
+    flat_record,
+    layer_record,
+    layer_sizes,
+    load_layer_folder,
+    named_kind,
+    weights_of,
+    write_speculators,
+)
+from truedraft.drafters.heads.layers import LayerHead
+from truedraft.errors import ModelError, OptionError
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
+from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+
+_NESTED: Mapping[str, type[LayerHead]] = {"eagle3": Eagle3Head, "peagle": PEagleHead}
+_WORDS = {kind: word for word, kind in _NESTED.items()}
+_FLAT: Mapping[str, type[LayerHead]] = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), Eagle3Head)
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_MODEL_OPTIMIZER = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+"""What `eagle_config` says of the heads that are read; other values make other heads."""
+_Eagle3 = TypeVar("_Eagle3", bound=Eagle3Head)
+
+
+def kind_in(path: Path) -> str | None:
+    """The same as a word."""
+    found = eagle_kind(path)
+    return None if found is None else found.kind
+
+
+def eagle_kind(path: Path) -> type[LayerHead] | None:
+    """The kind of head that a folder of one of these projects says it holds; None: it is of none."""
+    return named_kind(path, _NESTED, _FLAT)
+
+
+def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = False) -> _Eagle3:
+    """A head of one of these projects; arguments and errors are those of `load_layer_folder`."""
+
+    def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Eagle3Config:
+        nested = SPECULATORS in record
+        layer = record["transformer_layer_config"] if nested else record
+        inner = record.get("eagle_config") or {}
+        for name, only in _MODEL_OPTIMIZER.items():
+            if (value := inner.get(name)) not in (None, only):
+                raise OptionError(f"{name} is {value!r}, and heads are read where it is {only!r}")
+        layers, unsettled = _layers(record.get(_LAYERS) or inner.get("layer_ids") or (), inner.get(_LAYERS) or ())
+        methods = (record.get("speculators_config") or {}).get("proposal_methods")
+        made: Eagle3Config = kind.sizes(
+            **layer_sizes(record, layer, weights),
+            **{name: bool(inner.get(name, record.get(name, False))) for name in _FLAGS},
+            layers=layers,
+            layers_unsettled=unsettled,
+            reach=methods[0]["speculative_tokens"] if methods else 5,
+            query_norms="midlayer.self_attn.q_norm.weight" in weights,
+            rope_start=int(record.get(SPECULATORS) == "eagle3"),
+            more_layers=layer.get("num_hidden_layers", 1) - 1,
+            **({"mask_token": record["mask_token_id"]} if kind.sizes is PEagleConfig else {}),
+        )
+        return made
+
+    def renamed(name: str) -> str:
+        return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+
+    return load_layer_folder(path, kind, eagle_kind(path), sizes, renamed, ids_in_d2t=ids_in_d2t)
+
+
+def _layers(entered: Sequence[int], inside: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """The layers that are read, and whether it is still open if their numbers count what layers give.
+
+    Args:
+        entered: numbers that count what enters layers.
+        inside: those of `eagle_config`.
+
+    Raises:
+        OptionError: they do not name the same layers.
+    """
+    given, within = tuple(number - 1 for number in entered), tuple(inside)
+    if not given:
+        return within, bool(within)
+    if within and within != given and (within != tuple(entered) or within[0] == 1):
+        raise OptionError(
+            f"{_LAYERS} is {list(entered)}, which counts what enters layers, and {list(within)} in eagle_config, which "
+            "is neither one lower nor the same; take the wrong one out"
+        )
+    return given, False
+
+
+def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> None:
+    """Write a head as EAGLE, SGLang, SpecForge and vLLM read it, in the dtype of its weights.
+
+    Args:
+        head: that counts positions from 0.
+        folder: of its files, made if need be.
+        target: what the target is called.
+
+    Raises:
+        ModelError: the format has no place for something that the head has, or the files cannot be written.
+    """
+    config = head.config
+    unlike = config.norm_before_residual or config.norm_before_fc or config.more_layers
+    if config.rope_start or not config.own_output or unlike or head.kind != Eagle3Head.kind:
+        raise ModelError(
+            "this format is of heads of one layer with an LM head of their own, whose positions count from 0 and whose "
+            "vectors are normed behind fc alone; keep this head in truedraft's own folder"
+        )
+    about = flat_record(config, 1, _family(config)) | {
+        "architectures": list(_FLAT)[:1],
+        "draft_vocab_size": config.draft_vocab or config.vocab_size,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "target_model": target,
+        _LAYERS: [layer + 1 for layer in config.layers],
+        "eagle_config": {_LAYERS: list(config.layers)},
+    }
+    write_published(folder, weights_of(head), about)
+
+
+def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = "", family: str = "") -> None:
+    """Write a head, EAGLE-3's or P-EAGLE's, as `speculators` and vLLM read it, in the dtype of its weights.
+
+    Positions of EAGLE-3 count from 1 there; a rotation sees their differences alone, so a head that counts from 0
+    drafts the same. An embedding that the head has not is the target's, which `speculators` looks for at `target`.
+
+    Args:
+        head: with an LM head of its own.
+        folder: of its files, made if need be.
+        target: a folder or a hub name of the target; without one `speculators` does not load the folder.
+        family: the target's class, such as "LlamaForCausalLM".
+
+    Raises:
+        ModelError: the format has no place for something that the head has, or the files cannot be written.
+    """
+    config = head.config
+    if not config.own_output or not config.layers:
+        raise ModelError("this format is of heads with an LM head of their own that name the layers they read")
+    more = {name: getattr(config, name) for name in _FLAGS}
+    more[_LAYERS] = [layer + 1 for layer in config.layers]
+    if isinstance(config, PEagleConfig):
+        more |= {"mask_token_id": config.mask_token, "embed_requires_grad": True}
+    layers = layer_record(config, 1 + config.more_layers, _family(config))
+    write_speculators(head, folder, _WORDS[type(head)], layers, more, target=target, family=family)
+
+
+def _family(config: Eagle3Config) -> str:
+    return "qwen3" if config.query_norms else "llama"

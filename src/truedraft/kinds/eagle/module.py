@@ -1,0 +1,165 @@
+"""The head of EAGLE-3: a decoder layer that reads vectors of some of the target's layers, and the tokens behind them.
+
+EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from truedraft.drafters.heads.head import MOST_MODULES
+from truedraft.drafters.heads.layers import Attend, DecoderLayer, LayerConfig, LayerHead, is_whole
+from truedraft.errors import OptionError
+from truedraft.models.llama import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config(LayerConfig):
+    """Sizes of an EAGLE-3 head; layer -1 is the embedding.
+
+    Attributes:
+        reach: how many tokens behind the next it was trained to guess; it can draft further.
+        norm_before_residual: whether the residual stream begins with the normed vector.
+        norm_before_fc: whether all layers' vectors together are normed before they are merged.
+        fc_norm: whether each layer's are, by a norm of its own (EAGLE-3.1).
+        norm_output: whether what goes into the next step is normed (EAGLE-3.1).
+        query_norms: whether each head's queries and keys are normed before they are rotated, as in Qwen 3.
+        rope_start: position of the first pair; 1 in heads of `speculators`.
+        more_layers: ordinary decoder layers behind the one that reads both.
+        layers_unsettled: whether `layers` are numbers of a published folder that may count what enters layers, see
+            `at_usual_layers`.
+
+    Raises:
+        OptionError: sizes that make no head.
+    """
+
+    noun = "an EAGLE-3 head"
+    counts = ("reach",)
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "query_norms", "layers_unsettled")
+    first_layer = -1
+    usual_layers = 3
+
+    own_output: bool = True
+    reach: int = 5
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    query_norms: bool = False
+    rope_start: int = 0
+    more_layers: int = 0
+    layers_unsettled: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no head."""
+        LayerConfig.__post_init__(self)
+        for name in ("more_layers", "rope_start"):
+            if not is_whole(value := getattr(self, name), 0) or value > MOST_MODULES:
+                raise OptionError(f"{name} of an EAGLE-3 head must be 0 or more, at most {MOST_MODULES}, got {value!r}")
+        if self.fc_norm and self.norm_before_fc:
+            raise OptionError("layers are normed together or each for itself, not both")
+
+    def usual_of(self, count: int) -> tuple[int, ...]:
+        """Those whose output enters layers 2, the middle one and the third last."""
+        return (1, count // 2 - 1, count - 4) if count > 6 else ()
+
+    def at_usual_layers(self, count: int) -> Self:
+        """The same with `usual_of` a target with so many layers, where none are named, and with settled numbers.
+
+        Worked example: of 36 layers, 24, 30 and 36 can only count what enters layers, so they are 23, 29 and 35 here.
+
+        Raises:
+            OptionError: it has too few, or the numbers fit either count.
+        """
+        if not self.layers_unsettled:
+            return LayerConfig.at_usual_layers(self, count)
+        entered = tuple(number - 1 for number in self.layers)
+        if max(self.layers) == count or entered == self.usual_of(count):
+            return replace(self, layers=entered, layers_unsettled=False)
+        if self.layers[0] == 1:
+            return replace(self, layers_unsettled=False)
+        raise OptionError(
+            f"its eagle_config names the layers {list(self.layers)}, and folders differ in what such numbers count; "
+            f"write eagle_aux_hidden_state_layer_ids beside eagle_config: {list(self.layers)} where they count what "
+            f"enters layers, {[number + 1 for number in self.layers]} where they count what layers give",
+            field="layers",
+        )
+
+
+class _First(DecoderLayer):
+    """The layer that reads embedding and vector."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, 2 * config.width, norms=config.query_norms)
+        self.hidden_norm = nn.RMSNorm(config.width, config.eps)
+
+
+class Eagle3Head(LayerHead):
+    """A pair of a vector at position i and the token at i + 1 gives the distribution of the token at i + 2.
+
+    The vectors of the layers go side by side through `fc` (`fuse`). The one layer reads the normed embedding of the
+    token beside the normed vector, and adds to the vector; what it gives is normed and goes through the LM head. For a
+    drafted token, it stands in for the target's vector, which nobody knows yet (2503.01840, section 3.1).
+
+    Args:
+        config: sizes.
+    """
+
+    kind: ClassVar[str] = "eagle"
+    noun: ClassVar[str] = "an EAGLE-3 head"
+    plural: ClassVar[str] = "EAGLE-3 heads"
+    place_word: ClassVar[str] = "step"
+    sizes: ClassVar[type[Any]] = Eagle3Config
+    config: Eagle3Config
+
+    @classmethod
+    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
+        from truedraft.kinds.eagle.folders import eagle_kind, load_eagle_folder
+
+        return None if eagle_kind(path) is None else load_eagle_folder(path, cls, ids_in_d2t=ids_in_d2t)
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        width, many = config.width, config.merged
+        self.fc = nn.Linear(many * width, width, bias=False)
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(width, config.eps) for _ in range(many if config.fc_norm else 0))
+        self.input_norm = nn.RMSNorm(many * width, config.eps) if config.norm_before_fc else None
+        self.midlayer = _First(config)
+        numbers = range(1, 1 + config.more_layers)
+        self.layers = nn.ModuleDict(
+            {str(number): DecoderLayer(config, width, norms=config.query_norms) for number in numbers}
+        )
+        self._add_ends()
+
+    def fuse(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Vectors of each layer that is read, `[rows, width]`, merged into one."""
+        chunks = [norm(each) for norm, each in zip(self.fc_norm, vectors, strict=True)] if self.fc_norm else vectors
+        together = torch.cat(list(chunks), dim=-1)
+        merged: Tensor = self.fc(together if self.input_norm is None else self.input_norm(together))
+        return merged
+
+    def step(self, vectors: Tensor, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """What stands in for the target's vector at the tokens, `[rows, width]`.
+
+        Args:
+            vectors: `[rows, width]`: of the position before each token: merged ones of the target, or what this gave.
+            embedded: `[rows, width]`: embeddings of the tokens.
+            rotation: of the rows.
+            attend: of the rows, each to those before it; called once for each layer, in order.
+        """
+        layer, normed = self.midlayer, self.midlayer.hidden_norm(vectors)
+        both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        x = layer.run(normed if self.config.norm_before_residual else vectors, both, rotation, attend)
+        for later in self.layers.values():
+            x = later.run(x, later.input_layernorm(x), rotation, attend)  # type: ignore[operator]
+        return self.norm(x) if self.config.norm_output else x
+
+    def leaving(self, x: Tensor) -> Tensor:
+        """What enters the LM head, `[rows, width]`, of what `step` gave."""
+        return x if self.config.norm_output else self.norm(x)

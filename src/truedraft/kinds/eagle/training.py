@@ -1,0 +1,128 @@
+"""EAGLE-3 (2503.01840) as the training sees it: its numbers, and its training-time test."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.drafters.heads.levels import LevelDrafter
+from truedraft.kinds.eagle.drafter import Eagle3
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
+from truedraft.training.chains import Chains, ChainTrainingConfig, Texts, UnrolledStep
+from truedraft.training.options import Eagle3SizeOptions
+
+if TYPE_CHECKING:
+    from truedraft.drafters.heads.head import Head
+    from truedraft.models.base import LanguageModel
+    from truedraft.models.lm_head import LmHead
+
+
+@dataclass(frozen=True)
+class Eagle3TrainingConfig(Eagle3SizeOptions, ChainTrainingConfig):
+    """All numbers of a training of an EAGLE-3 head.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    head: ClassVar[type[Head]] = Eagle3Head
+    drafter: ClassVar[type[LevelDrafter[Any, Any]]] = Eagle3
+    decisive: ClassVar[frozenset[str]] = ChainTrainingConfig.decisive | {"fc_norm", "norm_output"}
+
+    def sizes(self, width: int, vocab_size: int) -> Eagle3Config:
+        entries = self.entries(width, vocab_size)
+        return Eagle3Config(**entries, reach=self.length, fc_norm=self.fc_norm, norm_output=self.norm_output)
+
+    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Unrolled:
+        return Unrolled(head, lm_head, model)
+
+
+class Unrolled(Chains):
+    """A head that reads answers of its target, and then its own vectors for some steps: training-time test.
+
+    At step k (from 0) the pair at index i is of what stands for the vector at position i + k and the text's token at
+    i + k + 1; it is about the token behind that. It sees pairs 0 to i of step 0, and those of its own index at later
+    steps: what is there in decoding, where a chain of k tokens was drafted behind position i (2503.01840, section 3.2).
+    """
+
+    def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
+        head, device = self.head, texts.tokens.device
+        counts, starts = texts.counts, torch.tensor(texts.starts[:-1], device=device)[:, None]
+        # Rows of the pairs, [texts, pairs]; behind a text's end its last, which none before it sees.
+        most, last = max(counts) - 1, torch.tensor(counts, device=device)[:, None] - 2
+        rows = starts + torch.arange(most, device=device).minimum(last)
+        self._table.reach(most + head.reach + head.config.rope_start)
+        embedded = self._embed(texts.tokens[rows + 1])
+        x, seen = head.fuse(texts.vectors)[rows], _Seen(1 + head.config.more_layers)
+        firsts = list(itertools.accumulate(map(len, chosen), initial=0))
+        for step in range(head.reach):
+            deep = [[pair for pair, steps in own.items() if steps > step] for own in chosen]
+            if not any(deep):
+                return
+            taken: Sequence[Sequence[int]] = deep if step else [range(most)] * len(deep)
+            width = max(map(len, taken))
+            pairs = torch.tensor([[*own, *[0] * (width - len(own))] for own in taken], device=device)
+            entering, read = (each.flatten(0, 1) for each in self._entering(step, pairs, x, embedded))
+            rotation = self._table.at(pairs.flatten() + step + head.config.rope_start)
+            x = head.step(entering, read, rotation, partial(seen, pairs)).unflatten(0, pairs.shape)
+            row_of = [{pair: row for row, pair in enumerate(own)} for own in taken]
+            wanted = [text * width + row_of[text][pair] for text, own in enumerate(deep) for pair in own]
+            places = [start + pair + step + 1 for start, own in zip(texts.starts, deep, strict=False) for pair in own]
+            leaving = head.leaving(x.flatten(0, 1)[torch.tensor(wanted, device=device)])
+            chains = [first + number for first, own in zip(firsts, deep, strict=False) for number in range(len(own))]
+            yield UnrolledStep(leaving, *texts.behind(places), torch.tensor(chains, device=device))
+
+    def _entering(self, step: int, pairs: Tensor, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands for vectors and embeddings, `[texts, rows, width]`, of the pairs `[texts, rows]` of a step.
+
+        Args:
+            step: its number.
+            pairs: that are read.
+            x: what the step before gave, at first the target's vectors; behind the second its first rows are theirs.
+            embedded: `[texts, pairs, width]`: embeddings of the text's tokens.
+        """
+        texts = torch.arange(len(pairs), device=pairs.device)[:, None]
+        return x[texts, pairs] if step < 2 else x[:, : pairs.shape[1]], embedded[texts, pairs + step]
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        own = self.head.embed_tokens
+        found: Tensor = self.lm_head.embed(ids) if own is None else own(ids)
+        return found.to(next(self.head.parameters()).dtype)
+
+
+class _Seen:
+    """Attention of the steps, one after another, over what they gave so far.
+
+    Args:
+        layers: of the head, which call it in turn.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers: Iterator[tuple[list[Tensor], list[Tensor]]] = itertools.cycle([([], []) for _ in range(layers)])
+
+    def __call__(self, pairs: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`[rows, heads, head]` and twice `[rows, kv_heads, head]` to `[rows, heads * head]`.
+
+        The pairs `[texts, rows / texts]` of each step behind the second are the first ones of the step before.
+        """
+        keys, values = next(self._layers)
+        shared, scale = query.shape[1] // key.shape[1], 1.0 / math.sqrt(query.shape[-1])
+        query, rows = query.unflatten(0, pairs.shape), pairs.shape[1]
+        keys.append(key.unflatten(0, pairs.shape).repeat_interleave(shared, 2))
+        values.append(value.unflatten(0, pairs.shape).repeat_interleave(shared, 2))
+        every = keys[0].shape[1]
+        hidden = torch.arange(every, device=query.device) > pairs[..., None]
+        scores = torch.einsum("tqhd,tkhd->thqk", query, keys[0]).masked_fill(hidden[:, None], -torch.inf)
+        own = [torch.einsum("tqhd,tqhd->thq", query, each[:, :rows])[..., None] for each in keys[1:]]
+        weights = torch.cat([scores, *own], -1).mul(scale).softmax(-1)
+        mixed = torch.einsum("thqk,tkhd->tqhd", weights[..., :every], values[0])
+        for step, each in enumerate(values[1:]):
+            mixed = mixed + weights[..., every + step].transpose(1, 2)[..., None] * each[:, :rows]
+        return mixed.flatten(2).flatten(0, 1)

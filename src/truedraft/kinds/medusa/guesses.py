@@ -1,0 +1,102 @@
+"""What Medusa heads guess for the requests of a step, in one recorded call where the target is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.core.noise import Noise, gumbel_key, signed
+from truedraft.core.top_k import TopK
+from truedraft.kinds.medusa.guess_trees import coupled_guesses, keyed_guesses, noise_weight
+from truedraft.kinds.medusa.module import MedusaRunner
+from truedraft.models.backends.graphs.replay import Outputs, RecordedFunction, Recorder
+
+
+class MedusaGuesses:
+    """Guesses of the heads for vectors of the target and the tokens drawn from them; on a device they stay there.
+
+    Recorded heads always give as many guesses as there can be, so that all budgets share a recording. The first ones
+    are the same.
+
+    Args:
+        runner: of the heads.
+        depth: the most heads that are asked for.
+        ranks: the most guesses of each.
+        recorder: makes the recordings; None: nothing is recorded.
+    """
+
+    def __init__(self, runner: MedusaRunner, depth: int, ranks: int, recorder: Recorder | None) -> None:
+        self._runner = runner
+        self._most = None if recorder is None else (depth, ranks)
+        self._likeliest = RecordedFunction(self._find_likeliest, recorder)
+        self._coupled = RecordedFunction(self._find_coupled, recorder)
+
+    @property
+    def warmups(self) -> int:
+        """Calls so far that took longer than others of their shape will."""
+        return self._likeliest.warmups + self._coupled.warmups
+
+    def likeliest(self, hidden: Tensor, drawn: Tensor, depth: int, ranks: int) -> TopK:
+        """The likeliest tokens by the heads' own distributions.
+
+        Args:
+            hidden: `[rows, width]`: vectors that entered the target's LM head; a row's guesses depend on it alone.
+            drawn: `[rows]`, int64: the tokens that were drawn from them.
+            depth: heads that are asked for.
+            ranks: guesses of each.
+
+        Returns:
+            `[depth or more, rows, ranks or more]`, on the target's device.
+        """
+        return _by_head(self._likeliest((hidden, drawn), *(self._most or (depth, ranks))))
+
+    def coupled(
+        self,
+        hidden: Tensor,
+        drawn: Tensor,
+        temperatures: Sequence[float],
+        noise: Sequence[Noise],
+        depth: int,
+        ranks: int,
+    ) -> TopK:
+        """The likeliest choices of a target that draws by coupled noise, see `coupled_guesses`; as `likeliest`.
+
+        Args:
+            hidden: as of `likeliest`, and so are `drawn`, `depth` and `ranks`.
+            drawn: see there.
+            temperatures: of the rows' requests, above 0.
+            noise: of each row's request at this step.
+            depth: see there.
+            ranks: see there.
+        """
+        most = self._most
+        keys = [] if most is None else [gumbel_key(own, head) for own in noise for head in range(most[0])]
+        known = [signed(key) for key in keys if key is not None]
+        if most is None or len(known) < len(keys):
+            return coupled_guesses(self._runner.logits(hidden, depth, drawn), temperatures, noise, ranks)
+        weights = transfers.upload([noise_weight(each) for each in temperatures], hidden.device, torch.float64)
+        of_heads = transfers.upload(np.array(known).reshape(len(noise), -1), hidden.device)
+        return _by_head(self._coupled((hidden, drawn, weights, of_heads), *most))
+
+    def _find_likeliest(self, hidden: Tensor, drawn: Tensor, depth: int, ranks: int) -> Outputs:
+        return _by_row(self._runner.likeliest(hidden, depth, ranks, drawn))
+
+    def _find_coupled(
+        self, hidden: Tensor, drawn: Tensor, weights: Tensor, keys: Tensor, depth: int, ranks: int
+    ) -> Outputs:
+        return _by_row(keyed_guesses(self._runner.logits(hidden, depth, drawn), weights, keys, ranks))
+
+
+def _by_row(guesses: TopK) -> Outputs:
+    """Ids and log probabilities `[rows, depth, ranks]` of guesses `[depth, rows, ranks]`."""
+    return guesses.ids.transpose(0, 1), guesses.log_probs.transpose(0, 1)
+
+
+def _by_head(outputs: Outputs) -> TopK:
+    """Back again."""
+    ids, log_probs = (each.transpose(0, 1) for each in outputs)
+    return TopK(ids, log_probs)

@@ -1,0 +1,286 @@
+"""Medusa heads: each guesses one of the tokens after the next, all from one vector of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.top_k import TopK
+from truedraft.drafters.heads.head import (
+    MOST_MODULES,
+    HeadRecord,
+    ResidualBlock,
+    Unembed,
+    VectorHead,
+    linears_of,
+    over_whole_vocabulary,
+    placed,
+    scaled_embedding,
+)
+from truedraft.errors import OptionError
+from truedraft.models.base import HeadRun, LanguageModel
+from truedraft.models.packed_linear import filled, joined
+
+_FACTS = "facts"  # beside the trees
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """Sizes of Medusa heads.
+
+    Attributes:
+        width: entries of the vector that enters the target's LM head.
+        vocab_size: token ids.
+        heads: how many tokens after the next are guessed.
+        layers: residual blocks of a head.
+        tied: whether the heads end in the target's own LM head, or each in a linear layer of its own.
+        reads_token: whether the heads also read the embedding of the token that was drawn from the vector. Medusa's
+            own do not: they guess what follows whatever token the vector may give.
+        draft_vocab: ids that heads with outputs of their own guess among; 0 is all.
+
+    Raises:
+        OptionError: a size below 1, or heads with fewer ids that end in the target's LM head.
+    """
+
+    width: int
+    vocab_size: int
+    heads: int = 4
+    layers: int = 1
+    tied: bool = True
+    reads_token: bool = False
+    draft_vocab: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no heads."""
+        for name in ("width", "vocab_size", "heads", "layers"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} of Medusa heads must be 1 or more, got {getattr(self, name)}")
+        if (most := max(self.heads, self.layers)) > MOST_MODULES:
+            raise OptionError(f"heads and layers of Medusa heads must be at most {MOST_MODULES}, got {most}")
+        if not 0 <= self.draft_vocab <= self.vocab_size or (self.draft_vocab and self.tied):
+            raise OptionError(
+                f"Medusa heads with outputs of their own guess among 1 to {self.vocab_size} ids, got {self.draft_vocab}"
+            )
+
+
+class MedusaHead(nn.Module):
+    """One head: residual blocks, then the target's LM head or a linear layer of its own."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(ResidualBlock(config.width) for _ in range(config.layers)))
+        self.output = (
+            None if config.tied else nn.Linear(config.width, config.draft_vocab or config.vocab_size, bias=False)
+        )
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linear layer of each block."""
+        return linears_of(self.blocks)
+
+
+class MedusaHeads(VectorHead):
+    """Head k (from 0) guesses the token k + 2 places behind the vector's own token: h -> W2 (h + SiLU(W1 h)).
+
+    Medusa 2401.10774, section 2.1.1. The vector h enters the target's LM head, which gives the token one place behind.
+    W1 starts at 0 and W2 at the LM head, so every head starts as the LM head itself.
+
+    Heads that read the token too add to h a linear layer, shared by all heads and 0 at the start, of its embedding e
+    scaled to a root mean square of 1: h + Wt e / rms(e). (So does the first of the Hydra heads, 2402.05109; but these
+    do not wait for each other.) The token is known before anything is drafted, and h alone only knows its distribution.
+
+    Args:
+        config: sizes.
+    """
+
+    kind: ClassVar[str] = "medusa"
+    noun: ClassVar[str] = "Medusa heads"
+    plural: ClassVar[str] = "Medusa heads"
+    place_word: ClassVar[str] = "head"
+    sizes: ClassVar[type[Any]] = MedusaConfig
+    facts_file: ClassVar[str] = "trees.json"
+    config: MedusaConfig
+    draft_ids: Tensor | None
+
+    @classmethod
+    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
+        from truedraft.kinds.medusa.folders import load_published
+
+        return load_published(path, cls)
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        self.token = nn.Linear(config.width, config.width, bias=False) if config.reads_token else None
+        if self.token is not None:
+            nn.init.zeros_(self.token.weight)
+        self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.heads))
+        self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
+
+    def each(self) -> Iterator[MedusaHead]:
+        """The heads, that of the nearest token first."""
+        return (head for head in self.heads if isinstance(head, MedusaHead))
+
+    @property
+    def reach(self) -> int:
+        return self.config.heads
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.config.reads_token
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        return [head.output for head in self.each()]
+
+    @torch.no_grad()
+    def start_from(self, weight: Tensor) -> None:
+        for head in self.each():
+            if head.output is not None:
+                head.output.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
+
+    def entering(self, hidden: Tensor, embedded: Tensor | None = None) -> Tensor:
+        """What enters the blocks, `[rows, width]`: the vectors, with the tokens drawn from them if heads read these.
+
+        Args:
+            hidden: `[rows, width]`: vectors that entered the target's LM head.
+            embedded: `[rows, width]`: the target's embeddings of the tokens drawn from them; heads that do not read
+                tokens need none.
+
+        Raises:
+            ValueError: heads that read tokens were given none.
+        """
+        if self.token is None:
+            return hidden
+        if embedded is None:
+            raise ValueError("these Medusa heads read the embedding of the token drawn from each vector; give it too")
+        return hidden + self.token(scaled_embedding(embedded.to(hidden.dtype)))
+
+    def vectors(self, hidden: Tensor, embedded: Tensor | None = None) -> Tensor:
+        """What the blocks make of vectors and tokens, see `entering`: `[heads, rows, width]`."""
+        entering = self.entering(hidden, embedded)
+        return torch.stack([head.blocks(entering) for head in self.each()])
+
+    def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        return self.vectors(hidden, embedded[0])  # heads read the first token at most
+
+    def logits(
+        self, hidden: Tensor, unembed: Unembed, finish: Callable[[Tensor], Tensor], embedded: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[heads, rows, vocab]` for vectors and tokens, see `entering`.
+
+        Args:
+            hidden: vectors that entered the target's LM head.
+            unembed: the target's LM head, which tied heads end in.
+            finish: what the target does to the logits of its LM head (scale, soft-cap), for free heads.
+            embedded: the target's embeddings of the tokens drawn from them.
+        """
+        vectors = self.vectors(hidden, embedded)
+        if self.config.tied:
+            return unembed(vectors.flatten(0, 1)).unflatten(0, vectors.shape[:2])
+        outputs, vocab = [head.output for head in self.each() if head.output is not None], self.config.vocab_size
+        logits = (finish(output(each)) for output, each in zip(outputs, vectors, strict=True))
+        return torch.stack([over_whole_vocabulary(each, self.draft_ids, vocab) for each in logits])
+
+    def _kept(self, record: HeadRecord) -> dict[str, Any]:
+        return {kind: tree.as_dict() for kind, tree in record.trees.items()} | {_FACTS: dict(record.facts)}
+
+    @classmethod
+    def _read(cls, kept: dict[str, Any]) -> tuple[Mapping[str, RankTree], Mapping[str, Any]]:
+        facts = kept.pop(_FACTS, {})
+        return {kind: RankTree.of(tree) for kind, tree in kept.items()}, facts
+
+
+class MedusaRunner:
+    """The first heads of a set, in the dtype and on the device of a target; their weights are copied.
+
+    Args:
+        heads: of the target's width and vocabulary.
+        target: whose LM head tied heads end in.
+        depth: how many heads are used.
+    """
+
+    def __init__(self, heads: MedusaHeads, target: LanguageModel, depth: int) -> None:
+        used = list(heads.each())[:depth]
+        self._target = target
+        self._token = None if heads.token is None else placed(*joined([heads.token]), target)
+        self._used, self._ids = used, heads.draft_ids
+        run = target.shared_heads([head.linears for head in used]) if heads.config.tied and used else None
+        self._run: HeadRun = run or self._plain
+
+    @cached_property
+    def _plain(self) -> _Plain:
+        """Beside a faster way of the target it is a second copy of the weights, so it is made when it is needed."""
+        return _Plain(self._used, self._target, self._ids)
+
+    @torch.inference_mode()
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> TopK:
+        """The guesses of the first `depth` heads.
+
+        Args:
+            hidden: `[rows, width]`: vectors that entered the target's LM head; a row's guesses depend on it alone.
+            depth: at most as many as there are heads.
+            ranks: guesses of each head.
+            tokens: `[rows]`, int64: those drawn from the vectors; heads that do not read tokens need none.
+
+        Returns:
+            The likeliest ids `[depth, rows, ranks]`, on the target's device.
+        """
+        return self._run(self._entering(hidden, tokens), depth, ranks)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, depth: int, tokens: Tensor | None = None) -> Tensor:
+        """The logits `[depth, rows, vocab]` of the first `depth` heads; arguments as for `likeliest`."""
+        return self._plain.logits(self._entering(hidden, tokens), depth)
+
+    def _entering(self, hidden: Tensor, tokens: Tensor | None) -> Tensor:
+        """What enters the heads' blocks: the vectors, with the tokens drawn from them where heads read these."""
+        if self._token is None:
+            return hidden
+        assert tokens is not None, "these heads read tokens"
+        scaled = scaled_embedding(self._target.embed(tokens.to(hidden.device)))
+        return hidden + self._token(filled(scaled))[: len(hidden)]
+
+
+class _Plain:
+    """By products of torch: the first blocks of all heads read one vector, so they are one product."""
+
+    def __init__(self, heads: Sequence[MedusaHead], target: LanguageModel, ids: Tensor | None) -> None:
+        self._target, self._ids = target, None if ids is None else ids.to(target.device)
+        self._heads = len(heads)
+        self._first = placed(*joined([head.linears[0] for head in heads]), target)
+        layers = len(heads[0].linears)
+        self._later = [[placed(*joined([head.linears[j]]), target) for head in heads] for j in range(1, layers)]
+        self._outputs = [placed(*joined([head.output]), target) for head in heads if head.output is not None]
+
+    def __call__(self, hidden: Tensor, depth: int, ranks: int) -> TopK:
+        if self._outputs:
+            return TopK.of(self.logits(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
+        return self._target.likeliest(self._leaving(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        vectors = self._leaving(hidden, depth)
+        rows, vocab, finish = len(hidden), self._target.vocab_size, self._target.finish_logits
+        if not self._outputs:
+            return self._target.unembed(vectors.flatten(0, 1)).view(depth, rows, -1)
+        pairs = zip(vectors, self._outputs, strict=False)
+        products = (finish(output(filled(x).contiguous())[:rows]) for x, output in pairs)
+        return torch.stack([over_whole_vocabulary(each, self._ids, vocab) for each in products])
+
+    def _leaving(self, hidden: Tensor, depth: int) -> Tensor:
+        """What leaves the blocks of the first heads, `[depth, rows, width]`."""
+        rows, width = hidden.shape
+        hidden = filled(hidden)
+        steps = self._first(hidden).view(len(hidden), self._heads, width)[:, :depth]
+        vectors = (hidden[:, None] + silu(steps)).transpose(0, 1)  # [depth, rows, width]
+        for layers in self._later:
+            pairs = zip(vectors, layers, strict=False)
+            vectors = torch.stack([x + silu(layer(x.contiguous())) for x, layer in pairs])
+        return vectors[:, :rows]

@@ -1,0 +1,97 @@
+"""Medusa heads (2401.10774) as the training sees them: their numbers, their loss, and the trees they draft by."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from truedraft.drafters.heads.calibration import COUNTED, FACT, LIKELIEST, Calibration
+from truedraft.kinds.medusa.counted_trees import CountedTree, count_trees, survival_of
+from truedraft.kinds.medusa.drafter import Medusa
+from truedraft.kinds.medusa.guess_trees import GuessTrees, fixed_trees
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.measure import BUDGETS, TREE_TEMPERATURES
+from truedraft.options import check_share, check_whole
+from truedraft.training.evaluate import EngineRound
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig
+from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture
+from truedraft.training.options import MedusaRunOptions, MedusaSizeOptions
+
+if TYPE_CHECKING:
+    from truedraft.drafters.heads.head import Head
+    from truedraft.models.base import LanguageModel
+    from truedraft.models.lm_head import LmHead
+    from truedraft.training.texts.self_distillation import SelfDistillationData
+
+
+@dataclass(frozen=True)
+class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConfig):
+    """All numbers of a training of Medusa heads.
+
+    Attributes:
+        law_share: how much of the loss is the target's distribution at a place, and how much its token: (1 - law_share)
+            CE(token) + law_share KL(p || q). Medusa 2401.10774, section 2.2.1, has the token alone; a whole
+            distribution says more about a position than one draw from it.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    head: ClassVar[type[Head]] = MedusaHeads
+    decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {"heads", "layers", "reads_token", "law_share"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("heads", "layers"):
+            check_whole(name, getattr(self, name), 1)
+        check_share("law_share", self.law_share)
+
+    def sizes(self, width: int, vocab_size: int) -> MedusaConfig:
+        return MedusaConfig(width, vocab_size, self.heads, self.layers, self.tied, self.reads_token)
+
+    @property
+    def distillation_loss(self) -> DistillationLoss:
+        if self.law_share == 1.0:
+            return ForwardKL()
+        if self.law_share == 0.0:
+            return CrossEntropy()
+        return Mixture(((1.0 - self.law_share, CrossEntropy()), (self.law_share, ForwardKL())))
+
+    def calibrate(
+        self,
+        head: MedusaHeads,
+        lm_head: LmHead,
+        target: LanguageModel,
+        text: SelfDistillationData,
+        on_progress: Callable[[str, int, int], None],
+    ) -> Calibrated:
+        """Count trees, fit how guesses survive, and measure small and large trees of both kinds."""
+        del target
+        on_progress("choosing trees", 0, 1)
+        counted = count_trees(head, lm_head, text)
+        on_progress("choosing trees", 1, 1)
+        facts = {
+            "trees": {kind: each.as_dict() for kind, each in counted.items()},
+            FACT: {kind: survival.depths for kind, survival in survival_of(counted).items()},
+        }
+        return Calibrated(facts, _rounds(head, counted), {kind: each.tree for kind, each in counted.items()})
+
+
+def _rounds(heads: MedusaHeads, counted: Mapping[str, CountedTree]) -> list[EngineRound]:
+    """Trees chosen at each step, and counted ones, of several numbers of nodes, greedily and at temperature 1."""
+    ways = {
+        LIKELIEST: GuessTrees(heads.reach, calibration=Calibration(survival_of(counted))),
+        COUNTED: fixed_trees({kind: each.tree for kind, each in counted.items()}),
+    }
+    found = []
+    for kind, temperature in TREE_TEMPERATURES.items():
+        tree = counted[kind]
+        sizes = sorted({min(nodes, len(tree.tree)) for nodes in BUDGETS})
+        promised = [(LIKELIEST, nodes, tree.promised_by_likeliest(nodes)) for nodes in BUDGETS]
+        promised += [(COUNTED, nodes, tree.promised(nodes)) for nodes in sizes]
+        for way, nodes, tokens in promised:
+            new_drafter = functools.partial(Medusa, heads, ways[way], nodes=nodes)
+            found.append(EngineRound(temperature, new_drafter, {"trees": way, "nodes": nodes, "promised": tokens}))
+    return found

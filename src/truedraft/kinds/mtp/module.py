@@ -1,0 +1,128 @@
+"""The layer that a checkpoint brings along to predict a token further (MTP), as a head of its own model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from truedraft.drafters.heads.head import MOST_MODULES, Head, HeadRecord, write_published
+from truedraft.drafters.heads.layer_folders import CONFIG, SPECULATORS, speculators_record
+from truedraft.drafters.heads.layers import is_whole
+from truedraft.errors import ModelError
+from truedraft.files import object_of, user_path
+from truedraft.models.base import LanguageModel
+from truedraft.models.mtp import MtpLayer, published_mtp, read_mtp
+
+_REACH = 3
+_WORD = "mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """Sizes of an MTP layer.
+
+    Attributes:
+        width: entries of the target's vectors.
+        vocab_size: token ids of the target.
+        reach: how many tokens it drafts where nobody says; it was trained for one, and its output goes round.
+    """
+
+    width: int
+    vocab_size: int
+    reach: int = _REACH
+
+
+class MtpHead(Head):
+    """A pair of a vector at position i and the token at i + 1 gives the distribution of the token at i + 2.
+
+    It is of the target's own files, or fine-tuned from it, and is not trained here.
+
+    Args:
+        config: sizes.
+        layer: as it was read for the target.
+
+    Attributes:
+        layer: as given.
+    """
+
+    kind: ClassVar[str] = _WORD
+    noun: ClassVar[str] = "an MTP layer"
+    plural: ClassVar[str] = "MTP layers"
+    place_word: ClassVar[str] = "step"
+    sizes: ClassVar[type[Any]] = MtpConfig
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig, layer: MtpLayer) -> None:
+        super().__init__(config)
+        self.layer = layer
+
+    @classmethod
+    def of(cls, target: LanguageModel, folder: str | None = None) -> Self:
+        """The first such layer of a target's files, or of a folder that `speculators` wrote for it.
+
+        Raises:
+            TruedraftError: as of `truedraft.models.mtp.read_mtp`.
+        """
+        made = cls(MtpConfig(target.head_width, target.vocab_size, reach_of(folder)), read_mtp(target, folder))
+        made.record = HeadRecord(target.name)
+        return made
+
+    @property
+    def reach(self) -> int:
+        return self.config.reach
+
+    @property
+    def reads_tokens(self) -> bool:
+        return True
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        return [None] * self.reach
+
+    def start_from(self, weight: Tensor) -> None:
+        """It has no output of its own."""
+
+
+def kind_in(path: Path) -> str | None:
+    """Its word, where a folder says that it holds an MTP layer of `speculators`; else None."""
+    return _WORD if object_of(path / CONFIG).get(SPECULATORS) == _WORD else None
+
+
+def reach_of(folder: str | None) -> int:
+    """How many tokens a folder of `speculators` says that its layer drafts; None is the target's own."""
+    record = {} if folder is None else object_of(user_path(folder) / CONFIG)
+    try:
+        found = record["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (LookupError, TypeError):
+        return _REACH
+    if not is_whole(found, 1) or found > MOST_MODULES:
+        raise ModelError(f"{folder!r} drafts {found!r} tokens by its {CONFIG}, not 1 to {MOST_MODULES}; fetch it again")
+    return found
+
+
+def write_mtp_folder(
+    folder: Path, target: str, source: str | None = None, *, tokens: int | None = None, family: str = ""
+) -> None:
+    """Write the layer that a checkpoint brings along, or one of a folder, as `speculators` reads and trains it.
+
+    Args:
+        folder: of its files, made if need be.
+        target: as `load_model` takes it, whose embedding and LM head `speculators` looks for there.
+        source: a folder as `MtpHead.of` takes it.
+        tokens: that it drafts; None is `reach_of` the source.
+        family: the target's class, such as "Qwen3NextForCausalLM".
+
+    Raises:
+        TruedraftError: as of `truedraft.models.mtp.published_mtp`, or the files cannot be written.
+    """
+    layers, tensors = published_mtp(target, source)
+    about = speculators_record(_WORD, reach_of(source) if tokens is None else tokens, target, family) | {
+        "architectures": ["MTPDraftModel"],
+        "num_nextn_predict_layers": 1,
+        "transformer_layer_config": layers,
+    }
+    write_published(folder, tensors, about)

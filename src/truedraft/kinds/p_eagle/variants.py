@@ -1,0 +1,8 @@
+"""What the doctor tries of a P-EAGLE head: the variants of EAGLE-3."""
+
+from truedraft.kinds.eagle.variants import VARIANTS
+from truedraft.kinds.p_eagle.drafter import PEagle
+from truedraft.kinds.p_eagle.module import PEagleHead
+from truedraft.measure.variants import Examined
+
+EXAMINED = Examined("a P-EAGLE head", PEagle, VARIANTS, PEagleHead)

@@ -1,0 +1,27 @@
+"""ReDrafter (Zhang et al., arXiv 2403.09919): one recurrent head, whose beams are merged into a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from truedraft.drafters.kinds import Kind, head_of
+
+load_head = head_of("redrafter")
+
+KINDS: Mapping[str, Kind] = {
+    "redrafter": Kind(
+        "truedraft.kinds.redrafter.drafter:Redrafter",
+        "DIR",
+        {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
+        "one recurrent head on that vector, without DIR the one trained for the target: beams, "
+        "merged and cut to the likeliest nodes, in sizes that pay here, or as you say; from temperature 0.8 on they "
+        "are drawn, at every one with sampled=true and at none with sampled=false",
+        widest={"beams": "4", "nodes": "16"},
+        parts={"head": "truedraft.kinds.redrafter:load_head"},
+        head="truedraft.kinds.redrafter.module:RedrafterHead",
+        training="truedraft.kinds.redrafter.training:RedrafterTrainingConfig",
+        exports="truedraft.kinds.redrafter.exporting:EXPORTS",
+        variants="truedraft.kinds.redrafter.variants:EXAMINED",
+        published="truedraft.kinds.redrafter.folders:kind_in",
+    ),
+}

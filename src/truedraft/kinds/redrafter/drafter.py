@@ -1,0 +1,214 @@
+"""ReDrafter as drafter: beams of one recurrent head, merged into a tree at each step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from truedraft.core import transfers
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.theory import AcceptanceCurve
+from truedraft.core.tree import TokenTree, narrowed
+from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.heads.base import HeadDrafter, SizePlan
+from truedraft.drafters.heads.calibration import FACT, Calibration, beam_curves
+from truedraft.errors import OptionError
+from truedraft.kinds.redrafter.beam_trees import BeamTrees
+from truedraft.kinds.redrafter.module import RedrafterHead, RedrafterRunner
+from truedraft.kinds.redrafter.sampled_beams import SampledBeams
+from truedraft.models.base import LanguageModel
+
+DEFAULT_BEAMS, DEFAULT_NODES = 8, 16
+"""Sizes that nobody chose; what is best depends on the machine and is measured (planning)."""
+DRAWN_FROM = 0.8
+"""The temperature from which on drawn paths brought more than chosen ones, where both were measured
+(benchmarks/results/drawn_beams.jsonl, docs/drafters.md)."""
+
+
+_CHOSEN, _DRAWN = frozenset({DrawKind.DETERMINISTIC}), frozenset({DrawKind.WITHOUT_REPLACEMENT})
+_LIMITS = {"beams": (1, 256), "length": (1, 32), "nodes": (0, 1024)}
+"""Least and most; a search grows with beams times length, and merging with the square of it."""
+
+
+class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
+    """Drafts with a recurrent head on the target's last hidden state (ReDrafter 2403.09919).
+
+    The head reads that state and the tokens drafted so far, so each guess depends on those before it. Beam search keeps
+    the best continuations; with those that it drops on the way they are merged into a tree wherever they share
+    prefixes, and the tree's best nodes are proposed. Best is what is likeliest to be accepted, by the odds that were
+    fitted for this head (`AcceptanceOdds`), or else by its own probabilities. Beams were chosen, not drawn, so the
+    rule follows the child that carries the token it draws from the target's distribution: exact at every temperature.
+    (Accepting beams as if they had been drawn, as the published code does, is not.)
+
+    Requests at a temperature of `DRAWN_FROM` or more get paths drawn without replacement from the head's distribution
+    instead, judged by recursive rejection, exact too, if their rule judges such draws; with `sampled` all requests at a
+    temperature do, or none. Seeded requests get the paths that their noise makes likeliest.
+
+    On a device the host waits once a step for the shape of the merged tree; for drawn paths, once a level.
+
+    Args:
+        head: trained for the target.
+        beams: continuations that are kept; None takes 8 until measuring says better.
+        length: newly drafted tokens of each; None takes what the head was trained for.
+        nodes: most nodes of a proposal, the likeliest; None takes 16 until measuring says better.
+        sampled: whether requests at a temperature get drawn paths; None: from `DRAWN_FROM` on, and where their rule
+            can judge them.
+
+    Attributes:
+        beams: as given, or chosen.
+        length: as given, or chosen.
+        nodes: as given, or chosen.
+        sizes_chosen: whether beams, length and nodes were chosen, by the caller or by measuring.
+
+    Raises:
+        OptionError: beams outside 1 to 256, length outside 1 to 32, or nodes outside 0 to 1,024.
+        ModelError: the calibration among the facts is damaged.
+    """
+
+    name: ClassVar[str] = "redrafter"
+
+    def __init__(
+        self,
+        head: RedrafterHead,
+        *,
+        beams: int | None = None,
+        length: int | None = None,
+        nodes: int | None = None,
+        sampled: bool | None = None,
+    ) -> None:
+        super().__init__(head)
+        self.sizes_chosen = not (beams is None and length is None and nodes is None)
+        self.beams = DEFAULT_BEAMS if beams is None else beams
+        self.length = head.config.length if length is None else length
+        self.nodes = DEFAULT_NODES if nodes is None else nodes
+        for option, (least, most) in _LIMITS.items():
+            given = getattr(self, option)
+            if not least <= given <= most:
+                raise OptionError(f"{option} of a recurrent drafter must be {least} to {most}, got {given}")
+        self.sampled = sampled
+        self._calibration = Calibration.of(self.facts.get(FACT, {}))
+        self.limits = Budget(self.length, self.beams, min(self.nodes, self.beams * self.length))
+
+    def with_sizes(self, beams: int, length: int, nodes: int) -> Redrafter:
+        """The same head with other sizes, as measuring may show them to be best; 0 nodes draft nothing.
+
+        The new drafter has no requests of the old one.
+        """
+        return Redrafter(self.head, beams=beams, length=length, nodes=nodes, sampled=self.sampled)
+
+    def settled(self, params: SamplingParams) -> Redrafter:
+        """The same head and sizes, and it is said whether it draws for requests with such options."""
+        if self.sampled is not None:
+            return self
+        sizes = (self.beams, self.length, self.nodes) if self.sizes_chosen else (None, None, None)
+        beams, length, nodes = sizes
+        return Redrafter(self.head, beams=beams, length=length, nodes=nodes, sampled=self._draws(params))
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        if self.sampled is None:
+            return _CHOSEN | _DRAWN
+        return _DRAWN if self.sampled else _CHOSEN
+
+    def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
+        """Chosen paths alone where drawn ones cannot be judged, unless somebody asked for drawn ones."""
+        return self.kinds if self.sampled is not None or judged >= _DRAWN else _CHOSEN
+
+    def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
+        """Every width and length of beams that were replayed; drawn paths were not.
+
+        Where they are drawn unasked they bring as much at least, so sizes that pay for chosen ones pay for them."""
+        if self.sizes_chosen or (self.sampled is not None and self._draws(params)):
+            return ()
+        plans = []
+        timed: dict[int, Redrafter] = {}
+        curves = beam_curves(self.facts, params)
+        for each in curves:
+            longest = max(other.length for other in curves if other.beams == each.beams)
+            timed.setdefault(each.beams, self.with_sizes(each.beams, longest, each.beams * longest))
+            sized = functools.partial(self.with_sizes, each.beams, each.length)
+            plans.append(SizePlan(f"{each.beams} beams of {each.length}", each.curve, timed[each.beams], sized))
+        return plans
+
+    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
+        """That of its beams, replayed at this length or the nearest; None where drawn paths were asked for."""
+        if self.sampled is not None and self._draws(params):
+            return None
+        curves = [each for each in beam_curves(self.facts, params) if each.beams == self.beams]
+        return min(curves, key=lambda each: abs(each.length - self.length)).curve if curves else None
+
+    @property
+    def warmups(self) -> int:
+        return 0 if self._runner is None else self._runner.warmups
+
+    def _runner_for(self, target: LanguageModel) -> BeamTrees:
+        return BeamTrees(RedrafterRunner(self.head, target), self.length, self._recorder(target))
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """A tree for each request; those whose beams are chosen, and those whose beams are drawn, all at once."""
+        proposals = [Proposal.empty()] * len(batch)
+        asked = [place for place, request in enumerate(batch) if self._can_draft(request, budgets[place])]
+        drawn = [place for place in asked if self._draws(batch[place].params, batch[place].judged)]
+        chosen = [place for place in asked if place not in drawn]
+        for places, propose in ((chosen, self._choose), (drawn, self._draw)):
+            if places:
+                asked_for = [batch[i] for i in places], [budgets[i] for i in places], [noise[i] for i in places]
+                made = propose(*asked_for)
+                for place, proposal in zip(places, made, strict=True):
+                    proposals[place] = proposal
+        return proposals
+
+    def _can_draft(self, request: DraftRequest, budget: Budget) -> bool:
+        return not budget.is_zero and self.nodes > 0 and self._vectors.get(request.id) is not None
+
+    def _draws(self, params: SamplingParams, judged: frozenset[DrawKind] | None = None) -> bool:
+        """Whether requests with such options get drawn paths, not chosen ones; `judged` by their rule, None: all."""
+        if params.greedy or params.seeded or self.sampled is not None:
+            return not params.greedy and (params.seeded or bool(self.sampled))
+        return params.temperature >= DRAWN_FROM and (judged is None or judged >= _DRAWN)
+
+    def _choose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """The beams that are likeliest to be accepted, merged and cut."""
+        hidden, drawn = self._ends(batch)
+        depths = [min(budget.depth, self.length) for budget in budgets]
+        odds = [self._calibration(request.params) for request in batch]
+        # Cut to budgets afterwards: a neighbour's changes nothing.
+        trees = self._running[0].trees(hidden, drawn, depths, odds, self._width, self.nodes)
+        return [Proposal.deterministic(self._within(*each)) for each in zip(trees, budgets, strict=True)]
+
+    def _within(self, tree: TokenTree, budget: Budget) -> TokenTree:
+        """The first nodes of a tree that a budget allows; the likeliest come first, so they are a tree too."""
+        if budget.width < self._width:
+            tree = narrowed(tree, budget.width)
+        return tree.first(min(budget.nodes, self.nodes))
+
+    def _draw(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
+        """Beams that are drawn, see `SampledBeams`."""
+        hidden, drawn = self._ends(batch)
+        within = [Budget(each.depth, each.width, min(each.nodes, self.nodes), each.min_probability) for each in budgets]
+        beams = SampledBeams(self._running[0], self._width, self._longest(budgets))
+        return beams.propose(batch, within, noise, hidden, drawn)
+
+    def _ends(self, batch: Sequence[DraftRequest]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The vectors `[requests, width]` of some requests, and the tokens `[requests]` drawn from them."""
+        vectors = [self._vectors.get(request.id) for request in batch]
+        hidden = torch.stack([vector for vector in vectors if vector is not None])
+        return hidden, transfers.upload([request.tokens[-1] for request in batch], hidden.device)
+
+    def _longest(self, budgets: Sequence[Budget]) -> int:
+        return min(self.length, max(budget.depth for budget in budgets))
+
+    @property
+    def _width(self) -> int:
+        """Beams that there can be."""
+        return min(self.beams, self._running[1].vocab_size)

@@ -1,0 +1,280 @@
+"""The recurrent head of ReDrafter: one head for all places, which reads the tokens that were drafted so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, silu
+
+from truedraft.core.top_k import TopK
+from truedraft.drafters.heads.head import (
+    MOST_MODULES,
+    Product,
+    ResidualBlock,
+    VectorHead,
+    linears_of,
+    placed,
+    scaled_embedding,
+)
+from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
+from truedraft.models.packed_linear import filled
+
+_SIZES = ("width", "vocab_size", "state", "exit_width", "length")
+_TABLE_BYTES = 64 << 20
+"""What the recurrence reads of a token is looked up where a table of all of them is not larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedrafterConfig:
+    """Sizes of a recurrent head.
+
+    Attributes:
+        width: entries of the vector that enters the target's LM head, and of the target's embeddings.
+        vocab_size: token ids.
+        state: entries of the recurrent state.
+        exit_width: entries of what enters the residual blocks and the output; `width` where the output is tied.
+        layers: residual blocks.
+        length: how many tokens after the next it was trained to guess; it can be unrolled further.
+        tied: whether it ends in the target's own LM head, or in a linear layer of its own.
+        rnn: whether the state is SiLU(W e + U s + b); otherwise it is the plain sum of the embeddings e.
+        scaled: whether embeddings are scaled to a root mean square of 1 before they are read.
+
+    Raises:
+        OptionError: sizes that make no head.
+    """
+
+    width: int
+    vocab_size: int
+    state: int
+    exit_width: int
+    layers: int = 2
+    length: int = 5
+    tied: bool = True
+    rnn: bool = True
+    scaled: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no head."""
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} of a recurrent head must be 1 or more, got {getattr(self, name)}")
+        if not 0 <= self.layers <= MOST_MODULES or self.length > MOST_MODULES:
+            raise OptionError(
+                f"layers of a recurrent head must be 0 or more, and they and its length at most {MOST_MODULES}, got "
+                f"{self.layers} and {self.length}"
+            )
+        if self.tied and self.exit_width != self.width:
+            raise OptionError(
+                f"a head that ends in the target's LM head leaves {self.width} numbers, got an exit width of "
+                f"{self.exit_width}; take {self.width}, or an output of its own"
+            )
+        if not self.rnn and self.state != self.width:
+            raise OptionError(
+                f"a state that sums embeddings has their {self.width} entries, got {self.state}; take {self.width}"
+            )
+
+
+class RedrafterHead(VectorHead):
+    """h and the drafted tokens x_1, ..., x_i give the distribution of the token behind x_i (2403.09919, section 3.1).
+
+    s_0 = 0; s_i = SiLU(W e(x_i) + U s_(i-1) + b), e the target's embedding and x_1 the token that was drawn from the
+    vector h. [h, s_i] goes through a linear layer to the exit width, where that is another width, then through blocks
+    x + SiLU(L x + c), then through the target's LM head or a linear layer of its own.
+
+    The linear layer starts as the choice of h, and the blocks as the identity, so a tied head starts as the LM head.
+
+    Args:
+        config: sizes.
+    """
+
+    kind: ClassVar[str] = "redrafter"
+    noun: ClassVar[str] = "a recurrent drafter"
+    plural: ClassVar[str] = "recurrent heads"
+    place_word: ClassVar[str] = "place"
+    sizes: ClassVar[type[Any]] = RedrafterConfig
+    config: RedrafterConfig
+
+    @classmethod
+    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
+        from truedraft.kinds.redrafter.folders import kind_in, load_apple
+
+        return None if kind_in(path) is None else load_apple(path, cls)
+
+    def __init__(self, config: RedrafterConfig) -> None:
+        super().__init__(config)
+        width, exit_width = config.width, config.exit_width
+        self.token = nn.Linear(width, config.state, bias=False) if config.rnn else None
+        self.recurrent = nn.Linear(config.state, config.state) if config.rnn else None
+        self.entry = nn.Linear(width + config.state, exit_width) if width + config.state != exit_width else None
+        self.blocks = nn.Sequential(*(ResidualBlock(exit_width) for _ in range(config.layers)))
+        self.output = None if config.tied else nn.Linear(exit_width, config.vocab_size, bias=False)
+        self._start_as_choice()
+
+    @torch.no_grad()
+    def _start_as_choice(self) -> None:
+        if self.recurrent is not None:
+            nn.init.zeros_(self.recurrent.bias)
+        if self.entry is not None:
+            nn.init.zeros_(self.entry.bias)
+            nn.init.eye_(self.entry.weight)  # entry i of [h, s], so h first, where the exit is as wide as h
+
+    @torch.no_grad()
+    def start_from(self, weight: Tensor) -> None:
+        if self.output is not None and self.output.weight.shape == weight.shape:  # another exit width starts at random
+            self.output.weight.copy_(weight)
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linear layer of each residual block."""
+        return linears_of(self.blocks)
+
+    @property
+    def reach(self) -> int:
+        return self.config.length
+
+    @property
+    def reads_tokens(self) -> bool:
+        return True
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        return [self.output] * self.config.length
+
+    def new_state(self, rows: int) -> Tensor:
+        """s_0: zeros `[rows, state]`."""
+        weight = next(self.parameters())
+        return torch.zeros(rows, self.config.state, dtype=weight.dtype, device=weight.device)
+
+    def advance(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """The state `[rows, state]` after one token more.
+
+        Args:
+            state: `[rows, state]`: before it.
+            embedded: `[rows, width]`: the target's embedding of the token.
+        """
+        read = (scaled_embedding(embedded) if self.config.scaled else embedded).to(state.dtype)
+        if self.token is None or self.recurrent is None:
+            return state + read
+        return silu(self.token(read) + self.recurrent(state))
+
+    def leaving(self, hidden: Tensor, state: Tensor) -> Tensor:
+        """What enters the output, `[rows, exit_width]`, for vectors `[rows, width]` and states `[rows, state]`."""
+        entering = torch.cat([hidden.to(state.dtype), state], dim=-1)
+        blocks: Tensor = self.blocks(entering if self.entry is None else self.entry(entering))
+        return blocks
+
+    def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        state, found = self.new_state(len(hidden)), []
+        for each in embedded:
+            state = self.advance(state, each)
+            found.append(self.leaving(hidden, state))
+        return torch.stack(found)
+
+
+class RedrafterRunner:
+    """A recurrent head in the dtype and on the device of a target; its weights are copied.
+
+    A row of each result depends on that row of the arguments alone. Rows are as many as there are beams; `context` is
+    made once a step, for each request, and spread over its beams by the caller.
+
+    Args:
+        head: of the target's width and vocabulary.
+        target: whose embeddings it reads, and whose LM head it ends in if it is tied.
+    """
+
+    def __init__(self, head: RedrafterHead, target: LanguageModel) -> None:
+        config = head.config
+        self._target = target
+        self._scaled = config.scaled
+        self._token = self._recurrent = None
+        if head.token is not None and head.recurrent is not None:
+            self._token = placed(head.token.weight, head.recurrent.bias, target)
+            self._recurrent = placed(head.recurrent.weight, None, target)
+        self._entry: tuple[Product, Product] | None = None
+        if head.entry is not None:
+            of_vector, of_state = head.entry.weight.split([config.width, config.state], dim=1)
+            self._entry = placed(of_vector, head.entry.bias, target), placed(of_state, None, target)
+        # Blocks and LM head in one call, where the target has one.
+        self._shared = target.shared_heads([head.linears]) if config.tied and head.linears else None
+        self._blocks = [placed(each.weight, each.bias, target) for each in head.linears]
+        self._output = None if head.output is None else placed(head.output.weight, None, target)
+        small = target.vocab_size * config.state * target.dtype.itemsize <= _TABLE_BYTES
+        self._table = self._told(torch.arange(target.vocab_size, device=target.device)) if small else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._target.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that there are."""
+        return self._target.vocab_size
+
+    def context(self, hidden: Tensor) -> Tensor:
+        """What a request's vector adds to what enters the blocks: `[rows, width]` to `[rows, some width]`."""
+        hidden = hidden.to(self._target.dtype)
+        return hidden if self._entry is None else _in_rows(self._entry[0], hidden)
+
+    def advance(self, state: Tensor | None, tokens: Tensor) -> Tensor:
+        """The recurrent state after a token more.
+
+        Args:
+            state: `[rows, state]`; None is the state before the first token.
+            tokens: `[rows]`, int64, on the target's device.
+
+        Returns:
+            `[rows, state]`.
+        """
+        told = self._told(tokens) if self._table is None else embedding(tokens, self._table)
+        if self._recurrent is None:
+            return told if state is None else state + told
+        return silu(told if state is None else told + _in_rows(self._recurrent, state))
+
+    def _told(self, tokens: Tensor) -> Tensor:
+        """What the recurrence reads of tokens `[rows]`: W e + b, or e itself where the state is a sum."""
+        embedded = self._target.embed(tokens).to(self._target.dtype)
+        read = scaled_embedding(embedded) if self._scaled else embedded
+        return read if self._token is None else _in_rows(self._token, read)
+
+    def likeliest(self, context: Tensor, state: Tensor, ranks: int) -> TopK:
+        """The likeliest next tokens `[rows, ranks]` of contexts and states `[rows, ...]`."""
+        if self._shared is not None:
+            return self._shared(self._entering(context, state), 1, ranks).view(len(state))
+        leaving = self._leaving(context, state)
+        if self._output is None:
+            return self._target.likeliest(leaving, ranks)
+        return TopK.of(self._own_logits(leaving), ranks)
+
+    def logits(self, context: Tensor, state: Tensor) -> Tensor:
+        """The logits `[rows, vocab]` of the next token, for contexts and states `[rows, ...]`."""
+        leaving = self._leaving(context, state)
+        return self._target.unembed(leaving) if self._output is None else self._own_logits(leaving)
+
+    def _own_logits(self, leaving: Tensor) -> Tensor:
+        assert self._output is not None
+        logits = _in_rows(self._output, leaving)
+        return self._target.finish_logits(logits[:, : self._target.vocab_size])
+
+    def _entering(self, context: Tensor, state: Tensor) -> Tensor:
+        if self._entry is None:
+            return torch.cat([context, state], dim=-1)
+        return context + _in_rows(self._entry[1], state)
+
+    def _leaving(self, context: Tensor, state: Tensor) -> Tensor:
+        x = self._entering(context, state)
+        for block in self._blocks:
+            x = x + silu(_in_rows(block, x))
+        return x
+
+
+def _in_rows(product: Product, x: Tensor) -> Tensor:
+    """A product whose rows have the same bits in any company."""
+    rows = len(x)
+    return product(filled(x))[:rows]

@@ -1,0 +1,181 @@
+"""The recurrent head of ReDrafter (2403.09919) as the training sees it: its numbers, its loss, and its beams."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from truedraft.drafters.heads.head import HeadRecord
+from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.kinds.redrafter.drafter import Redrafter
+from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
+from truedraft.kinds.redrafter.traced_beams import BeamTokens, ReplayedBeams, facts_of, replay_beams
+from truedraft.measure import BUDGETS, TREE_TEMPERATURES
+from truedraft.options import check_share, check_whole
+from truedraft.training.evaluate import EngineRound
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig
+from truedraft.training.head_objective import HeldOutAccuracy
+from truedraft.training.losses import DistillationLoss, loss_from_spec
+from truedraft.training.options import RedrafterRunOptions, RedrafterSizeOptions
+from truedraft.training.targets import KEPT_BYTES, DistillationTarget, keep_target
+from truedraft.training.texts.self_distillation import text_tokens
+
+if TYPE_CHECKING:
+    from truedraft.drafters.heads.head import Head
+    from truedraft.models.base import LanguageModel
+    from truedraft.models.lm_head import LmHead
+    from truedraft.training.head_objective import Feed
+    from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData
+
+_CHUNK = 256  # positions whose logits are held at once
+_LAWS = ("computed", "stored")
+_TEXT = "train"  # names the kept distributions, as the text beside them
+
+
+@dataclass(frozen=True)
+class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTrainingConfig):
+    """All numbers of a training of a recurrent head (ReDrafter 2403.09919).
+
+    It is unrolled over the `length` tokens that it guesses. `self_fed` 0 is teacher forcing.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    head: ClassVar[type[Head]] = RedrafterHead
+    decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
+        "length", "state", "exit_width", "layers", "rnn", "loss", "laws", "self_fed",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("length", self.length, 1)
+        check_whole("layers", self.layers, 0)
+        for name in ("state", "exit_width"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        check_share("self_fed", self.self_fed)
+        if self.laws not in _LAWS:
+            raise UnknownOptionError.nearest("kind of distributions", self.laws, _LAWS)
+        asks = self.distillation_loss.reads_target  # refuses an unknown loss
+        if self.laws == "stored" and not asks:
+            raise OptionError(
+                f"need not be stored for the loss {self.loss!r}, which looks at tokens alone", field="laws"
+            )
+
+    @property
+    def bytes_per_token(self) -> int:
+        return KEPT_BYTES if self.laws == "stored" else 0
+
+    @property
+    def distillation_loss(self) -> DistillationLoss:
+        return loss_from_spec(self.loss)
+
+    def sizes(self, width: int, vocab_size: int) -> RedrafterConfig:
+        return RedrafterConfig(
+            width=width,
+            vocab_size=vocab_size,
+            state=width if self.state is None else self.state,
+            exit_width=width if self.exit_width is None else self.exit_width,
+            layers=self.layers,
+            length=self.length,
+            tied=self.tied,
+            rnn=self.rnn,
+        )
+
+    def feed(self, head: RedrafterHead, lm_head: LmHead) -> Feed:
+        return SelfFeeding(head, lm_head, self.self_fed, self.seed) if self.self_fed else super().feed(head, lm_head)
+
+    def target(
+        self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: Callable[[str, int, int], None]
+    ) -> DistillationTarget:
+        if self.laws == "computed":
+            return super().target(lm_head, text, folder, on_progress)
+        return keep_target(
+            text, lm_head, folder, _TEXT, on_progress=functools.partial(on_progress, "storing distributions")
+        )
+
+    def calibrate(
+        self,
+        head: RedrafterHead,
+        lm_head: LmHead,
+        target: LanguageModel,
+        text: SelfDistillationData,
+        on_progress: Callable[[str, int, int], None],
+    ) -> Calibrated:
+        """Fit how guesses survive, replay beams of many widths and lengths, and measure small and large trees."""
+        accuracy = HeldOutAccuracy.on(head, lm_head, text, len(text.tokens))()
+        replayed = replay_beams(target, head, text, on_progress=functools.partial(on_progress, "replaying beams"))
+        kept = facts_of(replayed)
+        calibrated = head.with_record(HeadRecord(facts=kept))
+        rounds = [
+            _round(calibrated, temperature, nodes, replayed[kind])
+            for (kind, temperature), nodes in itertools.product(TREE_TEMPERATURES.items(), BUDGETS)
+        ]
+        return Calibrated({"accuracy": dict(accuracy), **kept}, rounds)
+
+
+def _round(head: RedrafterHead, temperature: float, nodes: int, replayed: ReplayedBeams) -> EngineRound:
+    """As many beams as nodes, so that the tree has the likeliest nodes of all; chosen ones, as they were replayed."""
+    beams, length = nodes, head.reach
+    promised = _promised(replayed.promises, beams, length, nodes)
+    about = {"nodes": nodes, "beams": beams, "length": length, "promised": promised}
+    return EngineRound(temperature, functools.partial(Redrafter, head, beams=beams, nodes=nodes, sampled=False), about)
+
+
+def _promised(promises: Sequence[BeamTokens], beams: int, length: int, nodes: int) -> float | None:
+    """Tokens per target call, of so many nodes or, where the beams never come to that, of all that they come to.
+
+    None where there was nothing to replay.
+    """
+    promise = next((each for each in promises if (each.beams, each.length) == (beams, length)), None)
+    return None if promise is None else promise.at(nodes)
+
+
+class SelfFeeding:
+    """At a share of the positions the recurrence reads the head's own greedy guesses, from the second token on.
+
+    The first token is the one that the target gave, which is known in decoding too. Which positions these are is a
+    function of the seed and the batch alone, so a resumed training draws the same.
+
+    Args:
+        head: that guesses.
+        lm_head: of its target.
+        share: in [0, 1], the probability of each position.
+        seed: of the choice.
+    """
+
+    def __init__(self, head: RedrafterHead, lm_head: LmHead, share: float, seed: int) -> None:
+        self._head = head
+        self._lm_head = lm_head
+        self._share = share
+        self._seed = seed
+
+    def __call__(self, batch: CollatedBatch, hidden: Tensor) -> Tensor:
+        """The tokens to read, `[positions, reach]`, at the places of a batch and their vectors `[positions, width]`."""
+        tokens = text_tokens(batch, self._head.reach)
+        key = (self._seed, len(batch.rows), int(batch.rows[0]), int(batch.rows[-1]))
+        drawn = np.random.default_rng(key).random(len(tokens))
+        chosen = torch.from_numpy(np.flatnonzero(drawn < self._share)).to(tokens.device)
+        for some in chosen.split(_CHUNK):
+            tokens[some, 1:] = self._guesses(hidden[some], tokens[some, 0])
+        return tokens
+
+    @torch.no_grad()
+    def _guesses(self, hidden: Tensor, token: Tensor) -> Tensor:
+        """Greedy guesses `[positions, reach - 1]` behind a token `[positions]`."""
+        head, lm_head = self._head, self._lm_head
+        state, found = head.new_state(len(hidden)), []
+        for place in range(head.reach - 1):
+            state = head.advance(state, lm_head.embed(token))
+            token = head.place_logits(place, head.leaving(hidden, state), lm_head).argmax(dim=-1)
+            found.append(token)
+        return torch.stack(found, dim=1) if found else hidden.new_zeros(len(hidden), 0, dtype=torch.int64)

@@ -1,0 +1,441 @@
+"""Training of heads on vectors of several layers, along chains of steps: numbers, loss, and what they promise."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from truedraft.core.tree import chain_shape
+from truedraft.drafters.heads.levels import LevelDrafter
+from truedraft.errors import DataError, OptionError
+from truedraft.measure import TREE_TEMPERATURES
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import weights_hash
+from truedraft.models.loading import load_model
+from truedraft.options import check_whole
+from truedraft.training.evaluate import EngineRound
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig
+from truedraft.training.head_objective import heads_optimizer
+from truedraft.training.loop import Measurement, Phase, RunFolder, TrainingLoop
+from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
+from truedraft.training.optimizer import MixedOptimizer
+from truedraft.training.options import ChainRunOptions, LayerHeadOptions
+from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
+    from truedraft.models.llama import RotaryTable
+    from truedraft.models.lm_head import LmHead
+
+_WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
+_HEAD = 64  # entries of a query
+_TOGETHER = 16_384  # tokens of texts that are read side by side on a GPU, padding included
+_NODES = 16  # of trees that are measured
+_LENGTHS = (2, 4)  # of chains that are measured, beside the one that was trained for
+
+
+@dataclass(frozen=True)
+class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig):
+    """A training of a head on vectors of several layers, along chains of several steps.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    drafter: ClassVar[type[LevelDrafter[Any, Any]]]
+    """Drafts with the head."""
+    decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
+        "length", "layers", "inner", "kv_heads", "draft_vocab", "loss", "by_acceptance",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("length", self.length, 1)
+        check_whole("draft_vocab", self.draft_vocab, 0)
+        if not self.distillation_loss.reads_target or "ce" in self.loss:
+            raise OptionError("must compare distributions, for the draft may not have a text's token", field="loss")
+        if self.stage != 1:
+            raise OptionError(f"must be 1: the target of {self.head.noun} stays as it is", field="stage")
+
+    @property
+    def distillation_loss(self) -> DistillationLoss:
+        return loss_from_spec(self.loss)
+
+    def entries(self, width: int, vocab_size: int) -> dict[str, Any]:
+        """Sizes that heads of all these kinds have."""
+        heads, fewer = max(1, width // _HEAD), 0 < self.draft_vocab < vocab_size
+        return {
+            "width": width,
+            "vocab_size": vocab_size,
+            "layers": self.layers,
+            "heads": heads,
+            "kv_heads": heads if self.kv_heads is None else self.kv_heads,
+            "head": _HEAD if width >= _HEAD else width,
+            "inner": 8 * width // 3 if self.inner is None else self.inner,
+            "draft_vocab": self.draft_vocab if fewer else 0,
+            "own_output": not self.tied or fewer,
+        }
+
+    @abstractmethod
+    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains:
+        """The head along texts, in training."""
+
+    def optimizer_of(self, head: Any) -> MixedOptimizer:
+        """Of the head's weights."""
+        return heads_optimizer(head, self.optimizer)
+
+    def loop(
+        self,
+        head: Any,
+        lm_head: LmHead,
+        target: str,
+        texts: tuple[SelfDistillationData, SelfDistillationData],
+        fingerprint: str,
+        folder: Path,
+        on_progress: Callable[[str, int, int], None],
+    ) -> TrainingLoop:
+        """The loop that trains a head on whole answers; the target computes its vectors anew each time."""
+        del on_progress
+        text, held_out = texts
+        model = load_model(target, device=self.device)
+        head.config = head.config.at_usual_layers(model.shown_layers)
+        if wrong := [each for each in head.config.layers if not 0 <= each < model.shown_layers]:
+            last = model.shown_layers - 1
+            raise OptionError(f"must be 0 to {last} for this target, got {wrong[0]}", field="layers")
+        more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
+        if self.start_from is not None:
+            more["start_from"] = weights_hash(head)
+        elif head.draft_ids is not None:
+            head.draft_ids.copy_(likeliest_ids(text, len(head.draft_ids)))
+            head.start_from(lm_head.weight.float().to(self.device))
+        sampler = _NumberedAnswers(text, 1, _WHOLE, self.seed)
+        mean = max(1, sampler.positions // len(sampler.windows))
+        answers = max(1, self.positions_per_step // mean)
+        schedule = self.schedule(max(1, len(sampler.windows) * self.windows_per_step // answers))
+        run = RunFolder(folder, self.identity(schedule, self.decisive, **more), self.device, self.checkpoint_every_s)
+        unrolled = self.chains(head, lm_head, model)
+        return TrainingLoop(
+            head,
+            self.optimizer_of(head),
+            ChainObjective(unrolled, text, self.distillation_loss, None if self.by_acceptance else self.place_decay),
+            [Phase(schedule.total_steps, sampler, answers, answers)],
+            schedule,
+            run,
+            Measurement(self.evaluate_every, lambda: accuracies(unrolled, held_out, self.evaluated_positions)),
+        )
+
+    def calibrate(
+        self,
+        head: Any,
+        lm_head: LmHead,
+        target: LanguageModel,
+        text: SelfDistillationData,
+        on_progress: Callable[[str, int, int], None],
+    ) -> Calibrated:
+        """What the engine is to measure: chains of several lengths, and trees, which held-out answers promise."""
+        del on_progress
+        unrolled = self.chains(head.float(), lm_head, target)
+        facts = {"accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
+        served = head.to(torch.bfloat16)
+        lengths = sorted({*(each for each in _LENGTHS if each < self.length), self.length})
+        rounds = []
+        for temperature in TREE_TEMPERATURES.values():
+            for length in lengths:
+                chain = partial(self.drafter, served, num_speculative_tokens=length)
+                rounds.append(EngineRound(temperature, chain, {"num_speculative_tokens": length}))
+            tree = partial(self.drafter, served, num_speculative_tokens=self.length, nodes=_NODES)
+            rounds.append(EngineRound(temperature, tree, {"nodes": _NODES}))
+        return Calibrated(facts, rounds)
+
+
+class _NumberedAnswers(WindowSampler):
+    """Whole answers, each with its number in the run: `[count, 3]`."""
+
+    def batch(self, first: int, count: int) -> Tensor:
+        return torch.cat([super().batch(first, count), torch.arange(first, first + count)[:, None]], 1)
+
+
+def likeliest_ids(text: SelfDistillationData, count: int) -> Tensor:
+    """The ids that a text has most often, filled up by the lowest others: int64 `[count]`, rising."""
+    counted = np.bincount(text.tokens)
+    order = sorted(range(max(count, len(counted))), key=lambda id_: (-counted[id_] if id_ < len(counted) else 0, id_))
+    return torch.tensor(sorted(order[:count]))
+
+
+def chains_in(answer: WrittenAnswer, reach: int) -> dict[int, int]:
+    """Indices of pairs of a text behind which chains begin, and how many steps each has, at most so many.
+
+    Worked example: behind a prompt of 4, an answer of 6 tokens has pairs 2 to 7, of which 2 to 5 have three steps, 6
+    has two and 7 one: pair 2 is of the token at 3, the last of the prompt, and about that at 4, the answer's first.
+    """
+    first, end = max(len(answer.prompt) - 2, 0), len(answer.prompt) + len(answer.answer) - 2
+    return {pair: min(reach, end - pair) for pair in range(first, end)}
+
+
+@dataclass(frozen=True)
+class UnrolledStep:
+    """One step of `Unrolled`.
+
+    Attributes:
+        leaving: `[rows, width]`: what enters the output.
+        target: `[rows, ids]`: the target's log probabilities of the draft's ids; of a reduced vocabulary they are not 1
+            together.
+        tokens: `[rows]`: that the texts go on with.
+        chains: `[rows]`: which row of the first step each chain began as.
+    """
+
+    leaving: Tensor
+    target: Tensor
+    tokens: Tensor
+    chains: Tensor
+
+
+class Chains(ABC):
+    """A head that reads answers of its target, and guesses as many tokens at each place as in decoding.
+
+    Args:
+        head: in training, in float32.
+        lm_head: of the target.
+        model: the target.
+    """
+
+    def __init__(self, head: Any, lm_head: LmHead, model: LanguageModel) -> None:
+        self.head, self.lm_head, self._model = head, lm_head, model
+        self._table: RotaryTable = head.rotary(next(head.parameters()).detach())
+
+    def steps(
+        self, answers: Sequence[WrittenAnswer], pairs: Sequence[Mapping[int, int]] | None = None
+    ) -> Iterator[UnrolledStep]:
+        """The steps, of chains that begin in the answers, these one behind another.
+
+        Args:
+            answers: some.
+            pairs: of each, where chains begin and how long they are (`pairs`); None: all of `chains_in`.
+        """
+        chosen = [chains_in(each, self.head.reach) for each in answers] if pairs is None else pairs
+        if any(chosen):
+            yield from self.along(self._read(answers), chosen)
+
+    @abstractmethod
+    def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
+        """The same, of texts that the target has read; there are chains."""
+
+    def pairs(self, answer: WrittenAnswer, number: int) -> Mapping[int, int]:
+        """Which of `chains_in` an answer learns that is the one of this number in a training, the longest first."""
+        return chains_in(answer, self.head.reach)
+
+    def acceptance(self, leaving: Tensor) -> Tensor | None:
+        """Logits `[rows]` of the probabilities that tokens are accepted, as the head says; None where it does not."""
+        return None
+
+    def logits(self, vectors: Tensor) -> Tensor:
+        """`[rows, ids]` of the draft."""
+        return self.lm_head(vectors) if self.head.lm_head is None else self.head.lm_head(vectors)
+
+    def ids(self, tokens: Tensor) -> Tensor:
+        """The draft's ids of the target's tokens; -1 where it has none."""
+        if self.head.draft_ids is None:
+            return tokens
+        places = torch.searchsorted(self.head.draft_ids, tokens).clamp_max(len(self.head.draft_ids) - 1)
+        return torch.where(self.head.draft_ids[places] == tokens, places, -1)
+
+    def _read(self, answers: Sequence[WrittenAnswer]) -> Texts:
+        """Let the target read prompts and answers, these one behind another."""
+        texts = [torch.tensor([*each.prompt, *each.answer], device=self._model.device) for each in answers]
+        # As it is served, which autocast would change.
+        with torch.inference_mode(), torch.autocast(self._model.device.type, enabled=False):
+            segments = [
+                Segment(self._model.new_cache(), text, chain_shape(len(text)), range(len(text)), prompt=len(text))
+                for text in texts
+            ]
+            output = self._model.forward_showing(segments, self.head.config.layers)
+            for each in segments:
+                self._model.release_cache(each.cache)
+        dtype = next(self.head.parameters()).dtype
+        vectors, logits = [each.clone().to(dtype) for each in output.layers], output.logits.clone()
+        starts = list(itertools.accumulate(map(len, texts), initial=0))
+        spans = zip(starts, answers, strict=False)
+        about = np.array([start + pair + 1 for start, answer in spans for pair in chains_in(answer, 1)])
+        target = functional.log_softmax(logits[torch.as_tensor(about, device=logits.device)].float(), -1)
+        rows = np.zeros(starts[-1], np.int64)
+        rows[about] = np.arange(len(about))
+        known = target if self.head.draft_ids is None else target[:, self.head.draft_ids]
+        return Texts(torch.cat(texts), starts, vectors, known, rows)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts that the target has read, one behind another.
+
+    Attributes:
+        tokens: `[tokens]`.
+        starts: where each begins, and where the last one ends.
+        vectors: `[tokens, width]` of each layer.
+        known: `[places, ids]`: the target's log probabilities of the draft's ids at places that chains come to.
+        rows: of each token, which place it is.
+    """
+
+    tokens: Tensor
+    starts: Sequence[int]
+    vectors: Sequence[Tensor]
+    known: Tensor
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each."""
+        return [end - start for start, end in itertools.pairwise(self.starts)]
+
+    def behind(self, places: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
+        """Of tokens by their places, the target's log probabilities of the next ones, and these."""
+        at = torch.as_tensor(self.rows[places], device=self.known.device)
+        return self.known[at], self.tokens[torch.as_tensor(places, device=at.device) + 1]
+
+
+class ChainLoss:
+    """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
+
+    Args:
+        chains: of the head in training.
+        loss: between the distributions, over the draft's ids.
+        decay: by how much each step counts less than the one before; None weighs each token by the probability that
+            all tokens of its chain before it are accepted, the products of their sum min(p, q), which have no gradient.
+    """
+
+    def __init__(self, chains: Chains, loss: DistillationLoss, decay: float | None) -> None:
+        self._chains, self._loss, self._decay = chains, loss, decay
+
+    def accumulate(self, steps: Iterable[UnrolledStep], counts: Sequence[int], scale: float) -> Tensor:
+        """Add `scale` times the gradient of the loss along some chains; returns the sum of losses at each step.
+
+        Args:
+            steps: of the chains.
+            counts: tokens at each step that means are over, of which these may be a part.
+            scale: of the gradient.
+        """
+        device = next(self._chains.head.parameters()).device
+        sums, alive = torch.zeros(len(counts), device=device), torch.ones(0, device=device)
+        leaving: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for step, each in enumerate(steps):
+            alive = alive if step else torch.ones(len(each.chains), device=device)
+            weights = alive[each.chains] if self._decay is None else self._decay**step
+            weights = torch.as_tensor(weights, device=device).expand(len(each.chains))
+            gradient, losses, accepted = self._learn(each, weights * (scale / counts[step]))
+            sums[step] += losses
+            alive[each.chains] *= accepted
+            gradients.append(gradient)
+            leaving.append(each.leaving)
+        torch.autograd.backward(leaving, gradients)
+        return sums
+
+    def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient in what leaves a step of its losses times weights `[rows]`; the sum of its losses, and how
+        probably each of its tokens is accepted, `[rows]`, where that is asked for."""
+        sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
+
+        def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
+            logits, target = self._chains.logits(some[0]), step.target[rows]
+            labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            loss = distill(logits, target, labels, self._loss)
+            sums.add_(loss.detach().sum())
+            said = self._chains.acceptance(some[0])
+            if self._decay is None or said is not None:
+                student = functional.log_softmax(logits.detach().float(), -1)
+                accepted[rows] = torch.minimum(target, student).exp().sum(-1)
+            if said is not None:
+                known = accepted[rows].clamp(0.0, 1.0)
+                loss = loss + functional.binary_cross_entropy_with_logits(said.float(), known, reduction="none")
+            yield (loss * weights[rows]).sum()
+
+        return gradient_in_chunks(step.leaving[None], losses)[0], sums, accepted
+
+
+class ChainObjective:
+    """`ChainLoss` on answers that the target reads.
+
+    Args:
+        unrolled: the head in training.
+        text: what the target wrote.
+        loss: as of `ChainLoss`.
+        decay: likewise.
+    """
+
+    def __init__(
+        self, unrolled: Chains, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
+    ) -> None:
+        self._unrolled, self._text, self._decay = unrolled, text, decay
+        self._loss = ChainLoss(unrolled, loss, decay)
+
+    def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
+        """Add `scale` times the gradient of the mean loss over some answers, given by their windows and
+        numbers `[count, 3]`."""
+        starts, records = self._text.starts, self._text.records
+        texts = []
+        for first, _, number in batch.tolist():
+            answer = records[bisect.bisect_right(starts, first) - 1]
+            texts.append((answer, self._unrolled.pairs(answer, number)))
+        head = self._unrolled.head
+        counts = chains_at([pairs for _, pairs in texts], head.reach)
+        sums = torch.zeros(head.reach, device=next(head.parameters()).device)
+        for group in read_together(texts if own is None else texts[own], sums.device):
+            steps = self._unrolled.steps([each for each, _ in group], [pairs for _, pairs in group])
+            sums += self._loss.accumulate(steps, counts, scale)
+        means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
+        total = sum((self._decay or 1.0) ** step * mean for step, mean in enumerate(means))
+        return {"loss": total} | {f"{head.place_word}_{step}": mean for step, mean in enumerate(means, start=1)}
+
+
+def chains_at(chosen: Sequence[Mapping[int, int]], reach: int) -> list[int]:
+    """How many chains have each step, of those that begin at pairs and are so long."""
+    lengths = np.array([steps for own in chosen for steps in own.values()])
+    return [int((lengths > step).sum()) for step in range(reach)]
+
+
+Chosen: TypeAlias = tuple[WrittenAnswer, Mapping[int, int]]
+"""An answer, and where chains begin in it, and how long they are."""
+
+
+def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[list[Chosen]]:
+    """Answers in groups of about equally long texts: one by one on a CPU, which gains nothing by more."""
+    ordered = sorted(texts, key=lambda each: len(each[0].prompt) + len(each[0].answer))
+    together: list[Chosen] = []
+    for each in ordered:
+        width = len(each[0].prompt) + len(each[0].answer)
+        if together and (device.type == "cpu" or width * (len(together) + 1) > _TOGETHER):
+            yield together
+            together = []
+        together.append(each)
+    if together:
+        yield together
+
+
+@torch.no_grad()
+def accuracies(unrolled: Chains, text: SelfDistillationData, positions: int) -> Mapping[str, float]:
+    """`step_K_top_1` of each step, K from 1: shares of a text's tokens, about so many of them, that it guesses.
+
+    Raises:
+        DataError: there are no answers that are long enough.
+    """
+    head = unrolled.head
+    right, seen = [0] * head.reach, [0] * head.reach
+    every = max(1, len(text.tokens) // positions)
+    for record in text.records[::every]:
+        for step, made in enumerate(unrolled.steps([record])):
+            right[step] += int((unrolled.logits(made.leaving).argmax(-1) == unrolled.ids(made.tokens)).sum())
+            seen[step] += len(made.tokens)
+    if not all(seen):
+        raise DataError("the target's answers to the held-out prompts are too short: let it write more")
+    return {f"{head.place_word}_{step}_top_1": right[step - 1] / seen[step - 1] for step in range(1, head.reach + 1)}
