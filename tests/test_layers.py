@@ -78,6 +78,41 @@ def test_modules_import_only_what_lies_below() -> None:
                 assert used == package or used in BELOW[package], f"{path.name} of {package} imports {name}"
 
 
+KIND_NAMES = re.compile(r"eagle|medusa|redrafter|dflash|dspark|mtp", re.IGNORECASE)
+KNOW_KINDS = {
+    "drafters/kinds.py": "the table",
+    "drafters/__init__.py": "public names",
+    "training/__init__.py": "public names",
+    "models/mtp.py": "reads the layers of a target's own files",
+    "models/mtp_names.py": "likewise",
+    "models/loading.py": "leaves these layers out of a target",
+    "drafters/specs.py": "auto takes the layer of a target's own files",
+    "models/embedded.py": "names of folders of the embedded models",
+    "drafters/exporting.py": "an option of SGLang's is called so",
+    "measure/peers/samplers.py": "other projects' samplers, by their names",
+}
+
+
+def words_of(path: Path) -> set[str]:
+    """Names, imports and strings of a file, without its docstrings."""
+    found: set[str] = set()
+    tree = parsed(path)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            found.add(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(alias.name for alias in node.names)}
+        else:
+            found |= {value for value in (getattr(node, each, None) for each in ("id", "attr", "name", "arg")) if value}
+    return {each for each in found if isinstance(each, str)}
+
+
+def test_nobody_but_its_folder_and_the_table_knows_a_kind() -> None:
+    knowing = {path.relative_to(SOURCE).as_posix() for path in MODULES if any(map(KIND_NAMES.search, words_of(path)))}
+    assert {name for name in knowing if not name.startswith("kinds/")} == set(KNOW_KINDS)
+
+
 def test_transformers_stays_where_it_belongs() -> None:
     users = {"models", "text"}
     for path in MODULES:
@@ -135,6 +170,15 @@ def loaded_after(statement: str) -> set[str]:
 )
 def test_light_imports_stay_light(statement: str) -> None:
     assert not loaded_after(statement) & {"torch", "transformers", "tokenizers", "numpy", "scipy", "matplotlib"}
+
+
+def test_drafting_with_a_kind_imports_neither_training_nor_measure() -> None:
+    kinds = [path.parent.name for path in (SOURCE / "kinds").glob("*/drafter.py")]
+    statement = "; ".join(f"import truedraft.kinds.{kind}, truedraft.kinds.{kind}.drafter" for kind in sorted(kinds))
+    assert len(kinds) >= 6
+    assert not {
+        name for name in loaded_after(statement) if name.startswith(("truedraft.training", "truedraft.measure"))
+    }
 
 
 def test_public_names_load_lazily_and_exist() -> None:

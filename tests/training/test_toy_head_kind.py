@@ -1,114 +1,26 @@
-"""A new kind of heads takes one file: this one trains, saves, loads and drafts with a linear head for one position."""
+"""A kind of heads of somebody else takes one file and an entry point, and gets what each of ours has."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
-import torch
-from torch import Tensor, nn
 
+from support.linear_kind import LinearDrafter, LinearHead, LinearTrainingConfig
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.budget import Budget
-from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.tree import TokenTree, chain_shape
-from truedraft.drafters.heads.base import HeadDrafter
-from truedraft.drafters.heads.head import Head, HeadRecord, VectorHead
+from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import CompositionError, ModelError
 from truedraft.kinds.medusa.module import MedusaHeads
-from truedraft.models.base import LanguageModel
-from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.heads import train_heads
-from truedraft.training.losses import DistillationLoss, ForwardKL
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 
-# --- the kind: sizes, a module, a drafter, and what decides its training ---
-
-
-@dataclass(frozen=True)
-class LinearConfig:
-    width: int
-    vocab_size: int
-
-
-class LinearHead(VectorHead):
-    """h -> W h + h guesses the token after the next, through the target's own LM head."""
-
-    kind: ClassVar[str] = "linear"
-    noun: ClassVar[str] = "a linear head"
-    plural: ClassVar[str] = "linear heads"
-    place_word: ClassVar[str] = "place"
-    sizes: ClassVar[type[Any]] = LinearConfig
-    reach: ClassVar[int] = 1
-    reads_tokens: ClassVar[bool] = False
-
-    def __init__(self, config: LinearConfig) -> None:
-        super().__init__(config)
-        self.linear = nn.Linear(config.width, config.width)
-
-    @property
-    def outputs(self) -> Sequence[nn.Linear | None]:
-        return [None]
-
-    def start_from(self, weight: Tensor) -> None:
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.linear(hidden)
-
-    def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        return self(hidden)[None]
-
-
-class LinearDrafter(HeadDrafter[LinearHead, LinearHead]):
-    """Proposes the likeliest token of the head."""
-
-    name: ClassVar[str] = "linear"
-    limits = Budget(1, 1, 1)
-    kinds = frozenset({DrawKind.DETERMINISTIC})
-
-    def _runner_for(self, target: LanguageModel) -> LinearHead:
-        return self.head.to(target.device, target.dtype)
-
-    @torch.inference_mode()
-    def propose(self, batch, budgets, noise) -> list[Proposal]:
-        head, target = self._running
-        found = []
-        for request, budget in zip(batch, budgets, strict=True):
-            vector = self._vectors.get(request.id)
-            if vector is None or budget.is_zero:
-                found.append(Proposal.empty())
-                continue
-            ids = target.unembed(head(vector[None].to(target.dtype))).argmax(dim=-1)
-            found.append(Proposal.deterministic(TokenTree(ids, chain_shape(1))))
-        return found
-
-
-@dataclass(frozen=True)
-class LinearTrainingConfig(HeadTrainingConfig):
-    head: ClassVar[type[Head]] = LinearHead
-
-    def sizes(self, width: int, vocab_size: int) -> LinearConfig:
-        return LinearConfig(width, vocab_size)
-
-    @property
-    def distillation_loss(self) -> DistillationLoss:
-        return ForwardKL()
-
-    def calibrate(self, head, lm_head, target, text, on_progress) -> Calibrated:
-        chain = {"num_speculative_tokens": 1}
-        return Calibrated({"seen": len(text.tokens)}, [EngineRound(0.0, functools.partial(LinearDrafter, head), chain)])
-
-
-# --- what it does ---
-
+TESTS = Path(__file__).parents[1]
 CONFIG = LinearTrainingConfig(
     tokens=400,
     writing=WritingConfig(answer_tokens=16, batch=8),
@@ -158,3 +70,43 @@ def test_other_kinds_and_other_targets_are_told_apart(trained, learned_folder, t
     head.save(tmp_path, HeadRecord("another", "0" * 32))
     with pytest.raises(CompositionError, match=r"these linear heads were trained for another .* and the target is"):
         Engine(load_model(learned_folder), LinearDrafter(LinearHead.load(tmp_path)), controller="fixed")
+
+
+COMMANDS = """
+import sys
+from truedraft.cli.main import main
+for words in WORDS:
+    print("STATUS", main(words), words[0], flush=True)
+"""
+
+
+def test_a_package_brings_a_kind_with_all_its_commands(learned_folder, tmp_path: Path):
+    """Training, drafting, `auto`, plan, export and the doctor, by an entry point."""
+    about = tmp_path / "site" / "linear_kind-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: linear-kind\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[truedraft.kinds]\nlinear = support.linear_kind:KINDS\n")
+    text, out, model = tmp_path / "text.txt", str(tmp_path / "head"), str(learned_folder)
+    text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"))
+    (tmp_path / "prompts.txt").write_text("".join(f"def add_{n}(left, right):\n" for n in range(14)))
+    few = ["--model", model, "--prompts", str(tmp_path / "prompts.txt"), "--limit", "12"]
+    words = [
+        ["drafters", "linear"],
+        ["train", "linear", "--model", model, "--data", str(text), "--out", out, "--tokens", "2000", "--steps", "4",
+         "--answer-tokens", "16", "--prompt-tokens", "8"],
+        ["generate", "def add(left", "--model", model, "--drafters-dir", out, "--max-tokens", "8"],
+        ["generate", "def add(left", "--model", model, "--drafter", f"linear:{out}", "--max-tokens", "8"],
+        ["plan", *few, "--max-tokens", "8", "--drafter", f"linear:{out}"],
+        ["export", f"linear:{out}", "--for", "vllm", "--out", str(tmp_path / "vllm")],
+        ["export", f"linear:{out}", "--for", "sglang", "--out", str(tmp_path / "none")],
+        ["doctor", *few, "--tokens", "8", "--drafter", f"linear:{out}"],
+    ]  # fmt: skip
+    path = os.pathsep.join([str(tmp_path / "site"), str(TESTS), *sys.path])
+    code = COMMANDS.replace("WORDS", json.dumps(words), 1)
+    environment = os.environ | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    statuses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("STATUS")]
+    assert statuses == ["0", "0", "0", "0", "0", "0", "2", "0"], done.stdout + done.stderr
+    assert "one linear layer guesses one token" in done.stdout and "seen: " in done.stdout
+    assert "A linear head" in (tmp_path / "head" / "README.md").read_text()
+    assert (tmp_path / "vllm" / "model.safetensors").is_file() and "train another" in done.stderr

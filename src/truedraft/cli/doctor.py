@@ -31,7 +31,7 @@ class WhatToExamine:
 
     drafter: str | None = option(
         None,
-        "A folder of heads or of a draft model, or a GGUF file; a kind may stand before it, as eagle:DIR. With --url, "
+        "A folder of heads or of a draft model, or a GGUF file; its kind may stand before it, as KIND:DIR. With --url, "
         "whose card promises what is served.",
         "[KIND:]PATH",
     )

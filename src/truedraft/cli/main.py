@@ -26,7 +26,8 @@ from truedraft.cli.parameters import command
 from truedraft.cli.plan import plan
 from truedraft.cli.serve import serve
 from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams, say
-from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, dflash, draft, dspark, eagle, medusa, ngram, p_eagle, redrafter
+from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, draft, heads, ngram
+from truedraft.drafters.kinds import KINDS
 
 _PATIENCE_S = 2.0
 
@@ -51,12 +52,9 @@ def build_app() -> typer.Typer:
     app.command()(command(drafters))
     training = typer.Typer(name="train", help="Train a drafter for a target.")
     training.command()(command(draft, DRAFT_NAMES))
-    training.command()(command(medusa, HEAD_NAMES))
-    training.command()(command(redrafter, HEAD_NAMES))
-    training.command()(command(eagle, HEAD_NAMES))
-    training.command()(command(p_eagle, HEAD_NAMES))
-    training.command()(command(dflash, HEAD_NAMES))
-    training.command()(command(dspark, HEAD_NAMES))
+    for word, kind in KINDS.items():
+        if kind.trains:
+            training.command(word)(command(heads(word), HEAD_NAMES))
     training.command()(command(ngram, HEAD_NAMES))
     app.add_typer(training)
     proof = typer.Typer(name="certify", help="Prove that answers are the target's own, or find that they are not.")

@@ -36,7 +36,7 @@ RULE_HELP = (
     "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical,epsilon=.09,delta=.3."
 )
 DRAFTER_HELP = (
-    "What guesses, as auto, none, prompt-lookup, draft:FOLDER or eagle:FOLDER; `truedraft drafters` lists all, with "
+    "What guesses, as auto, none, prompt-lookup, draft:FOLDER or KIND:FOLDER; `truedraft drafters` lists all, with "
     "their options."
 )
 DRAFTERS_DIR_HELP = "A folder of trained drafters where auto, and kinds without a path, look, too; may be repeated."

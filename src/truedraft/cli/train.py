@@ -7,26 +7,14 @@ import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
 from truedraft.cli.session import ReportOptions, named_model
 from truedraft.cli.streams import say
-from truedraft.cli.train_options import (
-    DFlashOptions,
-    DraftOptions,
-    DraftRunOptions,
-    DSparkOptions,
-    EagleOptions,
-    HeadsOptions,
-    JobOptions,
-    MedusaOptions,
-    NgramOptions,
-    PEagleOptions,
-    RedrafterOptions,
-)
+from truedraft.cli.train_options import DraftOptions, DraftRunOptions, HeadOptions, JobOptions, NgramOptions, options_of
+from truedraft.drafters.kinds import KINDS, dotted
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.models.embedded import FOR_HEADS, FOR_TABLES, refuse_no_text
 from truedraft.options import check_positive
@@ -35,8 +23,8 @@ from truedraft.server.cluster import ray_module
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.progress import Progress
-    from truedraft.training.head_config import HeadTrainingConfig
     from truedraft.training.loop import Callbacks, Saved
+    from truedraft.training.options import Trains
     from truedraft.training.texts.answer_writer import Elsewhere
     from truedraft.training.tracking import Tracker
     from truedraft.training.workspace import TimeBudget
@@ -130,81 +118,20 @@ def _lengths(run: DraftRunOptions) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def medusa(options: MedusaOptions) -> int:
-    """Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring."""
+def heads(word: str) -> Callable[[Any], int]:
+    """The command that trains heads of a kind, by its word: a function of options."""
+    trains: Trains = dotted(KINDS[word].trains)
 
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.kinds.medusa.training import MedusaTrainingConfig
-        from truedraft.training.head_config import JointConfig
-        from truedraft.training.optimizer import OptimizerConfig
+    def train(options: HeadOptions) -> int:
+        return _train_heads(word, options)
 
-        second = options.joint
-        check_positive("backbone_rate", second.backbone_rate)
-        backbone = OptimizerConfig(second.backbone_rate, second.backbone_rate, matrix_weight_decay=0.0)
-        joint = JointConfig(steps=second.joint_steps, lora_rank=second.lora_rank, backbone=backbone)
-        return MedusaTrainingConfig(**common, stage=options.stage, joint=joint)
-
-    return _train_heads("medusa", options, config, options.stage)
+    train.__name__, train.__doc__ = word.replace("-", "_"), trains.help
+    train.__annotations__["options"] = options_of(word, trains)
+    return train
 
 
-def redrafter(options: RedrafterOptions) -> int:
-    """Train a recurrent head (ReDrafter) on what the target itself writes; measures what it brings.
-
-    The target stays as it is: training it together with its heads is `truedraft train medusa --stage 2` alone.
-    """
-    return _train_heads("redrafter", options, _config_in("redrafter", "RedrafterTrainingConfig"))
-
-
-def eagle(options: EagleOptions) -> int:
-    """Train an EAGLE-3 head on what the target itself writes; measures what it brings.
-
-    The target computes its vectors anew in each pass, so that none are kept on disk but those of its LM head.
-    """
-    return _train_heads("eagle", options, _config_in("eagle", "Eagle3TrainingConfig"))
-
-
-def p_eagle(options: PEagleOptions) -> int:
-    """Train an EAGLE-3 head that guesses all tokens of a draft in one pass (P-EAGLE) on what the target itself writes.
-
-    The target computes its vectors anew in each pass.
-    """
-    return _train_heads("p-eagle", options, _config_in("peagle", "PEagleTrainingConfig"))
-
-
-def dflash(options: DFlashOptions) -> int:
-    """Train a block drafter (DFlash) on what the target itself writes; measures what it brings.
-
-    All tokens of a draft come from one pass of it. The target computes its vectors anew in each pass.
-    """
-    return _train_heads("dflash", options, _config_in("block", "DFlashTrainingConfig"))
-
-
-def dspark(options: DSparkOptions) -> int:
-    """Train a block drafter whose tokens know the ones before them (DSpark) on what the target itself writes.
-
-    It also learns how likely the target accepts each token. The target computes its vectors anew in each pass.
-    """
-    return _train_heads("dspark", options, _config_in("block", "DSparkTrainingConfig"))
-
-
-def _config_in(module: str, name: str) -> Callable[[dict[str, Any]], HeadTrainingConfig]:
-    """Makes a configuration of a module of `truedraft.training`, which is imported then, for it takes seconds."""
-    return lambda common: getattr(import_module(f"truedraft.training.{module}"), name)(**common)
-
-
-def _train_heads(
-    kind: str,
-    options: HeadsOptions,
-    config: Callable[[dict[str, Any]], HeadTrainingConfig],
-    stage: int = 1,
-) -> int:
+def _train_heads(kind: str, options: HeadOptions) -> int:
     """Train heads of a kind.
-
-    Args:
-        kind: as it is typed.
-        options: likewise.
-        config: of its training, from the fields that are options.
-        stage: 2 trains the target, too.
 
     Raises:
         TruedraftError: they cannot be trained.
@@ -225,11 +152,10 @@ def _train_heads(
             ),
             "device": device,
         }
-        return train_heads(
-            model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
-        )
+        config = dotted(KINDS[kind].training).from_options(common, options.more)
+        return train_heads(model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
 
-    return _run(kind, options, train, lambda: _check_stage(job, stage))
+    return _run(kind, options, train, lambda: _check_stage(job, getattr(options.more, "stage", 1)))
 
 
 def ngram(options: NgramOptions) -> int:
@@ -257,7 +183,7 @@ def ngram(options: NgramOptions) -> int:
     return _run("ngram", options, train)
 
 
-def _elsewhere(options: DraftOptions | HeadsOptions | NgramOptions, model: str) -> Elsewhere | None:
+def _elsewhere(options: DraftOptions | HeadOptions | NgramOptions, model: str) -> Elsewhere | None:
     """Who writes the text by the target; None is this process.
 
     Raises:
@@ -284,7 +210,7 @@ def _checked_model(kind: str, job: JobOptions, check: Callable[[], None]) -> str
 
 def _run(
     kind: str,
-    options: DraftOptions | HeadsOptions | NgramOptions,
+    options: DraftOptions | HeadOptions | NgramOptions,
     train: Callable[[str, Callbacks, TimeBudget, str], Any],
     check: Callable[[], None] = lambda: None,
 ) -> int:
@@ -335,7 +261,7 @@ def _run(
     if not main:
         return DONE
     _finish(job, tracker, result)
-    train_report.PRINT[kind](terminal, model, result)
+    train_report.show(terminal, kind, model, result)
     registered = _register(terminal, result.folder)
     status = train_report.kept_promise(terminal, kind, model, result)
     if options.report.json:

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar
 
 from truedraft.cli.session import ReportOptions
 from truedraft.options import MODEL_HELP, UNNAMED, UNNAMED_HELP, MachineOptions, flag, group, option
-from truedraft.training.options import (
-    BlockRunOptions,
-    BlockSizeOptions,
-    ChainRunOptions,
-    DraftSizeOptions,
-    DSparkRunOptions,
-    DSparkSizeOptions,
-    Eagle3SizeOptions,
-    MedusaRunOptions,
-    MedusaSizeOptions,
-    NgramSizeOptions,
-    PEagleRunOptions,
-    PEagleSizeOptions,
-    RedrafterRunOptions,
-    RedrafterSizeOptions,
-    TextOptions,
-    WritingOptions,
-)
+from truedraft.training.options import DraftSizeOptions, NgramSizeOptions, TextOptions, Trains, WritingOptions
 
 _ANSWERED = "Text by the target, where --data has prompts"
 _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
@@ -125,20 +108,6 @@ class DraftRunOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class JointOptions:
-    """Stage 2: heads and target together."""
-
-    joint_steps: int = option(300, "Updates of heads and target together.", "N")
-    backbone_rate: float = option(5e-4, "The highest rate of the target.", "RATE")
-    lora_rank: int | None = option(
-        None,
-        "Rank of the target's adapters, which are merged when it is saved; 0 trains all weights.",
-        "R",
-        shown_default="0 for small targets, else 32",
-    )
-
-
-@dataclass(frozen=True)
 class DraftOptions:
     """Options of `truedraft train draft`."""
 
@@ -149,27 +118,6 @@ class DraftOptions:
     writing: WritingOptions = group(_ANSWERED)
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
-
-
-@dataclass(frozen=True)
-class MedusaOptions:
-    """Options of `truedraft train medusa`."""
-
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
-    size: MedusaSizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
-    learning: MedusaRunOptions = group(_RUN)
-    joint: JointOptions = group("Stage 2")
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
-    stage: int = option(
-        1,
-        "1: heads of a frozen target. 2: the target learns too; heads to start from are warm already.",
-        "1|2",
-        heading=_WHAT,
-    )
 
 
 @dataclass(frozen=True)
@@ -184,46 +132,19 @@ class HeadOptions:
     learning: Any = group(_RUN)
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
+    more: ClassVar[Any] = None
+    """Options of one kind alone."""
 
 
-@dataclass(frozen=True)
-class RedrafterOptions(HeadOptions):
-    """Options of `truedraft train redrafter`."""
-
-    size: RedrafterSizeOptions = group(_HEADS)
-    learning: RedrafterRunOptions = group(_RUN)
-
-
-@dataclass(frozen=True)
-class EagleOptions(HeadOptions):
-    """Options of `truedraft train eagle`."""
-
-    size: Eagle3SizeOptions = group(_HEADS)
-    learning: ChainRunOptions = group(_RUN)
-
-
-@dataclass(frozen=True)
-class PEagleOptions(HeadOptions):
-    """Options of `truedraft train p-eagle`."""
-
-    size: PEagleSizeOptions = group(_HEADS)
-    learning: PEagleRunOptions = group(_RUN)
-
-
-@dataclass(frozen=True)
-class DFlashOptions(HeadOptions):
-    """Options of `truedraft train dflash`."""
-
-    size: BlockSizeOptions = group(_HEADS)
-    learning: BlockRunOptions = group(_RUN)
-
-
-@dataclass(frozen=True)
-class DSparkOptions(HeadOptions):
-    """Options of `truedraft train dspark`."""
-
-    size: DSparkSizeOptions = group(_HEADS)
-    learning: DSparkRunOptions = group(_RUN)
+def options_of(word: str, trains: Trains) -> type[HeadOptions]:
+    """The options of `truedraft train` for a kind of heads."""
+    own: list[tuple[str, type[Any], Any]] = [
+        ("size", trains.size, group(_HEADS)),
+        ("learning", trains.learning, group(_RUN)),
+    ]
+    if trains.more is not None:
+        own.append(("more", trains.more, group(trains.heading)))
+    return make_dataclass(f"{word.title().replace('-', '')}Options", own, bases=(HeadOptions,), frozen=True)
 
 
 @dataclass(frozen=True)
@@ -238,6 +159,3 @@ class NgramOptions:
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
     seed: int = option(0, "Decides what the target writes.", "S", heading="Text by the target, with --answers", least=0)
-
-
-HeadsOptions: TypeAlias = "MedusaOptions | HeadOptions"

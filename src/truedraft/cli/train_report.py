@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from truedraft.cli.failures import DONE, FAILED
+from truedraft.drafters.kinds import KINDS, dotted
 from truedraft.machine import in_bytes, machine_facts
-from truedraft.training.report import size_of
 from truedraft.training.workspace import duration, log_of
 
 if TYPE_CHECKING:
@@ -19,10 +17,7 @@ if TYPE_CHECKING:
     from truedraft.training.drafts import DraftResult
     from truedraft.training.evaluate import EngineEvaluation
     from truedraft.training.ngrams import NgramResult
-    from truedraft.training.report import Effort, HeadReport, HeadResult
-
-_KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
-_TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
+    from truedraft.training.report import HeadResult
 
 
 def record_of(kind: str, model: str, result: DraftResult | HeadResult | NgramResult) -> dict[str, Any]:
@@ -50,86 +45,24 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
     _try_it(terminal, model, f"draft:{result.folder}", result.evaluations)
 
 
-def _medusa(terminal: Terminal, model: str, result: HeadResult) -> None:
-    _effort(terminal, result.effort, log_of(result.folder))
-    _heads(terminal, result.report)
-    if result.joint is not None:
-        joint = result.joint
-        model = str(joint.target)
-        trained = f"LoRA of rank {joint.lora_rank}, merged" if joint.lora_rank else "all weights"
-        _say(
-            terminal,
-            f"the target was trained too ({trained}): on {joint.loss_tokens:,} held-out tokens its own loss was "
-            f"{joint.loss_before:.4f} nats per token, and is {joint.loss_after:.4f}",
-        )
-        _say(terminal, "before, with the target as it was:")
-        _heads(terminal, joint.before)
-    _try_it(terminal, model, f"medusa:{result.folder}", result.report.evaluations)
-
-
-def _heads(terminal: Terminal, heads: HeadReport) -> None:
-    """How often the heads are right, and the mean acceptance lengths."""
-    trees = heads.facts["trees"]
-    for kind, counted in trees.items():
-        shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted["rank_accuracy"])
-        _say(terminal, f"heads right {_KINDS[kind]} with their first guess / one of five: {shares}")
+def _heads(kind: str, terminal: Terminal, model: str, result: HeadResult) -> None:
+    effort = result.effort
     _say(
         terminal,
-        "tokens per target call: measured in the engine, promised by the trees, and as if heads erred independently",
+        f"trained {effort.steps:,} steps in {duration(effort.elapsed_s)}, on {effort.written_tokens:,} tokens that "
+        f"the target wrote; log: {log_of(result.folder)}",
     )
-    _say(terminal, f"promised and independent: on {heads.promised_on}; other text brings more or less")
-    columns = ("temperature", "nodes", "trees", "measured", "promised", "independent")
-    table = Table(*columns, box=None, pad_edge=False)
-    for each in heads.evaluations:
-        counted, about = trees["sampled" if each.temperature else "greedy"], each.about
-        products = {promise["nodes"]: f"{promise['product']:.2f}" for promise in counted["promises"]}
-        table.add_row(
-            f"{each.temperature:g}",
-            str(about["nodes"]),
-            _TREES[about["trees"]],
-            f"{each.stats.mean_acceptance_length:.2f}",
-            f"{about['promised']:.2f}",
-            products.get(about["nodes"], "") if about["trees"] == "counted" else "",
-        )
-    terminal.out.print(table)
-    for kind, counted in trees.items():
-        if counted["chosen"] == "counted":
-            _say(
-                terminal,
-                f"{_KINDS[kind]} the counted tree is used: on text that neither was fitted to it brought more",
-            )
-
-
-def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
-    head = result.report
-    _effort(terminal, result.effort, log_of(result.folder))
-    shares = iter(head.facts["accuracy"].values())
-    pairs = ", ".join(f"{first:.2f} / {five:.2f}" for first, five in zip(shares, shares, strict=True))
-    _say(terminal, f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}")
-    _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")
-    table = Table("temperature", "nodes", "beams", "tokens per target call", "promised", box=None, pad_edge=False)
-    for each in head.evaluations:
-        about = each.about
-        promised = "-" if about["promised"] is None else f"{about['promised']:.2f}"
-        found = f"{each.stats.mean_acceptance_length:.2f}", promised
-        table.add_row(f"{each.temperature:g}", str(about["nodes"]), f"{about['beams']} of {about['length']}", *found)
-    terminal.out.print(table)
-    _try_it(terminal, model, f"redrafter:{result.folder}", head.evaluations)
-
-
-def _chains(kind: str, terminal: Terminal, model: str, result: HeadResult) -> None:
-    head = result.report
-    _effort(terminal, result.effort, log_of(result.folder))
-    shares = " / ".join(f"{share:.2f}" for share in head.facts["accuracy"].values())
-    _say(terminal, f"right at each step, given the tokens before it: {shares}")
-    _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")
-    table = Table("temperature", "drafts", "tokens per target call", "promised", box=None, pad_edge=False)
-    for each in head.evaluations:
-        promised = each.about["promised"]
-        found = f"{each.stats.mean_acceptance_length:.2f}", "-" if promised is None else f"{promised:.2f}"
-        table.add_row(f"{each.temperature:g}", size_of(each.about), *found)
-    terminal.out.print(table)
-    _try_it(terminal, model, f"{kind}:{result.folder}", head.evaluations)
+    for part in dotted(KINDS[kind].training).describe(result):
+        if isinstance(part, str):
+            _say(terminal, part)
+            continue
+        heading, *rows = part
+        table = Table(*heading, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*row)
+        terminal.out.print(table)
+    target = model if result.joint is None else str(result.joint.target)
+    _try_it(terminal, target, f"{kind}:{result.folder}", result.report.evaluations)
 
 
 def _ngram(terminal: Terminal, model: str, result: NgramResult) -> None:
@@ -147,14 +80,6 @@ def _ngram(terminal: Terminal, model: str, result: NgramResult) -> None:
             f"{each.about['nodes']} nodes: {each.stats.mean_acceptance_length:.2f}",
         )
     _try_it(terminal, model, f"ngram:{result.folder}", result.evaluations)
-
-
-def _effort(terminal: Terminal, effort: Effort, log: Path) -> None:
-    _say(
-        terminal,
-        f"trained {effort.steps:,} steps in {duration(effort.elapsed_s)}, on {effort.written_tokens:,} tokens that "
-        f"the target wrote; log: {log}",
-    )
 
 
 def _try_it(terminal: Terminal, model: str, drafter: str, evaluations: Sequence[EngineEvaluation]) -> None:
@@ -190,14 +115,11 @@ def _say(terminal: Terminal, line: str) -> None:
     terminal.out.print(line, soft_wrap=True)
 
 
-PRINT: Mapping[str, Callable[[Terminal, str, Any], None]] = {
-    "draft": _draft,
-    "medusa": _medusa,
-    "redrafter": _redrafter,
-    "eagle": partial(_chains, "eagle"),
-    "p-eagle": partial(_chains, "p-eagle"),
-    "dflash": partial(_chains, "dflash"),
-    "dspark": partial(_chains, "dspark"),
-    "ngram": _ngram,
-}
-"""What prints the result of each kind, for a model of this name."""
+def show(terminal: Terminal, kind: str, model: str, result: Any) -> None:
+    """Print the result of a kind, for a model of this name."""
+    if KINDS[kind].trains:
+        _heads(kind, terminal, model, result)
+    elif kind == "draft":
+        _draft(terminal, model, result)
+    else:
+        _ngram(terminal, model, result)

@@ -61,6 +61,7 @@ class Kind:
         paths: what a plan tries behind its word where no path is given.
         members: what the drafters in parentheses behind its word are, as "A;B"; "" where it takes none.
         head: the class of its heads.
+        trains: what `truedraft train` offers of it, `truedraft.training.options.Trains`; needs no torch.
         training: the configuration of its training, `truedraft.training.head_config.HeadTrainingConfig`.
         exports: how other engines are given one, `truedraft.drafters.exporting.Exports`.
         variants: what the doctor tries of one, `truedraft.measure.variants.Examined`.
@@ -76,6 +77,7 @@ class Kind:
     paths: Sequence[str] = ()
     members: str = ""
     head: str = ""
+    trains: str = ""
     training: str = ""
     exports: str = ""
     variants: str = ""

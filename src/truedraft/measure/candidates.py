@@ -114,9 +114,9 @@ def candidates_of(
     if _BEAMS in known:
         return _pairs(words, typed, base, target, params)
     if _NODES in known and _NODES not in chosen:
-        is_medusa = _TREE in known and not chosen & {_TREE, _BRANCHING}
+        by_ranks = _TREE in known and not chosen & {_TREE, _BRANCHING}
         full = spelled(words, {_NODES: CURVE_NODES[-1]})
-        largest = cast("Any", base).with_nodes(CURVE_NODES[-1]) if is_medusa else from_spec(full, target)
+        largest = cast("Any", base).with_nodes(CURVE_NODES[-1]) if by_ranks else from_spec(full, target)
         largest.check(target)
         most = largest.limits.nodes
         trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}

@@ -124,8 +124,8 @@ def set_to(name: str) -> Callable[[Case], str]:
 def _layer_ids(case: Case) -> str:
     layers = list(case.part.config.layers)
     return (
-        f"name layers {[number + 1 for number in layers]} in {CONFIG} of EAGLE and speculators (what enters a "
-        f"layer), in truedraft's, z-lab's and DeepSpec's {layers} (what leaves it)"
+        f"name layers {[number + 1 for number in layers]} in {CONFIG} where they say what enters a layer (as "
+        f"speculators does), and {layers} where they say what leaves it (as truedraft, z-lab and DeepSpec do)"
     )
 
 

@@ -32,12 +32,14 @@ from truedraft.training.loop import Measurement, Phase, RunFolder, TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
 from truedraft.training.optimizer import MixedOptimizer
 from truedraft.training.options import ChainRunOptions, LayerHeadOptions
+from truedraft.training.report import size_of
 from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
     from truedraft.models.llama import RotaryTable
     from truedraft.models.lm_head import LmHead
+    from truedraft.training.report import HeadResult, Rows
 
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
 _HEAD = 64  # entries of a query
@@ -59,6 +61,19 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
         "length", "layers", "inner", "kv_heads", "draft_vocab", "loss", "by_acceptance",
     }  # fmt: skip
+
+    @classmethod
+    def describe(cls, result: HeadResult) -> Iterator[str | Rows]:
+        head = result.report
+        shares = " / ".join(f"{share:.2f}" for share in head.facts["accuracy"].values())
+        yield f"right at each step, given the tokens before it: {shares}"
+        yield f"promised: on {head.promised_on}; other text brings more or less"
+        rows: list[Sequence[str]] = [("temperature", "drafts", "tokens per target call", "promised")]
+        for each in head.evaluations:
+            promised = each.about["promised"]
+            found = f"{each.stats.mean_acceptance_length:.2f}", "-" if promised is None else f"{promised:.2f}"
+            rows.append((f"{each.temperature:g}", size_of(each.about), *found))
+        yield rows
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
     from truedraft.training.evaluate import EngineRound
     from truedraft.training.head_objective import Feed
+    from truedraft.training.report import HeadResult, Rows
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,24 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
     stage: int = 1
     joint: JointConfig = field(default_factory=JointConfig)
+
+    @classmethod
+    def from_options(cls, common: Mapping[str, Any], more: Any = None) -> Self:
+        """A training as it was typed.
+
+        Args:
+            common: values of the fields that all kinds have, and of those of this kind's sizes and learning.
+            more: options of this kind alone, as `Trains.more` has them.
+
+        Raises:
+            OptionError: a value out of its range.
+        """
+        return cls(**common)
+
+    @classmethod
+    def describe(cls, result: HeadResult) -> Iterator[str | Rows]:
+        """What came of a training, for people: sentences, and tables, whose first row is their heading."""
+        yield from ()
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is loaded or written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from truedraft.options import option
 
@@ -54,38 +55,6 @@ class HeadRunOptions:
 
 
 @dataclass(frozen=True)
-class MedusaRunOptions(HeadRunOptions):
-    """The same for Medusa heads."""
-
-    law_share: float = option(
-        1.0, "1 learns the target's distributions, 0 its tokens alone, in between a mixture.", "X"
-    )
-
-
-@dataclass(frozen=True)
-class RedrafterRunOptions(HeadRunOptions):
-    """The same for a recurrent head."""
-
-    loss: str = option(
-        "kl",
-        "kl, reverse-kl, tv, jsd, lk or lk-adaptive learn the target's distributions, ce its tokens alone; or a "
-        "mixture: kl=0.5,tv=0.5.",
-        "LOSS",
-    )
-    laws: str = option(
-        "computed",
-        "computed: whole, by the LM head at each step. stored: once, as the 64 likeliest tokens and the mass of the "
-        "rest, for large vocabularies.",
-        "KIND",
-    )
-    self_fed: float = option(
-        0.0,
-        "At this share of the positions the head reads its own guesses; 0 reads the text's tokens alone.",
-        "SHARE",
-    )
-
-
-@dataclass(frozen=True)
 class HeadSizeOptions:
     """What heads of any kind are."""
 
@@ -93,41 +62,6 @@ class HeadSizeOptions:
         True, "Heads end in the target's LM head, or in outputs of their own.", "", name="--tied/--free"
     )
     start_from: Path | None = option(None, "Heads for this target to train further.", "DIR")
-
-
-@dataclass(frozen=True)
-class MedusaSizeOptions(HeadSizeOptions):
-    """What Medusa heads are."""
-
-    heads: int = option(4, "How many tokens after the next are guessed.", "N")
-    layers: int = option(1, "Residual blocks of a head.", "N")
-    reads_token: bool = option(
-        True,
-        "Heads also read the token that was drawn from their vector, or the vector alone, as Medusa's own.",
-        "",
-        name="--reads-token/--vector-only",
-    )
-
-
-@dataclass(frozen=True)
-class RedrafterSizeOptions(HeadSizeOptions):
-    """What a recurrent head is."""
-
-    length: int = option(5, "How many tokens after the next are guessed in training.", "T")
-    state: int | None = option(None, "Entries of the recurrent state.", "N", shown_default="the target's width")
-    layers: int = option(2, "Residual blocks of a head.", "N")
-    exit_width: int | None = option(
-        None,
-        "Entries of what enters the blocks and the output; others than the target's width only with --free.",
-        "N",
-        shown_default="the target's width",
-    )
-    rnn: bool = option(
-        True,
-        "The state is recurrent, or the plain sum of the embeddings so far.",
-        "",
-        name="--recurrent/--summed",
-    )
 
 
 @dataclass(frozen=True)
@@ -161,80 +95,6 @@ class ChainRunOptions(HeadRunOptions):
 
 
 @dataclass(frozen=True)
-class Eagle3SizeOptions(LayerHeadOptions):
-    """What an EAGLE-3 head is."""
-
-    fc_norm: bool = option(
-        True, "Norm each layer's vectors before they are merged (EAGLE-3.1).", "", name="--fc-norm/--no-fc-norm"
-    )
-    norm_output: bool = option(
-        True, "Norm what goes into the next step (EAGLE-3.1).", "", name="--norm-output/--no-norm-output"
-    )
-
-
-@dataclass(frozen=True)
-class PEagleSizeOptions(LayerHeadOptions):
-    """What a P-EAGLE head is."""
-
-    length: int = option(8, "How many tokens are guessed at once.", "T")
-    depth: int = option(4, "Decoder layers of the head.", "N")
-    own_embedding: bool = option(
-        False,
-        "An embedding of its own, which begins as the target's and learns, or the target's.",
-        "",
-        name="--own-embedding/--targets-embedding",
-    )
-
-
-@dataclass(frozen=True)
-class PEagleRunOptions(ChainRunOptions):
-    """How it is trained."""
-
-    kept: float = option(
-        0.7, "Share of the places with one more mask at each token further ahead, at random; a fifth remain.", "SHARE"
-    )
-
-
-@dataclass(frozen=True)
-class BlockSizeOptions(LayerHeadOptions):
-    """What a block drafter is."""
-
-    length: int = option(7, "How many tokens are guessed at once.", "T")
-    layers: tuple[int, ...] = option(
-        (),
-        "A layer of the target whose output is read, 0 the first; may be repeated.",
-        "N",
-        name="--layer",
-        shown_default="five, evenly from the second to the third last",
-    )
-    depth: int = option(2, "Decoder layers of the head.", "N")
-
-
-@dataclass(frozen=True)
-class BlockRunOptions(ChainRunOptions):
-    """How it is trained."""
-
-    anchors: int = option(64, "Places of an answer, at random, from which blocks are guessed in each pass.", "N")
-
-
-@dataclass(frozen=True)
-class DSparkSizeOptions(BlockSizeOptions):
-    """What a DSpark head has beside."""
-
-    markov: int = option(128, "Entries of the Markov head.", "N")
-    markov_kind: str = option("vanilla", "vanilla, gated, or rnn, which carries a state along the block.", "KIND")
-
-
-@dataclass(frozen=True)
-class DSparkRunOptions(BlockRunOptions):
-    """How it is trained."""
-
-    loss: str = option(
-        "kl=0.1,tv=1.8", "kl, reverse-kl, tv, jsd, lk or lk-adaptive; or a mixture, as the one that DSpark has.", "LOSS"
-    )
-
-
-@dataclass(frozen=True)
 class NgramSizeOptions:
     """How large a table of n-grams is."""
 
@@ -251,3 +111,24 @@ class NgramSizeOptions:
         "N",
         least=1,
     )
+
+
+@dataclass(frozen=True)
+class Trains:
+    """How heads of a kind are trained, as `truedraft train` offers it.
+
+    Attributes:
+        title: of the card in the folder that a training writes.
+        help: what the command does; its first sentence stands in the list of commands.
+        size: a dataclass of options: what such heads are.
+        learning: likewise: how they are trained.
+        more: likewise, of this kind alone; None where there are none.
+        heading: of these in the help.
+    """
+
+    title: str
+    help: str
+    size: type[HeadSizeOptions]
+    learning: type[HeadRunOptions]
+    more: type[Any] | None = None
+    heading: str = ""

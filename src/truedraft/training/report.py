@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from truedraft.drafters.heads.calibration import PROMISED_ON
+from truedraft.drafters.kinds import KINDS, dotted
 from truedraft.errors import TruedraftError
 from truedraft.files import parameters_in
 from truedraft.machine import describe_machine
@@ -22,14 +23,8 @@ from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
 
-_TITLES = {
-    "medusa": "Medusa heads",
-    "redrafter": "A recurrent head (ReDrafter)",
-    "eagle": "An EAGLE-3 head",
-    "p-eagle": "A P-EAGLE head",
-    "dflash": "A block drafter (DFlash)",
-    "dspark": "A block drafter (DSpark)",
-}
+Rows: TypeAlias = Sequence[Sequence[str]]
+"""A table for people; the first row is its heading."""
 
 
 @dataclass(frozen=True)
@@ -182,12 +177,18 @@ class Card:
         write_whole(folder / "README.md", self.text())
 
 
+def _title(kind: str) -> str:
+    """What cards call drafters of a kind."""
+    known = KINDS.get(kind)
+    return kind if known is None or not known.trains else str(dotted(known.trains).title)
+
+
 def write_head_card(result: HeadResult, kind: str, target: str, data: str, device: str) -> None:
     """Write the card of trained heads.
 
     Args:
         result: of the training.
-        kind: "medusa" or "redrafter", as `--drafter` names it.
+        kind: as `--drafter` names it.
         target: that they were trained for.
         data: what the prompts were cut from, in words.
         device: where they were trained.
@@ -207,7 +208,7 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
     )
     measured = evaluation_facts(each.as_dict() for each in result.report.evaluations)
     Card(
-        title=f"{_TITLES.get(kind, kind)} for {base_name(target)}",
+        title=f"{_title(kind)} for {base_name(target)}",
         summary=f"Guess the next tokens of {base_name(target)}, which verifies them (speculative decoding): "
         f"`--drafter {kind}:FOLDER`. Trained with truedraft.{own}",
         facts=rows | {"finished": time.strftime("%Y-%m-%d")} | measured,

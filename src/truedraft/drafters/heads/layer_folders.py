@@ -23,10 +23,6 @@ from truedraft.files import object_of
 CONFIG = "config.json"
 SPECULATORS = "speculators_model_type"
 _FILES = ("model.safetensors", "pytorch_model.bin")
-_ARCHITECTURES = {
-    "eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator",
-    "dspark": "DSparkSpeculator",
-}  # fmt: skip
 _AGAIN = "fetch the file again"
 _SIZES = {
     "hidden_size": "width",
@@ -222,6 +218,7 @@ def write_speculators(
     head: LayerHead,
     folder: Path,
     word: str,
+    architecture: str,
     layers: Mapping[str, Any],
     more: Mapping[str, Any],
     *,
@@ -234,6 +231,7 @@ def write_speculators(
         head: that is written.
         folder: of its files, made if need be.
         word: of `speculators` for its kind.
+        architecture: the class that `speculators` loads it with.
         layers: configuration of its layers (`layer_record`).
         more: what else its kind has.
         target: as of `speculators_record`, and the following.
@@ -243,7 +241,7 @@ def write_speculators(
         ModelError: the files cannot be written.
     """
     about = speculators_record(word, head.reach, target, family) | {
-        "architectures": [_ARCHITECTURES[word]],
+        "architectures": [architecture],
         "draft_vocab_size": head.config.draft_vocab or head.config.vocab_size,
         "transformer_layer_config": layers,
         **more,

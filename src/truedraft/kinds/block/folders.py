@@ -36,6 +36,7 @@ _FLAT: Mapping[str, type[LayerHead]] = {
     "DFlashDraftModel": DFlashHead, "Qwen3DSparkModel": DSparkHead, "DSparkDraftModel": DSparkHead,
 }  # fmt: skip
 _NESTED: Mapping[str, type[LayerHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
+_ARCHITECTURES: Mapping[type[LayerHead], str] = {DFlashHead: "DFlashSpeculator", DSparkHead: "DSparkSpeculator"}
 _FAMILY = "qwen3"
 _QWEN3 = {  # what transformers leaves out of a configuration, for it is so by default
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
@@ -189,7 +190,7 @@ def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "",
         **(_markov_record(config) if head.kind == "dspark" else {}),
     }
     layers = layer_record(config, config.depth, _FAMILY) | _attention(config)
-    write_speculators(head, folder, head.kind, layers, more, target=target, family=family)
+    write_speculators(head, folder, head.kind, _ARCHITECTURES[type(head)], layers, more, target=target, family=family)
 
 
 def _attention(config: BlockConfig) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.kinds.block.drafter import DFlash, DSpark
 from truedraft.kinds.block.module import Attend, BlockConfig, BlockHead, DFlashHead, DSparkHead, Leaving
+from truedraft.kinds.block.options import BlockRunOptions, BlockSizeOptions, DSparkRunOptions, DSparkSizeOptions
 from truedraft.options import check_whole
 from truedraft.training.chains import Chains, ChainTrainingConfig, Texts, UnrolledStep
 from truedraft.training.optimizer import MixedOptimizer
-from truedraft.training.options import BlockRunOptions, BlockSizeOptions, DSparkRunOptions, DSparkSizeOptions
 from truedraft.training.texts.self_distillation import WrittenAnswer
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ KINDS: Mapping[str, Kind] = {
         widest={"num_speculative_tokens": "8"},
         parts={"head": "truedraft.kinds.eagle:load_head"},
         head="truedraft.kinds.eagle.module:Eagle3Head",
+        trains="truedraft.kinds.eagle.options:TRAINS",
         training="truedraft.kinds.eagle.training:Eagle3TrainingConfig",
         exports="truedraft.kinds.eagle.exporting:EXPORTS",
         variants="truedraft.kinds.eagle.variants:EXAMINED",

@@ -38,6 +38,7 @@ from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
 
 _NESTED: Mapping[str, type[LayerHead]] = {"eagle3": Eagle3Head, "peagle": PEagleHead}
 _WORDS = {kind: word for word, kind in _NESTED.items()}
+_ARCHITECTURES: Mapping[type[LayerHead], str] = {Eagle3Head: "Eagle3Speculator", PEagleHead: "PEagleSpeculator"}
 _FLAT: Mapping[str, type[LayerHead]] = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), Eagle3Head)
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -169,7 +170,9 @@ def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = ""
     if isinstance(config, PEagleConfig):
         more |= {"mask_token_id": config.mask_token, "embed_requires_grad": True}
     layers = layer_record(config, 1 + config.more_layers, _family(config))
-    write_speculators(head, folder, _WORDS[type(head)], layers, more, target=target, family=family)
+    write_speculators(
+        head, folder, _WORDS[type(head)], _ARCHITECTURES[type(head)], layers, more, target=target, family=family
+    )
 
 
 def _family(config: Eagle3Config) -> str:

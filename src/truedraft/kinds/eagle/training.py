@@ -15,8 +15,8 @@ from torch import Tensor
 from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.kinds.eagle.drafter import Eagle3
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
+from truedraft.kinds.eagle.options import Eagle3SizeOptions
 from truedraft.training.chains import Chains, ChainTrainingConfig, Texts, UnrolledStep
-from truedraft.training.options import Eagle3SizeOptions
 
 if TYPE_CHECKING:
     from truedraft.drafters.heads.head import Head

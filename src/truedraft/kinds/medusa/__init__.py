@@ -67,6 +67,7 @@ KINDS: Mapping[str, Kind] = {
         "each depth, the one that was counted in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
         widest={"nodes": "48"},
         head="truedraft.kinds.medusa.module:MedusaHeads",
+        trains="truedraft.kinds.medusa.options:TRAINS",
         training="truedraft.kinds.medusa.training:MedusaTrainingConfig",
         exports="truedraft.kinds.medusa.exporting:EXPORTS",
         variants="truedraft.kinds.medusa.variants:EXAMINED",

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from truedraft.drafters.heads.calibration import COUNTED, FACT, LIKELIEST, Calibration
 from truedraft.kinds.medusa.counted_trees import CountedTree, count_trees, survival_of
 from truedraft.kinds.medusa.drafter import Medusa
 from truedraft.kinds.medusa.guess_trees import GuessTrees, fixed_trees
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.kinds.medusa.options import MedusaRunOptions, MedusaSizeOptions
 from truedraft.measure import BUDGETS, TREE_TEMPERATURES
-from truedraft.options import check_share, check_whole
+from truedraft.options import check_positive, check_share, check_whole
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig, JointConfig
 from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture
-from truedraft.training.options import MedusaRunOptions, MedusaSizeOptions
+from truedraft.training.optimizer import OptimizerConfig
 
 if TYPE_CHECKING:
     from truedraft.drafters.heads.head import Head
     from truedraft.models.base import LanguageModel
     from truedraft.models.lm_head import LmHead
+    from truedraft.training.report import HeadReport, HeadResult, Rows
     from truedraft.training.texts.self_distillation import SelfDistillationData
 
 
@@ -41,6 +43,27 @@ class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConf
 
     head: ClassVar[type[Head]] = MedusaHeads
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {"heads", "layers", "reads_token", "law_share"}
+
+    @classmethod
+    def from_options(cls, common: Mapping[str, Any], more: Any = None) -> Self:
+        check_positive("backbone_rate", more.backbone_rate)
+        backbone = OptimizerConfig(more.backbone_rate, more.backbone_rate, matrix_weight_decay=0.0)
+        joint = JointConfig(steps=more.joint_steps, lora_rank=more.lora_rank, backbone=backbone)
+        return cls(**common, stage=more.stage, joint=joint)
+
+    @classmethod
+    def describe(cls, result: HeadResult) -> Iterator[str | Rows]:
+        yield from _described(result.report)
+        if result.joint is None:
+            return
+        joint = result.joint
+        trained = f"LoRA of rank {joint.lora_rank}, merged" if joint.lora_rank else "all weights"
+        yield (
+            f"the target was trained too ({trained}): on {joint.loss_tokens:,} held-out tokens its own loss was "
+            f"{joint.loss_before:.4f} nats per token, and is {joint.loss_after:.4f}"
+        )
+        yield "before, with the target as it was:"
+        yield from _described(joint.before)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,3 +118,29 @@ def _rounds(heads: MedusaHeads, counted: Mapping[str, CountedTree]) -> list[Engi
             new_drafter = functools.partial(Medusa, heads, ways[way], nodes=nodes)
             found.append(EngineRound(temperature, new_drafter, {"trees": way, "nodes": nodes, "promised": tokens}))
     return found
+
+
+_SERVED = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
+_TREES = {LIKELIEST: "chosen at each step", COUNTED: "counted, one for all"}
+
+
+def _described(heads: HeadReport) -> Iterator[str | Rows]:
+    """How often the heads are right, and the mean acceptance lengths."""
+    trees = heads.facts["trees"]
+    for kind, counted in trees.items():
+        shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted["rank_accuracy"])
+        yield f"heads right {_SERVED[kind]} with their first guess / one of five: {shares}"
+    yield "tokens per target call: measured in the engine, promised by the trees, and as if heads erred independently"
+    yield f"promised and independent: on {heads.promised_on}; other text brings more or less"
+    rows: list[Sequence[str]] = [("temperature", "nodes", "trees", "measured", "promised", "independent")]
+    for each in heads.evaluations:
+        counted, about = trees["sampled" if each.temperature else "greedy"], each.about
+        products = {promise["nodes"]: f"{promise['product']:.2f}" for promise in counted["promises"]}
+        length = f"{each.stats.mean_acceptance_length:.2f}"
+        alone = products.get(about["nodes"], "") if about["trees"] == COUNTED else ""
+        way, promised = _TREES[about["trees"]], f"{about['promised']:.2f}"
+        rows.append((f"{each.temperature:g}", str(about["nodes"]), way, length, promised, alone))
+    yield rows
+    for kind, counted in trees.items():
+        if counted["chosen"] == COUNTED:
+            yield f"{_SERVED[kind]} the counted tree is used: on text that neither was fitted to it brought more"

@@ -18,6 +18,7 @@ KINDS: Mapping[str, Kind] = {
         widest={"num_speculative_tokens": "8"},
         parts={"head": "truedraft.kinds.p_eagle:load_head"},
         head="truedraft.kinds.p_eagle.module:PEagleHead",
+        trains="truedraft.kinds.p_eagle.options:TRAINS",
         training="truedraft.kinds.p_eagle.training:PEagleTrainingConfig",
         exports="truedraft.kinds.eagle.exporting:P_EAGLE",
         variants="truedraft.kinds.p_eagle.variants:EXAMINED",

@@ -15,9 +15,9 @@ from truedraft.errors import OptionError
 from truedraft.kinds.eagle.training import Unrolled
 from truedraft.kinds.p_eagle.drafter import PEagle
 from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds.p_eagle.options import PEagleRunOptions, PEagleSizeOptions
 from truedraft.options import check_whole
 from truedraft.training.chains import ChainTrainingConfig
-from truedraft.training.options import PEagleRunOptions, PEagleSizeOptions
 from truedraft.training.texts.self_distillation import WrittenAnswer
 
 if TYPE_CHECKING:

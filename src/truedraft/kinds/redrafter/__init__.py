@@ -19,6 +19,7 @@ KINDS: Mapping[str, Kind] = {
         widest={"beams": "4", "nodes": "16"},
         parts={"head": "truedraft.kinds.redrafter:load_head"},
         head="truedraft.kinds.redrafter.module:RedrafterHead",
+        trains="truedraft.kinds.redrafter.options:TRAINS",
         training="truedraft.kinds.redrafter.training:RedrafterTrainingConfig",
         exports="truedraft.kinds.redrafter.exporting:EXPORTS",
         variants="truedraft.kinds.redrafter.variants:EXAMINED",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -17,6 +17,7 @@ from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.kinds.redrafter.drafter import Redrafter
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
+from truedraft.kinds.redrafter.options import RedrafterRunOptions, RedrafterSizeOptions
 from truedraft.kinds.redrafter.traced_beams import BeamTokens, ReplayedBeams, facts_of, replay_beams
 from truedraft.measure import BUDGETS, TREE_TEMPERATURES
 from truedraft.options import check_share, check_whole
@@ -24,7 +25,6 @@ from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.head_objective import HeldOutAccuracy
 from truedraft.training.losses import DistillationLoss, loss_from_spec
-from truedraft.training.options import RedrafterRunOptions, RedrafterSizeOptions
 from truedraft.training.targets import KEPT_BYTES, DistillationTarget, keep_target
 from truedraft.training.texts.self_distillation import text_tokens
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
     from truedraft.models.lm_head import LmHead
     from truedraft.training.head_objective import Feed
+    from truedraft.training.report import HeadResult, Rows
     from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData
 
 _CHUNK = 256  # positions whose logits are held at once
@@ -54,6 +55,23 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
         "length", "state", "exit_width", "layers", "rnn", "loss", "laws", "self_fed",
     }  # fmt: skip
+
+    @classmethod
+    def describe(cls, result: HeadResult) -> Iterator[str | Rows]:
+        head = result.report
+        shares = iter(head.facts["accuracy"].values())
+        pairs = ", ".join(f"{first:.2f} / {five:.2f}" for first, five in zip(shares, shares, strict=True))
+        yield f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}"
+        yield f"promised: on {head.promised_on}; other text brings more or less"
+        rows: list[Sequence[str]] = [("temperature", "nodes", "beams", "tokens per target call", "promised")]
+        for each in head.evaluations:
+            about = each.about
+            promised = "-" if about["promised"] is None else f"{about['promised']:.2f}"
+            found = f"{each.stats.mean_acceptance_length:.2f}", promised
+            rows.append(
+                (f"{each.temperature:g}", str(about["nodes"]), f"{about['beams']} of {about['length']}", *found)
+            )
+        yield rows
 
     def __post_init__(self) -> None:
         super().__post_init__()
