@@ -113,6 +113,11 @@ def test_nobody_but_its_folder_and_the_table_knows_a_kind() -> None:
     assert {name for name in knowing if not name.startswith("kinds/")} == set(KNOW_KINDS)
 
 
+def test_the_server_needs_neither_training_nor_measure() -> None:
+    for path in (SOURCE / "server").rglob("*.py"):
+        assert not [name for name in imports_of(path) if name.startswith(("truedraft.training", "truedraft.measure"))]
+
+
 def test_transformers_stays_where_it_belongs() -> None:
     users = {"models", "text"}
     for path in MODULES:

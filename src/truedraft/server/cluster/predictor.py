@@ -15,7 +15,6 @@ from truedraft.engine.prompts import Prompt
 from truedraft.errors import DataError, PromptError, TrainingError, TruedraftError
 from truedraft.models.loading import load_model
 from truedraft.server.cluster import connected, nodes, ray_module
-from truedraft.training.texts.answer_writer import Wanted
 
 _OPTIONS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 _BATCH = 64
@@ -106,7 +105,7 @@ def _columns(answers: Sequence[Answer | TruedraftError]) -> dict[str, Any]:
     return {"answer_ids": ids} | {name: np.array(values, dtype=object) for name, values in told.items()}
 
 
-def answers_on_ray(model: str, device: str, wanted: Sequence[Wanted]) -> Iterator[tuple[list[int], bool]]:
+def answers_on_ray(model: str, device: str, wanted: Sequence[tuple[list[int], SamplingParams]]) -> Iterator[tuple[list[int], bool]]:
     """Have a cluster answer prompts, in their order: an `Elsewhere` for trainings.
 
     A worker takes a GPU, or else all processors of a node.
