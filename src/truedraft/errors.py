@@ -4,8 +4,8 @@ TruedraftError
 ├── OptionError            an option has an unusable value (also a ValueError)
 │   ├── UnknownOptionError     an option or word that does not exist; names the nearest valid one
 │   ├── FormMemoryError        the forms of open requests leave no room for one more
-│   └── ChangedOptionsError    what was begun with some options cannot go on with others
-├── PromptError            a request cannot be run as asked (also a ValueError)
+│   └── ChangedOptionsError    work started with some options cannot continue with others
+├── PromptError            a request cannot be run (also a ValueError)
 ├── ModelError             a model cannot be loaded or run
 │   ├── ModelNotFoundError     no such folder, file or hub name
 │   ├── UnsupportedModelError  not a causal language model, or one that cannot run packed
@@ -16,12 +16,12 @@ TruedraftError
 ├── DrafterError           a drafter broke its contract while running
 ├── CacheError             key/value memory was used out of order or ran out
 ├── DataError              training or prompt data cannot be read or used
-├── TrainingError          training cannot start or go on
+├── TrainingError          training cannot start or continue
 ├── ProcessError           a step of a process gave no state
 ├── PeerError              another engine did not answer as it should
 └── MissingExtraError      an optional dependency is not installed
 
-Each message says what was wrong, with what value, and what to do; an error also knows which option it is about.
+Each message says what was wrong, with what value, and what to do; an error also has the option's name.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class TruedraftError(Exception):
     """Base of every error raised on purpose by this package.
 
     Args:
-        message: a sentence; with a field, what is wrong with that: "must be 1 or more, got 0".
+        message: a sentence; with a field, its predicate: "must be 1 or more, got 0".
         field: the option that the sentence begins with.
 
     Attributes:
-        field: the option or field that this is about, by its name in Python; None where it is about none.
+        field: the option or field that caused the error, by its name in Python; None without one.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -53,14 +53,14 @@ class TruedraftError(Exception):
         return str(self.args[0]) if self._subject is None else f"{self._subject} {self.args[0]}"
 
     def call_fields(self, names: Mapping[str, str]) -> None:
-        """Let the message call fields as its reader knows them: "--max-tokens" where that was typed."""
+        """Replace field names in the message by those that its reader uses, such as "--max-tokens"."""
         if self._subject is not None:
             self._subject = names.get(self._subject, self._subject)
 
 
 @contextlib.contextmanager
 def errors_about(field: str) -> Iterator[None]:
-    """Errors from inside that name no other field are about this one."""
+    """Set this field on errors from inside that have none."""
     try:
         yield
     except TruedraftError as error:
@@ -79,7 +79,7 @@ _GONE = {
     "option of controller 'goodput' explore": "probing alone: hopes are upper bounds",
     "option of drafter 'ngram' branching": "nodes: trees are of the likeliest tokens",
 }
-"""What replaces words that there are no more, by what they named."""
+"""Replacements of removed words, by what they named."""
 
 
 class UnknownOptionError(OptionError):
@@ -87,13 +87,10 @@ class UnknownOptionError(OptionError):
 
     @classmethod
     def nearest(cls, what: str, given: str, valid: Iterable[str], also: str = "") -> UnknownOptionError:
-        """Build the message: what was given, what replaces it or the nearest valid word, and all valid words.
+        """Build the message: the given word, its replacement or the nearest valid word, and all valid words.
 
         Args:
-            what: was given; in a single word it is the option itself.
-            given: the word.
-            valid: words that there are.
-            also: what else it is not, behind the word.
+            what: noun of the word; a single word is the option itself.
         """
         words = sorted(valid)
         close = difflib.get_close_matches(given, words, n=1, cutoff=0.5)
@@ -105,16 +102,14 @@ class UnknownOptionError(OptionError):
 
 
 class FormMemoryError(OptionError):
-    """The forms of open requests leave no room for one more; it may be asked for again once some are over."""
+    """The forms of open requests leave no room for one more; a retry may succeed once some are closed."""
 
 
 class ChangedOptionsError(OptionError):
-    """What was begun with some options cannot go on with others.
+    """Work started with some options cannot continue with others.
 
     Args:
-        what: was begun.
-        changes: for each field that differs its value before, and now.
-        kind: of thing that it is kept in.
+        changes: by field, its value before and now.
     """
 
     def __init__(self, what: str, changes: Mapping[str, tuple[Any, Any]], kind: str = "folder") -> None:
@@ -138,11 +133,11 @@ class ChangedOptionsError(OptionError):
 
 
 class PromptError(TruedraftError, ValueError):
-    """A request cannot be run as asked: its prompt is empty, too long or out of range."""
+    """A request cannot be run: its prompt is empty, too long or out of range."""
 
 
 class PromptLengthError(PromptError):
-    """A conversation is longer than the context, whatever form it is given."""
+    """A conversation is longer than the context, in any form."""
 
 
 class ModelError(TruedraftError):
@@ -186,7 +181,7 @@ class DataError(TruedraftError):
 
 
 class TrainingError(TruedraftError):
-    """Training cannot start or go on."""
+    """Training cannot start or continue."""
 
 
 class ProcessError(TruedraftError):
@@ -196,12 +191,8 @@ class ProcessError(TruedraftError):
 class PeerError(TruedraftError):
     """Another engine did not answer, or not as it should.
 
-    Args:
-        message: as for every error.
-        status: of its answer by HTTP; None where there is none.
-
     Attributes:
-        status: as given.
+        status: HTTP status of its answer; None without one.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
@@ -214,7 +205,7 @@ class MissingExtraError(TruedraftError):
 
 
 def first_line(error: BaseException) -> str:
-    """What somebody else's error says, for a sentence of ours."""
+    """First line of another library's error, for use in a sentence."""
     if isinstance(error, pickle.UnpicklingError):  # torch would have one load it with the code that it holds
         return "it is no pickle of tensors alone"
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

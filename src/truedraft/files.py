@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, files of users that may be broken, and the folder of the cache."""
+"""Files that are written atomically, users' files that may be broken, and the cache folder."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from truedraft.errors import DataError, ModelNotFoundError, OptionError, Truedra
 
 SMOLLM2 = "smollm2"
 """The word for SmolLM2-135M-Instruct, see `truedraft.models.smollm2`."""
-_CLOSE = 0.8  # to a word, for the hub not to be asked
+_CLOSE = 0.8  # similarity to a word from which the hub is not queried
 
 
 @contextlib.contextmanager
 def written_whole(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of `path` once it is complete: a reader finds the old one or the new one.
+    """Write a new file that replaces `path` once it is complete: a reader finds the old one or the new one.
 
-    Whoever has the old one open or mapped keeps it. Whatever breaks it off, an interrupt too, leaves the old one and
-    nothing beside it; where the machine itself breaks off, there is the old one or the whole new one. A file that was
-    there keeps who may read it.
+    A process that has the old one open or mapped keeps it. Any interruption leaves the old one and no other file; after
+    a crash of the machine there is the old one or the whole new one. The permissions of an existing file are kept.
 
     Args:
-        path: of the file.
-        private: a new one may be read by its owner alone.
+        private: whether a new file is readable only by its owner.
 
     Raises:
         OSError: it cannot be written.
@@ -51,13 +49,12 @@ def written_whole(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def take_place(partial: Path, path: Path) -> None:
-    """Give a complete file its name, in place of what has it, once its content is on the disk.
+    """Rename a complete file to `path`, replacing what is there, once its content is on the disk.
 
-    A file system may keep names before contents: where the machine breaks off, the new name would have an empty file.
+    A file system may store names before contents: after a crash the new name would have an empty file.
 
     Args:
         partial: the file, in the folder of `path` or elsewhere on its disk.
-        path: its name.
 
     Raises:
         OSError: that cannot be done; what had the name keeps it.
@@ -77,12 +74,7 @@ def _sync(path: Path) -> None:
 
 
 def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: str = "") -> Path:
-    """A path as a user types it, its ~ replaced.
-
-    Args:
-        path: as typed.
-        kind: of the error.
-        said: before the path in its message.
+    """A path as a user types it, with ~ expanded.
 
     Raises:
         TruedraftError: it names the home folder of nobody.
@@ -94,10 +86,10 @@ def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: st
 
 
 def refuse_lost_model(name: str) -> None:
-    """Refuse a model's name that can only be a path and leads nowhere, or to a folder without a model.
+    """Refuse a model's name that can only be a path and does not exist, or is a folder without a model.
 
     Raises:
-        ModelNotFoundError: it does, or names the home folder of nobody.
+        ModelNotFoundError: it is such a name, or names the home folder of nobody.
     """
     path = user_path(name, ModelNotFoundError)
     if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
@@ -113,17 +105,17 @@ def refuse_lost_model(name: str) -> None:
 
 
 def refuse_no_adapter(folder: str | Path) -> None:
-    """Refuse a folder that holds no adapter.
+    """Refuse a folder without an adapter.
 
     Raises:
-        ModelNotFoundError: it does not.
+        ModelNotFoundError: it holds none.
     """
     if not (user_path(folder, ModelNotFoundError) / "adapter_config.json").is_file():
         raise ModelNotFoundError(f"{str(folder)!r} holds no adapter: there is no adapter_config.json; check the path")
 
 
 def named_adapter(typed: str) -> tuple[str, Path]:
-    """The name and the folder of an adapter that was typed as NAME=DIR.
+    """The name and the folder of an adapter typed as NAME=DIR.
 
     Raises:
         OptionError: it is not of that form.
@@ -137,11 +129,10 @@ def named_adapter(typed: str) -> tuple[str, Path]:
 
 
 def text_of(path: Path, what: str) -> str:
-    """The UTF-8 text of a file, its lines ended by \n alone; it is unpacked where its name ends in .gz.
+    """The UTF-8 text of a file with line feeds as line ends; a file with a name in .gz is unpacked.
 
     Args:
-        path: of the file.
-        what: it is, as "prompts file".
+        what: noun for messages, as "prompts file".
 
     Raises:
         DataError: it cannot be read.
@@ -161,12 +152,10 @@ def text_of(path: Path, what: str) -> str:
 
 
 def json_in(text: str, place: str, hint: str = "") -> Any:
-    """What is written in JSON.
+    """Read JSON.
 
     Args:
-        text: as it was read.
-        place: of it, for messages.
-        hint: what to do where it is none, likewise.
+        hint: what to do if it is no JSON, for messages.
 
     Raises:
         DataError: it is none.
@@ -182,12 +171,7 @@ def json_in(text: str, place: str, hint: str = "") -> Any:
 
 
 def object_in(line: str, place: str, holding: str) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Args:
-        line: as it was read.
-        place: of it, for messages.
-        holding: what the object is to hold, likewise.
+    """Read the JSON object of a line.
 
     Raises:
         DataError: it is none.
@@ -208,7 +192,7 @@ def object_of(path: Path) -> dict[str, Any]:
 
 
 def parameters_in(path: Path) -> int:
-    """Parameters in a safetensors file, by its header: eight bytes that hold its length, then JSON."""
+    """Number of parameters in a safetensors file, by its header: eight bytes with its length, then JSON."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
@@ -217,7 +201,7 @@ def parameters_in(path: Path) -> int:
 def cache_folder() -> Path:
     """TRUEDRAFT_CACHE if it is set, else truedraft's part of the user's cache folder on this system.
 
-    A user without a home folder gets a folder of their own among the temporary files.
+    A user without a home folder gets a folder among the temporary files.
 
     Raises:
         OptionError: TRUEDRAFT_CACHE or XDG_CACHE_HOME names the home of somebody who has none.
@@ -239,7 +223,7 @@ def cache_folder() -> Path:
 
 
 def could_not_be_kept(folder: Path, reason: str) -> str:
-    """A warning for whatever could not be written to a folder of the cache: one sentence, so that it is told once."""
+    """A warning for a file that could not be written to the cache; always the same sentence, so it is shown once."""
     root = cache_folder() if folder.is_relative_to(cache_folder()) else folder
     return (
         f"what is compiled and measured could not be kept in {root} ({reason}) and will be made again next time; "

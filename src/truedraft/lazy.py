@@ -1,6 +1,6 @@
 """Public names of a package that load on first use, so that importing the package costs next to nothing.
 
-What they load takes seconds, and so does what a first start compiles: `compile_ahead` does it beside them.
+Loading takes seconds, and so does compiling at a first start: `compile_ahead` compiles at the same time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """The `__getattr__` of a package.
 
     Args:
-        package: its name.
-        homes: its public names, with the modules that hold them.
+        homes: modules by public name.
     """
 
     def load(name: str) -> object:
@@ -35,10 +34,10 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
 
 @functools.cache
 def compile_ahead() -> subprocess.Popen[bytes] | None:
-    """Start compiling the forward for this processor in a process of its own, while others import transformers.
+    """Start compiling the forward for this processor in a separate process, while this one imports transformers.
 
-    Where it was compiled before, that process ends at once. Nothing is started where transformers is there already or
-    models are likely to run on a GPU; what is compiled outlasts this process, for the next start.
+    If it was compiled before, that process ends at once. Nothing is started where transformers is imported already or
+    models are likely to run on a GPU; the result is kept for the next start.
     """
     if "transformers" in sys.modules or _GPU.exists():
         return None

@@ -1,4 +1,4 @@
-"""This machine: which device and number format to use on it, and what it is."""
+"""This machine: its properties, and the device and number format to use on it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.options import DTYPE_NAMES
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
-"""Formats of weights, by their names as they are typed and written."""
+"""Dtypes of weights, by their names as typed."""
 
 
 def pick_device(name: str | torch.device) -> torch.device:
-    """The device of an option; "auto" is CUDA where there is one.
+    """The device of an option; "auto" is CUDA where available.
 
     Raises:
         OptionError: no such device, or none on this machine.
@@ -55,7 +55,7 @@ def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As it is typed: "bfloat16"."""
+    """The dtype's name as typed: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -73,29 +73,29 @@ def has_avx512_bfloat16() -> bool:
 
 @functools.cache
 def may_use_tiles() -> bool:
-    """Whether the processor multiplies tiles of AMX, and the system lets this process use them; asks for it."""
+    """Whether the processor has AMX tiles and the system lets this process use them; requests that permission."""
     return _cpu_has("_is_amx_tile_supported") and _cpu_has("_init_amx")
 
 
 def keep_rows_alike(device: torch.device, dtype: torch.dtype) -> None:
-    """Keeps oneDNN from products that give a row other bits when other rows share them.
+    """Keeps oneDNN from products in which a row's bits depend on the other rows.
 
-    On processors with AMX it takes few rows by vector instructions and many by tiles, which add up in another order.
-    What it may use it reads from the environment, once, at this process's first product of its kind: so this is called
-    before a model is read. Where one came earlier it changes nothing (`model.equality` sees that), and a value that
-    the user has set stays.
+    On processors with AMX it computes few rows with vector instructions and many with tiles, which add up in another
+    order. It reads its instruction set from the environment once, at this process's first product of its kind, so this
+    is called before a model is loaded. After such a product it has no effect (`model.equality` detects that), and a
+    value set by the user is kept.
     """
     if device.type == "cpu" and dtype is torch.bfloat16 and _cpu_has("_is_amx_tile_supported"):
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def _cpu_has(probe: str) -> bool:
-    """torch offers these probes under private names only; where one is gone, no is the safe answer."""
+    """torch has these probes under private names only; where one is missing, no is the safe answer."""
     return bool(getattr(torch.cpu, probe, lambda: False)())
 
 
 def cpu_name() -> str:
-    """The processor's name; Linux alone tells it in full."""
+    """The processor's name; complete only on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -105,7 +105,7 @@ def cpu_name() -> str:
 
 
 def this_machine(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """What costs are measured on: this machine, with the device that a model lives on; GPUs by their names."""
+    """What costs depend on: this machine, with the device of a model; GPUs by their names."""
     place = torch.device(device)
     return {
         "cpu": cpu_name(),
@@ -117,15 +117,15 @@ def this_machine(device: str | torch.device = "cpu") -> dict[str, Any]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when the device has done all that it was given; a clock read before tells nothing."""
+    """Return when the device has finished all queued work; a clock read earlier does not include it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of a CUDA device that are in use, by whoever, and all that it has; None of another device.
+    """Bytes in use on a CUDA device, by any process, and its total; None for another device.
 
-    What torch's allocator holds and nobody uses counts as free.
+    Memory that torch's allocator holds unused counts as free.
     """
     if device.type != "cuda":
         return None
@@ -135,8 +135,10 @@ def gpu_memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes of memory that could still be taken where a model lives: of the device, or of the system and of the group
-    of processes that this one is in; None where nobody tells."""
+    """Bytes of memory still available where a model is; None where unknown.
+
+    Of the device, or of the system and the control group of this process.
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps it
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -145,7 +147,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _system_free() -> int | None:
-    """Linux alone tells it."""
+    """Available memory; None except on Linux."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -154,7 +156,7 @@ def _system_free() -> int | None:
 
 
 def _group_free() -> int | None:
-    """What a container's limit leaves, files that are kept in memory counted as free; None without a limit."""
+    """Memory left of a container's limit, with cached files counted as free; None without a limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
@@ -182,19 +184,19 @@ def describe_machine(device: str = "cpu") -> str:
 
 
 def run_delay_s() -> float:
-    """Seconds that the threads of this process were ready to run and waited for a core; 0 where the system counts none.
+    """Seconds that this process's threads were runnable and waited for a core; 0 where the system does not count them.
 
-    How much that grows while something is measured says how busy the machine was.
+    Its growth during a measurement shows how busy the machine was.
     """
     waited = 0
     for thread in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may have ended
             waited += int(thread.read_text().split()[1])
     return waited / 1e9
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that speeds depend on; truedraft's where it is not installed, too."""
+    """Versions of the libraries that speeds depend on, with truedraft's also where it is not installed."""
     return {
         "truedraft": __version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Packages that were moved are found under their old names for one release, with a `DeprecationWarning`."""
+"""Moved packages can be imported under their old names for one release, with a `DeprecationWarning`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MOVED = {
     "truedraft.planning": "truedraft.measure",
     "truedraft.theory": "truedraft.core.theory",
 }
-"""New names by old ones; the first entry that a name begins with counts."""
+"""New names by old ones; the first matching prefix counts."""
 
 
 def new_name(name: str) -> str | None:
-    """What a module is called now; None for one that was not moved.
+    """The new name of a module; None for one that was not moved.
 
     >>> new_name("truedraft.cluster.proxy")
     'truedraft.server.cluster.proxy'
@@ -41,7 +41,7 @@ def new_name(name: str) -> str | None:
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Gives a module under its old name: the same object as under the new one."""
+    """Imports a module under its old name: the same object as under the new one."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -64,6 +64,6 @@ _FINDER = _Moved()
 
 
 def find_moved() -> None:
-    """Have imports find what was moved; first, for a package under its new name would find copies of its modules."""
+    """Install the finder for moved packages, before all others, which would find copies of a package's modules."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

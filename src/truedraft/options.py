@@ -1,4 +1,4 @@
-"""Options, each in one place: its name, type, default and help are a field of a dataclass. And words that name parts.
+"""Options, each defined once: name, type, default and help are a field of a dataclass. And words that name parts.
 
 Commands and servers read both: `truedraft.cli.parameters` makes typer's parameters of such dataclasses, and
 `Words.parse` reads `KIND[:PATH][,option=value]...` and `KIND(MEMBER;MEMBER...)`, as drafters and rules are typed.
@@ -31,9 +31,9 @@ _Kept = TypeVar("_Kept", covariant=True)
 if TYPE_CHECKING:
 
     class Takes(Generic[_Given, _Kept]):
-        """The type of a dataclass's field that is given in several forms, and kept in one: `Takes[GIVEN, KEPT]`.
+        """The type of a dataclass field that is given in several forms and kept in one: `Takes[GIVEN, KEPT]`.
 
-        Type checkers see a descriptor, whose `__set__` they take for what the constructor is given.
+        Type checkers see a descriptor and take the argument of `__set__` as the constructor's.
         """
 
         def __get__(self, owner: object, kind: Any = None) -> _Kept: ...
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 else:
 
     class Takes:
-        """As it is kept, which is what commands read."""
+        """At run time the type as kept, which commands read."""
 
         def __class_getitem__(cls, forms: tuple[Any, Any]) -> Any:
             return forms[1]
@@ -52,16 +52,14 @@ _COMPOSED = re.compile(r"\s*([A-Za-z][\w-]*)\s*\(")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a field is typed, and what for.
+    """How a field is typed, and its help.
 
     Attributes:
-        meaning: what it does.
-        metavar: what its value is called; "" for one that takes no value.
-        name: as it is typed; None is the field's own name, with dashes. Without dashes it is an argument.
-        heading: that it stands under; None is that of the group that its dataclass is.
-        shown_default: words in place of the default.
+        metavar: name of its value; "" for one that takes no value.
+        name: as it is typed; None is the field's own name, with dashes. A name without dashes is an argument.
+        heading: in the help; None is that of the group of its dataclass.
         least: of a whole number; None checks nothing.
-        bare: whether its value may also stand alone behind the command.
+        bare: whether its value may also be a plain argument of the command.
     """
 
     meaning: str
@@ -78,10 +76,9 @@ class Group:
     """How a dataclass of options is a part of another one.
 
     Attributes:
-        heading: that its options stand under.
         without: fields that cannot be typed here; they keep their defaults.
-        defaults: other ones than the dataclass has.
-        bare: the field whose value may also stand alone behind the command.
+        defaults: replace those of the dataclass.
+        bare: the field with a value that may also be a plain argument of the command.
     """
 
     heading: str
@@ -91,7 +88,7 @@ class Group:
 
 
 def option(default: Any = dataclasses.MISSING, meaning: str = "", metavar: str | None = None, **more: Any) -> Any:
-    """A field that is an option; `more` are further fields of `Option`. Without a default it must be given."""
+    """A field that is an option; `more` are further fields of `Option`. Without a default it is required."""
     needed = default is dataclasses.MISSING
     return field(default=default, kw_only=needed, metadata={"option": Option(meaning, metavar, **more)})
 
@@ -102,7 +99,7 @@ def untyped(default: Any) -> Any:
 
 
 def flag(meaning: str, **more: Any) -> Any:
-    """An option that takes no value, and is off where it is not given."""
+    """An option that takes no value, and is off by default."""
     return option(False, meaning, "", **more)
 
 
@@ -112,9 +109,9 @@ def group(heading: str, without: Collection[str] = (), bare: str | None = None, 
 
 
 NEEDED = dataclasses.MISSING
-"""The default, in a group, of an option that must be given there."""
+"""Default of an option that is required in a group."""
 UNNAMED = "auto"
-"""The model where none is named: `smollm2` if it is installed, else the embedded target."""
+"""The default model: `smollm2` if it is installed, else the embedded target."""
 MODEL_HELP = "smollm2, a folder, a GGUF file, a name on the Hugging Face hub, or embedded:target, a fixture of tests."
 UNNAMED_HELP = "smollm2 if it is installed, else embedded:target"
 
@@ -122,14 +119,14 @@ UNNAMED_HELP = "smollm2 if it is installed, else embedded:target"
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Formats of weights, as they are typed and written."""
 BITS = {"q8": 8, "q4": 4}
-"""Bits of a weight that is quantised at load, by how they are typed."""
+"""Bits of a weight that is quantised at load, by the word typed."""
 PADDED_NAMES = ("110M", "500M", "7B")
 """Sizes that models are padded to."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which target."""
+    """The target model."""
 
     model: str = option(UNNAMED, MODEL_HELP, "M", shown_default=UNNAMED_HELP)
     pad_to: str | None = option(
@@ -147,7 +144,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """What models run on, and how."""
+    """Device and number formats of models."""
 
     dtype: str = option("auto", "auto, float32, bfloat16 or float16.", "DTYPE")
     device: str = option("auto", "auto, cpu, cuda or cuda:N.", "DEVICE")
@@ -164,14 +161,12 @@ class MachineOptions:
 class Words:
     """A part by its words, `KIND[:PATH][,option=value]...`: `draft:some/folder,num_speculative_tokens=3`.
 
-    Or one that others make up, `KIND(MEMBER;MEMBER...)[,option=value]...`: `portfolio(draft;prompt-lookup)`.
+    Or one made of others, `KIND(MEMBER;MEMBER...)[,option=value]...`: `portfolio(draft;prompt-lookup)`.
 
     Attributes:
-        what: is named so, "drafter" or "rule".
-        kind: of these.
-        path: behind the kind; None without one.
-        options: as they were typed, by name.
-        members: words of each part that makes it up, as they were typed; empty where there are no parentheses.
+        what: noun for messages, "drafter" or "rule".
+        path: after the kind; None without one.
+        members: words of each member, as typed; empty without parentheses.
     """
 
     what: str
@@ -200,7 +195,7 @@ class Words:
         return cls(what, composed[1], None, _options(what, typed, parts), members)
 
     def check(self, options: Collection[str], takes_path: bool = False, takes_members: bool = False) -> None:
-        """Refuse what this kind does not take.
+        """Refuse a path, members or options that this kind does not take.
 
         Raises:
             UnknownOptionError: it has no such option; names the nearest that it has.
@@ -224,7 +219,6 @@ def _check_quotes(what: str, typed: str) -> None:
 
 
 def _options(what: str, typed: str, parts: Sequence[str]) -> dict[str, str]:
-    """Options by name, from `option=value` each."""
     options: dict[str, str] = {}
     for part in parts:
         name, equals, value = (each.strip() for each in part.partition("="))
@@ -237,7 +231,7 @@ def _options(what: str, typed: str, parts: Sequence[str]) -> dict[str, str]:
 
 
 def _split(typed: str) -> list[str]:
-    """The parts between the commas that stand outside double quotes; the quotes go."""
+    """The parts between commas outside double quotes, without the quotes."""
     parts = [""]
     for number, piece in enumerate(typed.split('"')):
         first, *others = [piece] if number % 2 else piece.split(",")
@@ -247,9 +241,9 @@ def _split(typed: str) -> list[str]:
 
 
 def _members(what: str, typed: str, start: int) -> tuple[list[str], str]:
-    """What stands between the semicolons of a parenthesis that opens before `start`, and what stands behind it.
+    """The members between the semicolons of a parenthesis opened before `start`, and the text after it.
 
-    Semicolons and parentheses in double quotes or in inner parentheses are a member's own; its quotes stay.
+    Semicolons and parentheses in double quotes or in inner parentheses belong to a member; its quotes are kept.
     """
     members: list[str] = []
     depth, quoted, first = 1, False, start
@@ -272,7 +266,7 @@ def _members(what: str, typed: str, start: int) -> tuple[list[str], str]:
 
 
 def read_whole(name: str, typed: str) -> int:
-    """A whole number as it is typed.
+    """Read a whole number.
 
     Raises:
         OptionError: it is none.
@@ -284,7 +278,7 @@ def read_whole(name: str, typed: str) -> int:
 
 
 def read_number(name: str, typed: str) -> float:
-    """A number as it is typed.
+    """Read a number.
 
     Raises:
         OptionError: it is none.
@@ -302,7 +296,7 @@ def _read_flag(name: str, typed: str) -> bool:
 
 
 def _read_wholes(name: str, typed: str) -> Sequence[int]:
-    """Whole numbers, as 3-2-1 or as a Python list."""
+    """Read whole numbers, as 3-2-1 or as a Python list."""
     numbers = typed.strip("[()], ").replace(",", "-") if typed[:1] in ("[", "(") else typed
     return [read_whole(name, number) for number in numbers.split("-")]
 
@@ -317,7 +311,7 @@ _READERS: Mapping[object, Callable[[str, str], Any]] = {
 
 
 def _read_as(name: str, typed: str, annotation: object) -> Any:
-    """A value as it is typed, as the kind that it is annotated with, or else as the Python literal that it is."""
+    """Read a value as its annotation says, or else as a Python literal."""
     if typing.get_origin(annotation) in (typing.Union, UnionType):
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
     if annotation in _READERS:
@@ -334,13 +328,11 @@ def called(
     given: Mapping[str, object],
     parts: Mapping[str, Callable[..., object]] | None = None,
 ) -> Any:
-    """Call a function or a class with options as they were typed, each read as its parameter is annotated.
+    """Call a function or a class with options as typed, each read by its parameter's annotation.
 
     Args:
-        make: is called with arguments by name; it need not take all options.
         options: by the names of its parameters, or of those of a part.
-        given: values of parameters that are no options.
-        parts: of parameters that are made before, what makes them; that is called likewise.
+        parts: by parameter, what makes its value; called in the same way.
 
     Raises:
         OptionError: a value is not as it is annotated.
@@ -355,7 +347,7 @@ def called(
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """What its parameters are annotated with, but for what means something to type checkers alone."""
+    """Annotations of its parameters that can be evaluated, without those only for type checkers."""
     hints: dict[str, Any] = {}
     for name, annotation in getattr(function, "__annotations__", {}).items():
         one = SimpleNamespace(__annotations__={name: annotation})
@@ -365,7 +357,7 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def read_bytes(name: str, typed: str) -> int:
-    """A number of bytes as it is typed: 1000000, or 512K, 300M, 1.5G, in powers of 1,024.
+    """Read a number of bytes: 1000000, or 512K, 300M, 1.5G, in powers of 1,024.
 
     Raises:
         OptionError: it is none.
@@ -377,11 +369,10 @@ def read_bytes(name: str, typed: str) -> int:
 
 
 def read_record(kind: Any, data: object) -> Any:
-    """A value of a kind from what JSON makes of it: of dataclasses, as `dataclasses.asdict` gives them, and of tuples.
+    """Read a value from JSON data: of dataclasses, as `dataclasses.asdict` gives them, and of tuples.
 
     Args:
         kind: a dataclass, a named tuple (a list in JSON), a tuple, a mapping or a plain type.
-        data: as JSON gave it.
 
     Raises:
         OptionError: it is another kind of value, or an object with other fields.
@@ -405,7 +396,7 @@ def read_record(kind: Any, data: object) -> Any:
 
 
 def check_whole(name: str, value: object, least: int) -> int:
-    """A whole number of at least `least`; one of numpy becomes Python's own.
+    """Check for a whole number of at least `least`; one of numpy becomes Python's own.
 
     Raises:
         OptionError: it is none, or smaller.
@@ -416,7 +407,7 @@ def check_whole(name: str, value: object, least: int) -> int:
 
 
 def check_share(name: str, value: float) -> None:
-    """Refuse what is no number in [0, 1].
+    """Check for a number in [0, 1].
 
     Raises:
         OptionError: names the option and its value.
@@ -426,7 +417,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Refuse what is no finite number of 0 or more.
+    """Check for a finite number of 0 or more.
 
     Raises:
         OptionError: names the option and its value.
@@ -436,7 +427,7 @@ def check_not_negative(name: str, value: float) -> None:
 
 
 def check_positive(name: str, value: float) -> None:
-    """Refuse what is no finite number above 0.
+    """Check for a finite number above 0.
 
     Raises:
         OptionError: names the option and its value.
@@ -451,10 +442,6 @@ def _is_number(value: object) -> bool:
 
 def imported_module(name: str, what: str) -> ModuleType | None:
     """A user's own module, installed or in the working directory; None if there is none.
-
-    Args:
-        name: of it.
-        what: it is for, as "of a drafter".
 
     Raises:
         OptionError: importing it failed.

@@ -1,4 +1,4 @@
-"""Figures that are drawn without a display and kept as PNG and SVG, and charts of lines; matplotlib loads when used."""
+"""Figures drawn without a display and saved as PNG and SVG, and line charts; matplotlib loads when used."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def can_draw() -> bool:
 
 
 def check_drawing(what: str, instead: str) -> None:
-    """Refuse to start what ends with pictures where nothing can draw them.
-
-    Args:
-        what: is drawn, in the plural.
-        instead: what to do without.
+    """Refuse to start work that ends with pictures where matplotlib is missing.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -43,7 +39,7 @@ def check_drawing(what: str, instead: str) -> None:
 
 
 def new_figure(height: float, width: float = 8.0, panels: int = 1) -> tuple[Figure, Axes]:
-    """A figure of its own, in inches, outside pyplot's global list, drawn without a display; and its upper panel."""
+    """A figure in inches outside pyplot's global list, drawn without a display; and its upper panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -65,14 +61,12 @@ def line_chart(
     log: bool = False,
     level: tuple[float, str | None] | None = None,
 ) -> Figure:
-    """One line for each name.
+    """A chart with one line for each name.
 
     Args:
-        lines: points of each.
-        labels: heading, what is along, what is up.
-        under: written under the picture.
-        log: whether doublings are as far apart as doublings, with a tick at each point.
-        level: where a dashed line lies, and its name.
+        labels: heading, x label, y label.
+        log: whether the x axis is logarithmic to base 2, with a tick at each point.
+        level: position of a dashed horizontal line, and its name.
     """
     figure, axes = new_figure(4.6)
     for number, (name, points) in enumerate(lines.items()):

@@ -1,4 +1,4 @@
-"""How far something has come: what is told, and a bar that shows it."""
+"""Progress: the callback type, and a bar that shows it."""
 
 from __future__ import annotations
 
@@ -14,32 +14,24 @@ if TYPE_CHECKING:
 STAGES = logging.getLogger("truedraft.stages")
 
 Progress: TypeAlias = Callable[[float, str], None]
-"""Is told how much is done, a share where no total was agreed on, and a remark that stands behind the bar."""
+"""Called with the finished amount (a share, unless a total is defined) and a remark shown after the bar."""
 
 
 def told_stage(stage: str) -> None:
-    """Say what begins that may take seconds; whoever waits for it listens to this logger.
-
-    Args:
-        stage: as "compiling ...".
-    """
+    """Log the start of something that may take seconds; users who wait for it listen to this logger."""
     STAGES.info(stage)
 
 
 def unwatched(done: float, remark: str) -> None:
-    """Progress that nobody is told of."""
+    """Progress that is not shown."""
 
 
 @contextlib.contextmanager
 def progress_bar(console: Console, what: str, total: int, *, wanted: bool, patience_s: float) -> Iterator[Progress]:
-    """A bar, if it is wanted and takes longer than some patience; gives the function that moves it.
+    """A bar, if `wanted` and if the work takes longer than `patience_s`; gives the function that moves it.
 
     Args:
-        console: to show it on.
-        what: stands before the bar.
-        total: how much there is to do.
-        wanted: else nothing is shown.
-        patience_s: how long to wait with it, in seconds.
+        patience_s: seconds before the bar is shown.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -1,4 +1,4 @@
-"""Losslessness as something a user can check: exact sums, equal answers, statistics, and controls that must fail."""
+"""Certificates of losslessness for users: exact sums, equal answers, statistics, and controls that must fail."""
 
 from truedraft.certify.certificate import certify
 from truedraft.certify.checks import Finding, Part, Stack, Status

@@ -1,9 +1,9 @@
-"""The distribution of what a shipped rule decides, measured at one noise value in each of its decision cells.
+"""The verdict distribution of a shipped rule, measured at one noise value in each of its decision cells.
 
 A verdict is a piecewise constant function of the step's uniform numbers. `decision_cells` judges batches with scripted
-noise, finds where each decision flips, and multiplies the widths of the cells. Where the rule's kernels say that a
-decision flips, it probes just below and just above; only if the flip is not there does it bisect. So the answer is what
-the rule does, whatever its kernels say.
+noise, finds where each decision flips, and multiplies the widths of the cells. Where the rule's kernels predict a flip,
+it probes just below and just above; only if the flip is not there does it bisect. So the result is what the rule does,
+whatever its kernels predict.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Script = dict[Key, float]
 VerdictProbs = dict[Verdict, float]
 BELOW_ONE = 1.0 - 2.0**-53
 NEAR = 2e-15
-"""How near to the predicted place a decision must flip: a few roundings of float64."""
+"""Largest distance of a flip from its predicted place: a few roundings of float64."""
 
-# ---------------------------------------------------------------------------------------- what ships, under a script
+# ---------------------------------------------------------------------------------------- shipped code under a script
 
 
 def _rejecting(key: Key) -> float:
@@ -39,12 +39,10 @@ def _rejecting(key: Key) -> float:
 
 
 class ScriptedNoise:
-    """Answers from a script, and writes down what was asked.
+    """Returns scripted numbers, and records the keys.
 
-    Args:
-        script: numbers by key.
-        elsewhere: gives the number for any other key. By default nothing is accepted there that may be rejected, so
-            that what is accepted is known from the verdict alone: two draws may name one child.
+    By default, keys outside the script reject whatever may be rejected, so that the verdict by itself shows what
+    was accepted: two draws may name one child.
     """
 
     def __init__(self, script: Script, elsewhere: Callable[[Key], float] = _rejecting) -> None:
@@ -53,7 +51,6 @@ class ScriptedNoise:
         self._elsewhere = elsewhere
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
-        """The number for a key."""
         key = (purpose, depth, index)
         self.asked.append(key)
         if key not in self.script:
@@ -61,11 +58,9 @@ class ScriptedNoise:
         return self.script[key]
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
-        """Not to be asked for: rules that are judged by cells draw by uniform numbers."""
         raise AssertionError("this rule needs no Gumbel noise")
 
     def inside(self, turn: int, depth: int) -> Noise:
-        """Not to be asked for either: no rule drafts."""
         raise AssertionError("a rule has no noise one level down")
 
 
@@ -74,11 +69,11 @@ def verdicts_of(rule: Rule, cases: Sequence[Case], noise: Sequence[Noise]) -> li
     return rule.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
 
 
-# ---------------------------------------------------------------------------------------- what the kernels say
+# ---------------------------------------------------------------------------------------- kernels
 
 
 def outcomes_of(rule: Rule, case: Case, group: Sequence[int]) -> list[Outcome]:
-    """What the rule's kernel says of tree rows that are judged together."""
+    """The kernel's outcomes for tree rows that are judged together."""
     return rule.outcomes([_judged(case, row) for row in group])
 
 
@@ -98,7 +93,7 @@ def _judged(case: Case, row: int) -> JudgedRow:
 
 
 def kernel_probs(rule: Rule, case: Case) -> VerdictProbs:
-    """The distribution of the verdict on one proposal, composed from the rule's kernels by a walk of our own."""
+    """The verdict distribution for one proposal, composed from the rule's kernels by an independent tree walk."""
     probs: VerdictProbs = {}
     ids, draws = case.proposal.tree.host_ids, case.proposal.draws
 
@@ -136,7 +131,8 @@ def step_probs(cases: Sequence[Case], probs: Sequence[VerdictProbs]) -> dict[tup
 def completed(
     step: dict[tuple[Prefix, int], float], target: Callable[[Prefix], Tensor], length: int
 ) -> dict[Prefix, float]:
-    """The distribution of `length` tokens when the target goes on after the step: its own, if the step is exact."""
+    """The distribution of `length` tokens if the target continues after the step; the target's own if the step is
+    exact."""
     found: dict[Prefix, float] = {}
 
     def go_on(answer: Prefix, mass: float) -> None:
@@ -157,13 +153,12 @@ def completed(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A box of uniform numbers in which a verdict stays the same.
+    """A box of uniform numbers with a constant verdict.
 
     Attributes:
         case: number of the proposal.
-        sides: for each decision the numbers between which the box lies.
+        sides: bounds of the box for each decision.
         mass: its volume.
-        verdict: at its middle.
     """
 
     case: int
@@ -185,12 +180,9 @@ class _Edge:
 
 
 def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | None = None) -> list[Cell]:
-    """All cells of some proposals, judged together in batched calls.
+    """All cells of some proposals over one vocabulary, judged together in batched calls.
 
-    Args:
-        rule: its decisions are made by uniform numbers, each of which flips a verdict alone.
-        cases: proposals over one vocabulary, on the host.
-        device: where they are judged; None is where they lie.
+    Each decision of the rule must use one uniform number. `device` is where cases are judged; None keeps theirs.
     """
     there = cases if device is None else [case.to(device) for case in cases]
     found: list[Cell] = []
@@ -218,7 +210,7 @@ def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | Non
 
 
 def probs_of(cells: Sequence[Cell], cases: int) -> list[VerdictProbs]:
-    """For each of so many cases the distribution that its cells make."""
+    """The verdict distribution of each case, from its cells."""
     probs: list[VerdictProbs] = [{} for _ in range(cases)]
     for cell in cells:
         probs[cell.case][cell.verdict] = probs[cell.case].get(cell.verdict, 0.0) + cell.mass
@@ -228,10 +220,10 @@ def probs_of(cells: Sequence[Cell], cases: int) -> list[VerdictProbs]:
 def mass_that_moves(
     rule: Rule, cases: Sequence[Case], cells: Sequence[Cell], device: torch.device | None = None
 ) -> float:
-    """Largest share of a case's noise in cells where the verdict at a random place is not that of the middle.
+    """Largest share of a case's noise in cells with a different verdict at a random place than in the middle.
 
-    The place is random in all numbers, also those that should not matter. The share is 0 where cells are cells.
-    Otherwise decisions hang together in a way that boxes do not describe, or by numbers that are not theirs.
+    The share is 0 if verdicts are constant in cells. Otherwise decisions depend on each other, or on numbers that are
+    not theirs.
     """
     chance = random.Random(len(cells))
     there = cases if device is None else [case.to(device) for case in cases]
@@ -250,8 +242,6 @@ def _middle(cell: Cell) -> Script:
 
 
 def _find(rule: Rule, cases: Sequence[Case], edges: Sequence[_Edge]) -> None:
-    """Set the place of every edge, all of them in the same batched calls."""
-
     def probe(of: Sequence[_Edge], places: Sequence[float]) -> list[bool]:
         if not of:
             return []
@@ -285,7 +275,7 @@ def _find(rule: Rule, cases: Sequence[Case], edges: Sequence[_Edge]) -> None:
         edge.place = place
 
 
-# ---------------------------------------------------------------------------------------- which decisions, and where
+# ---------------------------------------------------------------------------------------- decisions and their edges
 
 
 def decisions(rule: Rule, case: Case, verdict: Verdict) -> list[Key]:
@@ -305,7 +295,7 @@ def decisions(rule: Rule, case: Case, verdict: Verdict) -> list[Key]:
 
 
 def _walked(rule: Rule, case: Case, verdict: Verdict) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The groups that a walk came by, each with the depth of its first tree row."""
+    """The groups on the path of a verdict, each with the depth of its first tree row."""
     depth = row = 0
     while True:
         group = rule.group(case.proposal, row)
@@ -317,8 +307,6 @@ def _walked(rule: Rule, case: Case, verdict: Verdict) -> Iterator[tuple[int, tup
 
 
 class _Predicted:
-    """Where a rule's kernels say that decisions flip."""
-
     def __init__(self, rule: Rule, cases: Sequence[Case]) -> None:
         self._rule = rule
         self._cases = cases
@@ -359,15 +347,13 @@ class _Predicted:
         return self._finals[index, path]
 
     def _accepting(self, index: int, group: tuple[int, ...]) -> list[float]:
-        """The number below which each decision of a group accepts, all earlier ones having rejected, in their order.
-
-        Decisions about draws that are never reached may be missing.
-        """
+        """The number below which each decision of a group accepts after all earlier ones rejected; later ones may be
+        missing."""
         if (index, group[0]) not in self._accepts:
             outcomes = outcomes_of(self._rule, self._cases[index], group)
             accepted = [outcome for outcome in outcomes if outcome.accepted]
             left = sum(outcome.probability for outcome in outcomes if not outcome.accepted)
-            # One decision accepts one draw of a tree row, or a prefix of a longer group with any token behind it.
+            # One decision accepts one draw of a tree row, or a prefix of a longer group with any token after it.
             alone = not self._rule.joins(self._cases[index].proposal.draws[group[0]])
             found: list[float] = []
             for _, same in itertools.groupby(reversed(accepted), key=id if alone else lambda each: each.accepted):
@@ -379,10 +365,8 @@ class _Predicted:
 
 
 def _beyond(token: int, verdict: Verdict) -> bool:
-    """Whether the final token is a later one."""
     return verdict.tokens[-1] > token
 
 
 def _rejected(depth: int, child: int, verdict: Verdict) -> bool:
-    """Whether a drafted node did not stay."""
     return verdict.path[depth : depth + 1] != (child,)

@@ -38,23 +38,19 @@ def certify(
     announce: Callable[[str], None] | None = None,
     in_float32: EqualityInFloat32 | None = None,
 ) -> Report:
-    """Check that a stack answers as its target alone would.
+    """Check that a stack answers as its target does without speculation.
 
     Args:
-        stack: target, drafter and rule; its entropy fixes the noise of requests without a seed.
-        prompts: token ids, each shorter than the target's context; the more, the better.
-        params: sampling options: temperature, top-k, top-p, min-p. With a seed requests are certified that have
-            seeds, which count up from it. At most `max_tokens` of an answer are compared.
+        stack: its entropy fixes the noise of requests without a seed.
+        prompts: token ids, each shorter than the target's context; more prompts give more power.
+        params: temperature, top-k, top-p, min-p, and the seed of seeded requests. At most `max_tokens` of an answer are
+            compared.
         batch: requests in a step.
-        seconds: about how long to take. Where little could be seen by then it goes on, up to four times as long;
-            what could not be seen even then is told as not enough evidence. Exact sums take their own time.
-        most_seconds: after which it ends in any case, whatever could be seen, but for what is then being computed.
-        tell: is told a part and the fraction of it that is done.
-        announce: is told before the checks what the time can show, by a trial; None makes none.
-        in_float32: compares greedy and seeded answers of the same stack in float32; None leaves that out.
-
-    Returns:
-        The report; look at `issued` and `verdict`.
+        seconds: approximate duration; up to four times as long with little evidence. Exact sums take their own time.
+        most_seconds: hard limit, except for the computation in progress.
+        tell: callback with a part and its completed fraction.
+        announce: callback before the checks with a prediction of what the time can show, from a trial; None skips it.
+        in_float32: compares greedy and seeded answers of the same stack in float32; None skips it.
 
     Raises:
         OptionError: no prompts, an unusable batch or time, options that shape logits, or a seed with a lossy rule.
@@ -67,10 +63,10 @@ def certify(
     whole = Context(stack, prompts, params, batch, shared_s, ends=began + most_seconds)
     try:
         if announce is not None and stack.rule.lossless:
-            with suppress(DrafterError):  # which the checks meet, too, and tell
+            with suppress(DrafterError):  # the checks meet it, too, and report it
                 announce(foretold(whole, min(shared_s, most_seconds)))
         findings = _findings(checks, whole, tell)
-    finally:  # drafters follow the target that they were last checked against: leave them with the user's
+    finally:  # drafters follow the target of their last check: restore the user's
         stack.drafter.check(stack.target)
     return Report(
         "Certificate",
@@ -84,13 +80,7 @@ def certify(
 
 
 def _findings(checks: Sequence[Check], whole: Context, tell: Callable[[Part, float], None]) -> list[Finding]:
-    """What checks find, one after another.
-
-    Args:
-        checks: in their order.
-        whole: says how much time they have together.
-        tell: as of `certify`.
-    """
+    """Run checks one after another; `whole` holds their common time, `tell` is as in `certify`."""
     findings: list[Finding] = []
     for number, check in enumerate(checks):
         own = [each for each in checks if each.part is check.part]
@@ -104,7 +94,7 @@ def _findings(checks: Sequence[Check], whole: Context, tell: Callable[[Part, flo
             seconds=seconds,
             tell=share_of(partial(tell, check.part), own.index(check), len(own)),
             earlier=tuple(findings),
-            ends=whole.ends - (coming_s * scale - seconds) - (apart_s - check.apart_s),  # what comes later has its own
+            ends=whole.ends - (coming_s * scale - seconds) - (apart_s - check.apart_s),  # less the time of later checks
         )
         try:
             findings += check.run(context)
@@ -114,7 +104,7 @@ def _findings(checks: Sequence[Check], whole: Context, tell: Callable[[Part, flo
 
 
 def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat32 | None = None) -> list[Check]:
-    """The checks that make a certificate for a stack and options, in their order.
+    """The checks of a certificate for a stack and options, in their order.
 
     Raises:
         OptionError: options that shape logits, or a seed with a lossy rule.
@@ -129,7 +119,7 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat3
         tests: list[Check] = [ComparedControls()]
     elif params.seed is None:
         tests = [Statistics(), SampledControls()]
-    else:  # what the comparison cannot see is shown to the tests of sampled answers
+    else:  # the tests of sampled answers cover what the comparison cannot see
         tests = [Statistics(), ComparedControls(share=0.15), SampledControls([SHARED_BY_TOKENS], share=0.1)]
     return [Exact(), *equality, *tests, Invariance(), DraftState()]
 
@@ -149,7 +139,6 @@ def _options(params: SamplingParams, batch: int) -> str:
 
 
 def _notes(findings: Sequence[Finding]) -> list[str]:
-    """What the findings say and do not say, in sentences."""
     notes = []
     if any(finding.part is Part.STATISTICAL for finding in findings):
         notes.append(

@@ -1,4 +1,4 @@
-"""What a certificate is made of: a stack, checks of it, what each of them found, and the time they may take."""
+"""What a certificate consists of: a stack, checks with their findings, and time limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 
 PATIENCE = 4.0
-"""So many times its time a check may take to come to the least evidence that says anything; then it says so."""
+"""Factor of its time that a check may take until it has any useful evidence."""
 _SEEDS = 1 << 64
 _Item = TypeVar("_Item")
 
@@ -39,19 +39,19 @@ class Part(Enum):
     INVARIANCE = "invariance"
     DRAFT_STATE = "draft state"
     DIVERGENCE = "divergence"
-    # Of engines that are asked from outside.
+    # Of engines certified over their interface.
     SAMPLED = "sampled answers"
     GREEDY = "greedy answers"
     LOGPROBS = "log-probabilities"
     BEHAVIOUR = "stops, lengths and seeds"
     AGAINST = "against another engine"
-    # Of samplers that are called on worlds whose exact answer is known.
+    # Of samplers that run on worlds with a known exact answer.
     WORLDS = "worlds with a known answer"
     PLACES = "places of tokens"
 
 
 class Status(Enum):
-    """What came of a check."""
+    """Result of a check."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -62,12 +62,10 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of one check, or of a part of it.
+    """Result of one check, or of a part of it.
 
     Attributes:
-        part: the heading that it stands under.
-        name: what was checked, in a few words.
-        status: what came of it; FAILS and NOT_ENOUGH keep a certificate from being issued.
+        status: FAILS and NOT_ENOUGH keep a certificate from being issued.
         summary: one sentence, with the numbers that matter.
         facts: all numbers, for programs; plain values, lists and dictionaries.
     """
@@ -81,17 +79,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Parts that answer together: what is certified.
+    """The parts that answer together: what is certified.
 
     Attributes:
-        target: the model that decides.
-        drafter: guesses; engines made here share it, one after the other.
-        rule: judges requests at a temperature.
-        coupled_rule: judges greedy and seeded requests; None compares, as engines do.
-        controller: says how much is drafted; each engine gets a copy of it. None is all that the drafter may, and every
-            drafter of a portfolio in turn (`InTurn`).
-        entropy: of the first engine; the others' count up, for drafters that learn from answers must not meet the noise
-            that these were drawn by.
+        drafter: shared by all engines made here, one after the other.
+        rule: for requests with a temperature.
+        coupled_rule: for greedy and seeded requests; None verifies by comparison, as engines do.
+        controller: each engine gets a copy. None drafts up to the limits, with all drafters of a portfolio in turn
+            (`InTurn`).
+        entropy: of the first engine. Later ones count up, so that drafters that learn from answers meet new noise.
     """
 
     target: LanguageModel
@@ -103,7 +99,6 @@ class Stack:
     _engines: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def engine(self, batch: int, entropy: int | None = None) -> Engine:
-        """An engine with speculation, of at most `batch` requests in a step; `entropy` in place of its own."""
         return Engine(
             self.target,
             self.drafter,
@@ -115,36 +110,33 @@ class Stack:
         )
 
     def plain(self, batch: int) -> Engine:
-        """An engine without a drafter: the answers that speculation must not change."""
         return Engine(self.target, rule=SpeculativeSampling(), max_batch=batch)
 
     def but(self, **parts: LanguageModel | Drafter | Rule | Controller | int | None) -> Stack:
-        """The same with other parts."""
         return replace(self, **parts)  # type: ignore[arg-type]
 
 
 Tell = Callable[[float], None]
-"""Is told the fraction that is done."""
+"""Callback with the completed fraction."""
 
 
 def share_of(tell: Tell, number: int, of: int) -> Tell:
-    """What one of several jobs, by number, tells its progress to, so that `tell` hears of all of them."""
+    """The callback for job `number` of several, scaled so that `tell` gets the fraction of all jobs."""
     return lambda done: tell((number + done) / of)
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a check works with.
+    """Input of a check.
 
     Attributes:
-        stack: what is certified.
         prompts: token ids, at least one prompt.
-        params: the user's options. Where they have a seed, seeds of requests count up from it.
-        batch: requests of a step.
-        seconds: how long the check may take; several times as long where little could be seen by then.
-        ends: by `now`, when it must be over whatever could be seen.
-        tell: is told the fraction of the check that is done.
-        earlier: what the checks before this one found.
+        params: the user's options. If they have a seed, requests get consecutive seeds from it on.
+        batch: requests in a step.
+        seconds: time for the check; it may take several times as long if there is little evidence by then.
+        tell: callback with the completed fraction of the check.
+        earlier: findings of the checks before this one.
+        ends: time of `now` at which the check must end in any case.
     """
 
     stack: Stack
@@ -158,25 +150,17 @@ class Context:
 
     @property
     def end_s(self) -> float:
-        """Seconds until its end."""
         return self.ends - now()
 
     @property
     def over(self) -> bool:
-        """Whether its end is reached."""
         return self.end_s <= 0.0
 
     def left_s(self, times: float = 1.0, leaving: float = 0.0) -> float:
-        """So many times the check's seconds, and never more than are left until its end.
-
-        Args:
-            times: of `seconds`.
-            leaving: of `seconds`, what must be left then.
-        """
+        """`times` the check's seconds, at most until `leaving` times its seconds before its end."""
         return min(times * self.seconds, self.end_s - leaving * self.seconds)
 
     def deadline(self, times: float = 1.0, leaving: float = 0.0) -> Deadline:
-        """The same as a time from now."""
         return Deadline(self.left_s(times, leaving))
 
 
@@ -184,9 +168,8 @@ class Check(ABC):
     """One check of a stack.
 
     Attributes:
-        part: the heading of its findings.
-        share: of the time for a certificate, what it may take.
-        apart_s: seconds that it takes beside its share.
+        share: fraction of the certificate's time that it may take.
+        apart_s: seconds that it takes in addition to its share.
     """
 
     part: ClassVar[Part]
@@ -198,22 +181,16 @@ class Check(ABC):
         """Check the context's stack.
 
         Raises:
-            DrafterError: the drafter gave up, which leaves plain decoding and says nothing of the stack.
+            DrafterError: the drafter gave up; plain decoding remains, which is no evidence about the stack.
             TruedraftError: the target failed.
         """
 
 
 def check_run(prompts: Sequence[Sequence[int]], most_tokens: float, batch: int, seconds: float) -> None:
-    """Refuse what leaves nothing to check, or no time.
-
-    Args:
-        prompts: token ids.
-        most_tokens: of a prompt, so that the model has room to answer.
-        batch: requests that are answered together.
-        seconds: that it may take.
+    """Refuse prompts, batches or times that leave nothing to check.
 
     Raises:
-        OptionError: says what.
+        OptionError: an argument is out of range.
     """
     if not prompts:
         raise OptionError("there is nothing to certify with: give at least one prompt")
@@ -227,24 +204,20 @@ def check_run(prompts: Sequence[Sequence[int]], most_tokens: float, batch: int, 
             raise OptionError(f"prompt {number} has {len(prompt)} tokens; {most}")
 
 
-# ---------------------------------------------------------------------------------------- time, and answers within it
+# ---------------------------------------------------------------------------------------- deadlines
 
 
 def now() -> float:
-    """Seconds of a clock that only goes forward; tests put another in its place."""
+    """Seconds of a monotonic clock; tests replace it."""
     return time.perf_counter()
 
 
 class OutOfTimeError(Exception):
-    """The time was over before an answer was; never leaves this package."""
+    """The time was over before an answer was complete. Never leaves this package."""
 
 
 class Deadline:
-    """A time from now.
-
-    Args:
-        seconds: until it is over.
-    """
+    """A deadline in `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self._started = now()
@@ -252,19 +225,17 @@ class Deadline:
 
     @property
     def fraction(self) -> float:
-        """How much of the time is gone, at most 1."""
         return min(1.0, (now() - self._started) / self._seconds)
 
     @property
     def over(self) -> bool:
-        """Whether it is over."""
         return self.fraction >= 1.0
 
     def step(self, engine: Engine) -> None:
-        """One step of an engine, if there is time for it.
+        """Run one step of an engine.
 
         Raises:
-            OutOfTimeError: there is none.
+            OutOfTimeError: the time is over.
         """
         if self.over:
             raise OutOfTimeError
@@ -274,14 +245,9 @@ class Deadline:
 def one_by_one(
     items: Sequence[_Item], context: Context, share: float, work: Callable[[_Item, Deadline], None], tell: Tell
 ) -> None:
-    """Do some work on one item after another while there is time, of which the first may have several times as much.
+    """Process one item after another for a share of the context's time; the first may take several times as long.
 
-    Args:
-        items: in their order.
-        context: says how much time there is.
-        share: of it, for all items.
-        work: on an item until a deadline; where that raises `OutOfTimeError` it is over.
-        tell: is told the fraction that is done.
+    `work` processes an item until a deadline; if it raises `OutOfTimeError`, the loop ends.
     """
     deadline, patience = context.deadline(share), context.deadline(PATIENCE * share)
     for number, item in enumerate(items):
@@ -297,10 +263,10 @@ def one_by_one(
 def answered_in_time(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], deadline: Deadline
 ) -> list[Request]:
-    """Requests that are asked together and are over; a failed one has the finish reason "error".
+    """Complete requests together; a failed one has the finish reason "error".
 
     Raises:
-        OutOfTimeError: the time was over before they were; nothing is left of them.
+        OutOfTimeError: the time was over before; the requests are cancelled.
     """
     requests = [engine.submit(list(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
     try:
@@ -315,36 +281,32 @@ def answered_in_time(
 def answers_in_time(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], deadline: Deadline
 ) -> list[Answer]:
-    """The same as answers."""
+    """`answered_in_time`, as answers."""
     return [answer_of(request) for request in answered_in_time(engine, prompts, params, deadline)]
 
 
 def answer_of(request: Request) -> Answer:
-    """What a request that is over was answered."""
+    """The answer of a complete request."""
     answer = request.pieces[-1].answer
-    assert answer is not None  # it is over
+    assert answer is not None  # it is complete
     return answer
 
 
 def numbered(params: SamplingParams, number: int) -> SamplingParams:
-    """The options of one of many requests, by number: with a seed of its own where they have one."""
+    """The options of one of many requests, by number: with its own seed if they have one."""
     return params if params.seed is None else replace(params, seed=(params.seed + number) % _SEEDS)
 
 
 def open_ended(params: SamplingParams, length: int) -> SamplingParams:
-    """The user's options for an answer that ends by its length alone."""
+    """The user's options for an answer that ends only by its length."""
     return replace(params, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
 
 
 def check_sound(answer: Answer, drafter: str) -> None:
-    """Raise where an answer, or its drafter, failed: what is left says nothing of the stack.
-
-    Args:
-        answer: with speculation.
-        drafter: its name.
+    """Raise if an answer or its drafter failed, because the rest is no evidence about the stack.
 
     Raises:
-        DrafterError: the drafter gave up, and the answer went on without it, or batches failed.
+        DrafterError: the drafter gave up and the answer continued without it, or batches failed.
         ModelError: the answer ended with an error.
     """
     if answer.finish_reason == "error":
@@ -355,7 +317,7 @@ def check_sound(answer: Answer, drafter: str) -> None:
 
 
 def recovered(stats: Counters, drafter: str) -> list[str]:
-    """A sentence if something failed for a batch: answers are right then, and a fault is out of sight."""
+    """A sentence if something failed for a batch: answers are right then, and the failure would be hidden."""
     if not stats.recoveries:
         return []
     return [

@@ -1,8 +1,8 @@
-"""What faulty judges of drafts emit at a node with one draft, in closed form.
+"""Closed forms of faulty verification at a node with one draft.
 
 p is the target's distribution `[..., vocab]`, q the one that the draft was drawn from, one-hot for a candidate without
-a draw. Each form changes one thing about speculative sampling, and gives two masses `[..., vocab]`, together 1: of
-drafted tokens that are kept, and of tokens that come after a rejection.
+a draw. Each form changes one thing about speculative sampling, and returns two masses `[..., vocab]`, together 1: of
+kept drafted tokens, and of tokens after a rejection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ratio(p: Tensor, q: Tensor) -> Tensor:
 
 
 def argmax(p: Tensor) -> Tensor:
-    """All mass on the likeliest token."""
+    """All mass on the most likely token."""
     return functional.one_hot(p.argmax(-1), p.shape[-1]).to(p)
 
 
@@ -43,12 +43,12 @@ def at_temperature(temperature: float, p: Tensor) -> Tensor:
 
 
 def after(kept: Tensor, probs: Tensor) -> Masses:
-    """Where so much is kept, and a rejection is followed by a draw from `probs`."""
+    """`kept`, and a draw from `probs` after a rejection."""
     return kept, rest(kept) * probs
 
 
 def judged(p: Tensor, q: Tensor, drawn: Tensor) -> Masses:
-    """As if the target had p and the draft q, where drafts are drawn from another distribution."""
+    """As if the target had p and the draft q, with drafts drawn from another distribution."""
     return after(drawn * ratio(p, q).clamp_max(1.0), L.residual(p, q))
 
 
@@ -58,19 +58,19 @@ def sound(p: Tensor, q: Tensor) -> Masses:
 
 
 def residual_without_drafted(p: Tensor, q: Tensor) -> Masses:
-    """After x was rejected y != x comes with p(y) / (1 - p(x)); what was certain is never rejected."""
+    """After x was rejected, y != x has probability p(y) / (1 - p(x)); a certain x is never rejected."""
     kept = torch.minimum(p, q)
     weight = ratio(q - kept, 1.0 - p)
     return kept, p * (weight.sum(dim=-1, keepdim=True) - weight)
 
 
 def dropping(least: float, p: Tensor, q: Tensor) -> Masses:
-    """Drafts of less are hidden, and p is drawn from; the others are judged rightly."""
+    """Drafts with q below `least` are hidden, and p is drawn from; the others are verified correctly."""
     return _shown_where(q >= least, p, q)
 
 
 def failing_at_odd_ids(p: Tensor, q: Tensor) -> Masses:
-    """A drafter fails at half of all tokens; what it drew is dropped then, and p is drawn from."""
+    """A drafter fails at half of all tokens; its draw is then dropped, and p is drawn from."""
     return _shown_where(torch.arange(p.shape[-1], device=p.device) % 2 == 0, p, q)
 
 
@@ -82,20 +82,20 @@ def _shown_where(shows: Tensor, p: Tensor, q: Tensor) -> Masses:
 
 
 def typical(p: Tensor, q: Tensor) -> Tensor:
-    """What typical acceptance keeps."""
+    """The mass that typical acceptance keeps."""
     entropy = torch.special.entr(p).sum(dim=-1, keepdim=True)
     return q * (p > (DELTA * (-entropy).exp()).clamp_max(EPSILON))
 
 
 def as_bfloat16_draws(q: Tensor) -> Tensor:
-    """What a cumulative sum in bfloat16 draws in place of q, `[..., vocab]`, float64."""
+    """The distribution `[..., vocab]`, float64, of draws by a cumulative sum of q in bfloat16."""
     sums = q.bfloat16().cumsum(dim=-1, dtype=torch.bfloat16).double()
     cells = sums.cummax(dim=-1).values.diff(dim=-1, prepend=torch.zeros_like(sums[..., :1]))
     return cells / cells.sum(dim=-1, keepdim=True)
 
 
 def drawn_in_bfloat16(p: Tensor, q: Tensor) -> Masses:
-    """A draft drawn by such a sum, judged as if from q."""
+    """A draft drawn by such a sum, verified as if from q."""
     return judged(p, q, as_bfloat16_draws(q).to(p))
 
 
@@ -123,9 +123,9 @@ def one_number(p: Tensor, q: Tensor) -> Masses:
 def one_gumbel(p: Tensor, q: Tensor) -> Masses:
     """A replacement is the largest of log residual + g, g the Gumbel noise that drew the draft from q; `[rows, vocab]`.
 
-    A rejected x has q(x) > p(x), so nothing of it is left and it cannot come again; and given that x came first in the
-    race under q, the times of the others do not depend on which x it was. So `probs_under_shared_noise` is the same
-    after every rejection.
+    A rejected x has q(x) > p(x), so its residual is 0 and it cannot come again. Given that x came first in the race
+    under q, the times of the others do not depend on x. So `probs_under_shared_noise` is the same after every
+    rejection.
 
     Worked example: p = (0.1, 0.6, 0.3), q = (1/2, 1/4, 1/4). Token 0 is rejected with 0.4, which leaves (0, 7/8, 1/8).
     Token 1 starts at 2/7 and token 2 at 2, when S is 3/2: token 1 came by then with 3/5, and gets 7/8 of the rest,

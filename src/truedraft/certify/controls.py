@@ -1,19 +1,19 @@
-"""Negative controls: the certificate's own tests, shown faults of known size, must find them.
+"""Negative controls: the certificate's own tests must detect planted faults of known size.
 
-A test that nothing fails proves nothing. Each control plants one fault around the user's own stack and lets the checks
-that certify run on what comes out.
+A test that never fails proves nothing. Each control plants one fault in the user's own stack and runs the certificate's
+checks on the result.
 
-Faults of sampled answers are shown to the tests of tokens. It is worked out how far each puts the distribution of each
-token off. They must find it within as many tokens as they were given to certify, and it must be at least three times as
-large as the smallest deviation that they would have found there, so that finding it was no luck; otherwise no
-certificate is issued. Only tokens whose distribution a fault puts off noticeably are counted: how far it does is known
-before the token is. Where the user's own drafter leaves a fault little room (it agrees with the target, or its guesses
-are not drawn), a stand-in drafts: the target itself, sharpened or as it is, perhaps at a higher temperature.
+Faults of sampled answers are given to the tests of tokens. The total variation that each fault causes at each token is
+computed. The tests must find the fault within as many tokens as they had to certify, and it must be at least three
+times as large as the smallest deviation that they would have found there, so that finding it was no luck; otherwise no
+certificate is issued. Only tokens with a noticeably changed distribution count; the size of the change is known before
+the token is. If the user's own drafter leaves a fault little room (it agrees with the target, or its guesses are not
+drawn), a stand-in drafts: the target itself, sharpened or as it is, possibly at a higher temperature.
 
-Faults of greedy and seeded answers are shown to the comparison with plain decoding. Given text and noise a
+Faults of greedy and seeded answers are given to the comparison with plain decoding. Given text and noise, a
 distribution is one-hot here: the target's choice. So a fault's total variation is the share of tokens that are not the
-target's choice at their own prefix, and one such token is enough to be found. Noise used twice is no such fault, for
-plain decoding would use it twice as well: it is found in the distribution, by the tests of sampled answers.
+target's choice at their own prefix, and one such token is enough to be found. Noise used twice is no such fault,
+because plain decoding would use it twice as well: the tests of sampled answers find it in the distribution.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ from truedraft.models.base import LanguageModel
 from truedraft.testing import scaled
 
 TIMES_DETECTABLE = 3.0
-"""A control's fault is at least so many times the smallest deviation that its tests would find."""
+"""Minimum ratio of a control's fault to the smallest deviation that its tests would find."""
 ROOM = 0.15
-"""Tokens whose distributions a fault puts off by less do not count."""
+"""Tokens with a smaller total variation do not count."""
 _RESERVE = 0.08
-"""Of the time for all controls, what one that comes later is sure of."""
+"""Share of the time for all controls that is reserved for each later one."""
 _NO_TIME = "no time was left to show it; give more minutes"
 _BATCH = 16
 _LENGTH = 40
-"""Tokens of an answer: a fault is found soon, and then nothing more need be written."""
+"""Tokens of an answer. A fault is found soon, and then no more text is needed."""
 _BEGINNING = 8
 _OWN_IS_BETTER = 1.2
-"""The user's own drafter is taken unless a stand-in shows a fault in far fewer tokens."""
+"""The user's own drafter is used unless a stand-in shows a fault in far fewer tokens."""
 _SHARPER = 3.0
 _SHARE = 0.6
-"""About what a chain of one token has: each step judges one, and emits one or two."""
+"""Approximate share in chains of one token: each step verifies one, and emits one or two."""
 _WARM = 1.2
 _ENTRIES = 1 << 22
 _LOOKED_AT = 1 << 20
-"""Probabilities that settings are compared by."""
+"""Number of probabilities that settings are compared by."""
 _PROMPTS = 4
 _TOKENS = 32
 _ROUNDS = 8
 
-# ---------------------------------------------------------------------------------------- the faults that are shown
+# ---------------------------------------------------------------------------------------- planted faults
 
 
 SAMPLED = (
@@ -88,16 +88,15 @@ SAMPLED = (
     faults.LOST_BY_FAILURES,
     faults.CACHE_OFF_BY_ONE,
 )
-"""Faults of sampled answers."""
 
 
 def drafting_one(stack: Stack, drafter: Drafter) -> Stack:
-    """A stack that drafts one token a step: then what a planted fault does is known in closed form."""
+    """A stack that drafts one token a step, where the effect of a planted fault has a closed form."""
     return stack.but(drafter=drafter, controller=FixedBudget(Budget(1, 1, 1)))
 
 
 def _shown_by(fault: Fault, drafter: Callable[[Stack], Drafter], words: str) -> Fault:
-    """A fault whose stack has a drafter that shows it: right or wrong guesses, as it needs them; `words` say which."""
+    """A fault with a drafter that shows it, by right or wrong guesses as needed; `words` describe the drafter."""
     return replace(fault, detail=words, plant=lambda stack: fault.planted(drafting_one(stack, drafter(stack))))
 
 
@@ -111,19 +110,12 @@ COMPARED = (
         "drafted by the target itself",
     ),
 )
-"""Faults of greedy and seeded answers."""
-
 
 # ---------------------------------------------------------------------------------------- the checks
 
 
 class SampledControls(Check):
-    """Shows every fault to the tests of sampled answers, which get no more tokens than they had to certify.
-
-    Args:
-        controls: the faults.
-        share: of the time.
-    """
+    """Runs the tests of sampled answers on every fault, with no more tokens than they had to certify."""
 
     part = Part.CONTROLS
 
@@ -141,7 +133,7 @@ class SampledControls(Check):
         settings = _settings_of(stack, prompts, context.params) if formed else []
         findings = []
         count = len(self._controls)
-        most_s = context.left_s(PATIENCE)  # where faults are not found sooner
+        most_s = context.left_s(PATIENCE)  # if faults are not found sooner
         whole = Deadline(most_s)
         for number, control in enumerate(self._controls):
             if context.over:
@@ -157,13 +149,11 @@ class SampledControls(Check):
 
 
 class ComparedControls(Check):
-    """Shows faults to the comparison of greedy or seeded answers with plain decoding.
+    """Runs the comparison of greedy or seeded answers with plain decoding on faults.
 
     Args:
-        controls: the faults.
-        rounds: most answers to each prompt.
-        tokens: of an answer.
-        share: of the time.
+        rounds: maximum number of answers to each prompt.
+        tokens: maximum length of an answer.
     """
 
     part = Part.CONTROLS
@@ -194,7 +184,7 @@ class ComparedControls(Check):
         prompts = [list(prompt) for prompt in context.prompts[:_PROMPTS]]
         counted = _Counted()
         for number in range(self._rounds):
-            # Later rounds begin behind more of each prompt's plain answer, so that greedy texts are new, too.
+            # Later rounds begin after more of each prompt's plain answer, so that greedy texts are new, too.
             self._compare(counted, broken, stack, prompts, numbered(params, number * len(prompts)))
             if counted.strong and counted.beside.untraced:
                 break
@@ -205,7 +195,7 @@ class ComparedControls(Check):
         return counted.finding(control)
 
     def _longer(self, stack: Stack, prompt: list[int]) -> list[int]:
-        """A prompt and some of what the target says behind it, as long as there is room for an answer."""
+        """A prompt and some of the target's continuation, as long as there is room for an answer."""
         if len(prompt) + 2 * self._tokens >= stack.target.context_length:
             return prompt
         params = SamplingParams(max_tokens=self._tokens, ignore_eos=True)
@@ -214,7 +204,6 @@ class ComparedControls(Check):
     def _compare(
         self, counted: _Counted, broken: Stack, stack: Stack, prompts: list[list[int]], params: SamplingParams
     ) -> None:
-        """Answer prompts by a broken stack and plainly, and count what differs."""
         room = stack.target.context_length
         options = [
             open_ended(numbered(params, number), min(self._tokens, room - len(prompt)))
@@ -231,22 +220,21 @@ class ComparedControls(Check):
 
 
 def _beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Prompts cut short: a prefill shows nothing of a fault."""
+    """Prompts cut short, because a prefill shows nothing of a fault."""
     return [list(prompt)[:_BEGINNING] for prompt in prompts]
 
 
-# ---------------------------------------------------------------------------------------- faults beside tests of tokens
+# ---------------------------------------------------------------------------------------- faults of sampled answers
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How the tests did on one fault.
+    """Result of the tests on one fault.
 
     Attributes:
-        tokens: that were tested.
-        total_variation: mean over these tokens of how far their distributions were off, computed.
-        p_value: the smallest, after Holm.
-        test: the one that it is of.
+        tokens: number of tested tokens.
+        total_variation: computed mean total variation of these tokens' distributions.
+        p_value: the smallest, of `test`, after Holm's correction.
         setting: what was not the user's own, in words.
         certified: facts of the tests when they certified; here they get no more tokens.
         over: whether the time is up.
@@ -262,7 +250,7 @@ class Shown:
 
     @classmethod
     def so_far(cls, tests: TokenTests, sizes: Tensor, setting: str, certified: Mapping[str, Any], over: bool) -> Shown:
-        """What came of tests of tokens whose distributions were this far off, `[tokens]`."""
+        """The result after tests of tokens with these total variations, `[tokens]`."""
         results = tests.results()
         best = min(results, key=lambda result: result.p_value)
         adjusted = min(1.0, len(results) * best.p_value)
@@ -276,16 +264,13 @@ class Shown:
 
     @property
     def found(self) -> bool:
-        """Whether the tests fail."""
         return self.p_value < self.certified["false_alarm"]
 
     @property
     def done(self) -> bool:
-        """Whether the fault is found, or tokens or time are used up."""
         return self.found or self.tokens >= self.certified["tokens"] or self.over
 
     def finding(self, name: str) -> Finding:
-        """What is said of a control."""
         caught, detectable = self.strong and self.found, self.certified["smallest_detectable_tv"]
         status = Status.HOLDS if caught else Status.FAILS
         said = f"total variation {self.total_variation:.3f}, {self.tokens:,} tokens"
@@ -315,10 +300,10 @@ class Shown:
 
 
 def _sizes(fault: Fault, scored: Scored) -> Tensor:
-    """How far a fault put the distributions of an answer's tokens off, `[tokens]`, 0 where it did not.
+    """Total variation that a fault causes at each token of an answer, `[tokens]`; 0 where it causes none.
 
-    It is worked out without a look at the tokens. Of a fault without a closed form it is read off what the rule was
-    given.
+    It is computed without the tokens. For a fault without a closed form it is read from the distributions that the rule
+    received.
     """
     size = torch.zeros(len(scored.tokens))
     if fault.form is None:
@@ -344,11 +329,9 @@ class _Setting:
     """Where a fault is shown: the user's own drafter, or a stand-in that leaves it more room.
 
     Attributes:
-        stack: drafts one token a step.
-        params: sampling options.
         words: what is not the user's own; "" if all is.
-        rooms: p and q `[tokens, vocab]` where drafts are judged, and whether they are drawn from q.
-        share: of tokens, how many a draft is judged for.
+        rooms: p and q `[tokens, vocab]` where drafts are verified, and whether drafts are drawn from q.
+        share: fraction of tokens with a verified draft.
         own: whether one of the user's drafters drafts.
     """
 
@@ -360,7 +343,7 @@ class _Setting:
     own: bool = False
 
     def worth(self, control: Fault) -> float:
-        """What a token tells of a fault: the mean square of how far it is put off, where that counts."""
+        """Evidence per token about a fault: the mean square of the total variation where it counts."""
         rooms = [(p, q) for p, q, drawn in self.rooms if drawn or not control.needs_draw]
         sizes = [total_variation(p, control.emitted(p, q)) for p, q in rooms]
         sizes = [torch.where(size >= ROOM, size, 0.0) for size in sizes]
@@ -374,14 +357,10 @@ class _Setting:
         certified: Mapping[str, Any],
         deadline: Deadline,
     ) -> Shown:
-        """Let the tests run until they find a fault, or their tokens or the time are used up.
+        """Run the tests until they find a fault, or their tokens or the time are used up.
 
-        Args:
-            fault: is planted here.
-            healthy: the target without the fault, which judges.
-            prompts: token ids.
-            certified: facts of the tests when they certified.
-            deadline: when to stop.
+        `healthy` is the target without the fault, which judges; `certified` are the facts of the tests when they
+        certified.
         """
         tests = TokenTests(healthy.vocab_size, allowance=certified["rounding_allowed_tv"])
         sizes: list[Tensor] = []
@@ -406,7 +385,7 @@ class _Setting:
 
 
 def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[_Setting]:
-    """The user's own drafters, looked at in a batch of answers each, and stand-ins, whose p and q are the target's."""
+    """The user's own drafters, measured in a batch of answers each, and stand-ins with p and q from the target."""
     settings = []
     members = stack.drafter.members
     for name, member in members.items():
@@ -436,7 +415,7 @@ def _drafted_by_itself(stack: Stack, params: SamplingParams) -> _Setting:
 
 
 def _best_setting(control: Fault, settings: Sequence[_Setting], stack: Stack, params: SamplingParams) -> _Setting:
-    """Where a fault has room: the user's own stack if it will do."""
+    """The setting with room for a fault: the user's own stack if possible."""
     if control.form is None:
         return _drafted_by_itself(stack, params)
     own, best = (
@@ -447,10 +426,7 @@ def _best_setting(control: Fault, settings: Sequence[_Setting], stack: Stack, pa
 
 
 def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
-    """p and q `[tokens, vocab]` of tokens at nodes with a draft, which tokens, and whether they were drawn from q.
-
-    Only the first of them where there are very many entries.
-    """
+    """p and q `[tokens, vocab]` at nodes with a draft, the first tokens' places, and whether they were drawn from q."""
     places = [i for i, one in enumerate(scored.decisions) if one.q is not None or one.candidates]
     places = places[: max(1, _ENTRIES // scored.probs.shape[-1])]
     if not places:
@@ -467,19 +443,11 @@ def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
     return p, torch.stack(rows), places, scored.decisions[places[0]].q is not None
 
 
-# ---------------------------------------------------------------------------------------- faults beside plain decoding
+# ---------------------------------------------------------------------------------------- faults of exact answers
 
 
 @dataclass(slots=True)
 class _Counted:
-    """Answers of a broken stack beside plain ones so far.
-
-    Attributes:
-        beside: the answers, compared.
-        others: tokens that are not the target's choice.
-        out_of_time: whether there was no time for more.
-    """
-
     beside: Comparison = field(default_factory=Comparison)
     others: int = 0
     out_of_time: bool = False
@@ -490,7 +458,7 @@ class _Counted:
 
     @property
     def detectable(self) -> float:
-        """Share of wrong tokens of which one would have been among these with probability `POWER`."""
+        """Share of wrong tokens at which one of them would have occurred with probability `POWER`."""
         return min(1.0, -math.log(1.0 - POWER) / max(1, self.beside.compared))
 
     @property
@@ -521,6 +489,6 @@ class _Counted:
 
 
 def _target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:
-    """The target's choice at every place of a greedy or seeded answer, by plain forwards over it."""
+    """The target's choice at every position of a greedy or seeded answer, by plain forwards over it."""
     (logits,) = plain_logits(stack.target, [(prompt, answer)])
     return [chooser(params, place, row)(row) for place, row in enumerate(logits, len(prompt))]

@@ -1,11 +1,11 @@
-"""Counts of outcomes beside a distribution that is known: evidence against it, and how small a deviation would show.
+"""Counts of outcomes compared with a known distribution: evidence against it, and the smallest detectable deviation.
 
 Outcomes that follow p are independent draws from it. For any other distribution r, fixed beforehand or averaged over
 beforehand, the product over outcomes of r(outcome) / p(outcome) is a martingale that starts at 1. Averaged over
 Dirichlet priors around p it has a closed form in the counts, and finds a deviation in any direction.
 
-Where p is 0 the product is taken with `FLOOR` in its place, which only makes it smaller where p is right: one token
-that came from a number that was rounded to 0 condemns nobody, a few do.
+Where p is 0, `FLOOR` replaces it, which only makes the product smaller if p is right: one token from a number that was
+rounded to 0 is no strong evidence, a few are.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 FLOOR = 2.0**-22
-"""What a cell without probability is taken to have, at least: of the size of a rounding of float32."""
+"""Minimum probability of a cell: of the size of a rounding of float32."""
 _CONCENTRATIONS = (4.0, 32.0, 256.0, 2048.0, 16384.0)
-_ELSEWHERE = 0.05  # the share of a prior that is uniform over cells, those without probability included
-_MISSED = 4  # of the samples by which power is measured, about so many are not found
+_ELSEWHERE = 0.05  # the share of a prior that is uniform over cells, including those without probability
+_MISSED = 4  # expected number of samples without detection when measuring power
 _HALVINGS = 9
 
 
@@ -40,7 +40,7 @@ def log_dirichlet(counts: Tensor, probs: Tensor) -> float:
 
 
 def log_dirichlets(counts: Tensor, probs: Tensor) -> Tensor:
-    """The same for several counts `[samples, cells]`: `[samples]`."""
+    """`log_dirichlet` of several counts `[samples, cells]`: `[samples]`."""
     base = (1.0 - _ELSEWHERE) * probs + _ELSEWHERE / len(probs)
     rows = counts.sum(-1)
     against = counts @ probs.clamp_min(FLOOR).log()
@@ -58,21 +58,20 @@ def total_variation(counts: Tensor, probs: Tensor) -> float:
 
 
 def variation_by_chance(rows: int, probs: Tensor) -> float:
-    """The mean total variation between so many rows and what they are drawn from, by the normal approximation."""
+    """Mean total variation between `rows` draws and their distribution, by the normal approximation."""
     return float((2.0 * probs * (1.0 - probs) / (math.pi * max(rows, 1))).sqrt().sum()) / 2.0
 
 
 def smallest_detectable(probs: Tensor, rows: int, log_needed: float, power: float = 0.9) -> float:
-    """The least total variation that so many rows show, whatever kind of fault it is.
+    """The least total variation that `rows` draws detect, for any kind of fault.
 
-    Mass is moved from one half of the outcomes to the other, the hardest to see; samples of that are drawn and given to
-    the very test.
+    Mass is moved from one half of the outcomes to the other, which is the hardest to detect; samples of the result are
+    given to the same test.
 
     Args:
         probs: `[cells]`, float64: the exact distribution.
-        rows: how many are drawn.
-        log_needed: the logarithm of the e-value that must be reached.
-        power: with about which probability it is found.
+        log_needed: the logarithm of the required e-value.
+        power: approximate probability of detection.
     """
     low, high = 1e-4, 1.0
     for _ in range(_HALVINGS):
@@ -85,14 +84,14 @@ def smallest_detectable(probs: Tensor, rows: int, log_needed: float, power: floa
 
 
 def _found(probs: Tensor, variation: float, rows: int, log_needed: float, samples: int) -> float:
-    """How often a deviation is found."""
+    """Fraction of samples with a detected deviation."""
     planted = _moved(probs, variation)
     counts = np.random.default_rng(0).multinomial(rows, planted.numpy() / float(planted.sum()), samples)
     return float((log_dirichlets(torch.from_numpy(counts).double(), probs) >= log_needed).double().mean())
 
 
 def _moved(probs: Tensor, variation: float) -> Tensor:
-    """A distribution so far from another one: what has mass loses some to about half of it, else to where none is."""
+    """A distribution at this distance: about half of the mass loses some to the other half, or to empty cells."""
     order = probs.argsort(descending=True)
     gains = torch.zeros_like(probs, dtype=torch.bool)
     mass = 0.0
@@ -100,7 +99,7 @@ def _moved(probs: Tensor, variation: float) -> Tensor:
         if mass + float(probs[cell]) <= 0.5 or (mass == 0.0 and float(probs[cell]) < 1.0):
             gains[cell] = True
             mass += float(probs[cell])
-    if not 0.0 < mass < 1.0:  # one outcome alone
+    if not 0.0 < mass < 1.0:  # only one outcome
         gains, mass = probs == 0.0, 0.0
     share = probs / mass if mass > 0.0 else gains.double() / gains.sum()
     variation = min(variation, 1.0 - mass)

@@ -1,8 +1,8 @@
-"""Seeded and greedy requests: what the shipped rule follows, and the distribution of it, in every cell.
+"""Seeded and greedy requests: the shipped rule against plain Python, and its distribution in every cell.
 
-Over two tokens a choice depends on the difference of their Gumbel numbers alone, which is logistic. So the line of
-differences falls into cells, and the probability of an answer is a sum of products of their widths. The reference here
-is plain Python: it shares the noise with the rule, and nothing else.
+Over two tokens a choice depends only on the difference of their Gumbel numbers, which is logistic. So the line of
+differences splits into cells, and the probability of an answer is a sum of products of their widths. The reference here
+is plain Python: it shares only the noise with the rule.
 """
 
 from __future__ import annotations
@@ -26,28 +26,20 @@ from truedraft.verification.exact import distance, target_dist
 
 _HOST = torch.device("cpu")
 _NOISES = 3
-"""Keyed noises for each listed proposal."""
 _WIDE, _WIDE_CASES = 4099, 48
-"""Tokens of the cases over many, and how many cases there are."""
 _BESIDE = 1e-13
-"""How near to a predicted edge both sides are probed; at most a quarter of that is the probability between them."""
+"""Distance from a predicted edge at which both sides are probed; a quarter of it bounds the probability between them.
+"""
 
 _DRAWN, _FIXED, _REMOVED = (
     tuple(Choice(0, kind, rank) for rank in range(2))
     for kind in (DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC, DrawKind.WITHOUT_REPLACEMENT)
 )
-"""Two draws of a node, each."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedCase:
-    """One request, and what it must be answered.
-
-    Attributes:
-        case: proposal and distributions.
-        noise: of the step; None of a greedy request.
-        expected: the verdict by plain Python.
-    """
+    """One request with its expected verdict by plain Python; `noise` is None for a greedy request."""
 
     case: Case
     noise: KeyedNoise | None
@@ -55,12 +47,11 @@ class JudgedCase:
 
     @property
     def greedy(self) -> bool:
-        """Whether its greedy form judges it."""
         return self.noise is None
 
 
 def expected_verdict(case: Case, noise: KeyedNoise | None) -> Verdict:
-    """Take argmax(log p + G), or argmax p, the lowest id among equals, and go on below the child that carries it."""
+    """Take argmax(log p + G) or argmax p, the lowest id among equals, and continue below the child with that token."""
     ids, parents = case.proposal.tree.host_ids, case.proposal.tree.shape.parents
     row = 0
     path: list[int] = []
@@ -101,7 +92,7 @@ def judged_cases() -> list[JudgedCase]:
 
 
 def wide_cases() -> list[JudgedCase]:
-    """Chains over thousands of tokens, most of which shipped code does not look at one by one; some end early."""
+    """Chains over thousands of tokens, most of which shipped code does not examine individually; some end early."""
     chance = torch.Generator().manual_seed(1)
     found = []
     for number in range(_WIDE_CASES):
@@ -115,10 +106,8 @@ def wide_cases() -> list[JudgedCase]:
 
 
 def disagreements(rule: Rule, cases: Sequence[JudgedCase], device: torch.device) -> list[tuple[JudgedCase, Verdict]]:
-    """Cases that the rule, or of greedy requests its greedy form, judges otherwise, with the verdicts.
-
-    All that one of them judges is one batch on a device.
-    """
+    """Cases in which the rule (its greedy form for greedy requests) differs from the expected verdict, with its
+    verdicts."""
     found = []
     for judge, greedy in ((rule, False), (rule.greedy_form, True)):
         own = [each for each in cases if each.greedy is greedy]
@@ -133,7 +122,7 @@ def _judged(case: Case, noise: KeyedNoise | None) -> JudgedCase:
 
 
 def _listed() -> list[World]:
-    """Worlds whose proposals are listed; in some many tokens tie."""
+    """Worlds with all their proposals listed; in some many tokens tie."""
     return [
         build(3, [], "dense", "dense"),
         build(3, [_DRAWN[:1], _DRAWN[:1]], "dense", "dense"),
@@ -145,20 +134,20 @@ def _listed() -> list[World]:
 
 
 def _as_logits(case: Case) -> list[Case]:
-    """A greedy request may be judged by raw logits, in any dtype: their argmax is all that matters."""
+    """The case with raw logits in two dtypes: a greedy request depends only on the argmax."""
     logits = torch.log(case.probs) * 3 + 1  # exact ties stay ties
     return [Case(case.probability, case.proposal, logits.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
 
 
 def _coupled(world: World, noise: KeyedNoise, number: int) -> Iterator[Case]:
-    """A chain and a tree drafted under the noise that will judge them, for some of the numbers."""
+    """A chain and a tree drafted under the noise that will judge them, for every third number."""
     if number % 3 == 0 and world.plans:
         yield drafted_with_noise(world, noise, depth=3, width=1)
         yield drafted_with_noise(world, noise, depth=2, width=2)
 
 
 def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Case:
-    """A tree whose nodes have the `width` tokens with the largest log q + G, worked out in plain Python."""
+    """A tree with the `width` tokens of largest log q + G at each node, computed in plain Python."""
     table = world.drafters[0]
     tokens: list[int] = []
     parents: list[int] = []
@@ -201,7 +190,7 @@ class _LineNoise:
         return torch.tensor([0.0, self.differences[depth]], dtype=torch.float64, device=device)
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
-        return 0.5  # coupled sampling asks for none; a rule that does is found by its answers
+        return 0.5  # coupled sampling uses none; a rule that does is found by its answers
 
     def inside(self, turn: int, depth: int) -> _LineNoise:
         return _LineNoise(self.differences[depth:])
@@ -209,7 +198,7 @@ class _LineNoise:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """A cell of the line of differences: its probability, and places beside its ends and between them."""
+    """A cell of the line of differences: its probability, and places near its ends and in its middle."""
 
     width: float
     places: tuple[float, float, float]
@@ -217,11 +206,11 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class CoupledAnswers:
-    """What came of the answers in all cells.
+    """Totals over the answers in all cells.
 
     Attributes:
-        proposals: whose answers were summed; all those drafted under the same noise count as one.
-        cells: in which they were looked at, at three places each.
+        proposals: all those drafted under the same noise count as one.
+        cells: number of cells, each probed at three places.
         distance: largest total variation of answers from the target's distribution.
         moved: largest probability of cells in which the answer is not the same everywhere.
     """
@@ -233,10 +222,8 @@ class CoupledAnswers:
 
 
 def answer_probs(rule: Rule, device: torch.device) -> CoupledAnswers:
-    """The distribution of whole answers over two tokens, for every proposal: the target's, whatever it guesses.
-
-    Behind the step the target goes on under the same noise.
-    """
+    """The distribution of whole answers over two tokens for every proposal, continued by the target under the same
+    noise."""
     proposals = cells = 0
     worst = moved = 0.0
     for world in _over_two_tokens():
@@ -263,7 +250,7 @@ def _over_two_tokens() -> list[World]:
 def _answers(
     rule: Rule, device: torch.device, world: World, case: Case | None
 ) -> tuple[dict[Prefix, float], float, int]:
-    """The distribution of the answer, the probability of cells that are none, and the number of cells.
+    """The answer's distribution, the probability of cells in which it changes, and the number of cells.
 
     Without a case a chain is drafted under the noise of each place.
     """
@@ -290,7 +277,7 @@ def _answers(
 
 
 def _gone_on(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
-    """The answer of full length: behind the step each token is the one that its difference calls for."""
+    """The answer of full length; after the step the noise's difference chooses each token."""
     answer = verdict.tokens
     while len(answer) < world.length:
         answer = (*answer, int(noise.differences[len(answer)] > _edge(world.target.probs(answer))))
@@ -298,7 +285,7 @@ def _gone_on(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
 
 
 def _edge(p: Tensor) -> float:
-    """Token 1 is chosen where G1 - G0 is above log p0 - log p1."""
+    """Token 1 is chosen if G1 - G0 is above log p0 - log p1."""
     p0, p1 = p.tolist()
     return math.inf if p1 == 0 else -math.inf if p0 == 0 else math.log(p0) - math.log(p1)
 
@@ -323,5 +310,4 @@ def _places(low: float, high: float) -> tuple[float, float, float]:
 
 
 def _logistic(x: float) -> float:
-    """P(G1 - G0 <= x) for two independent standard Gumbel numbers."""
     return 1.0 if x == math.inf else 1.0 / (1.0 + math.exp(-x)) if x > -700 else 0.0

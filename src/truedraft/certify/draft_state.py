@@ -1,8 +1,8 @@
-"""What a drafter knows after many steps, held against what it knows of the same text at once.
+"""Draft state after many steps, compared with that of a fresh drafter on the same text.
 
 A stale draft state (a cache that was not rolled back, a token that was forgotten after full acceptance) never changes
-the distribution of an answer: the target judges whatever is proposed. It only costs acceptance, so it is measured, not
-failed.
+the distribution of an answer, because the target verifies whatever is proposed. It only lowers acceptance, so it is
+measured and does not fail a certificate.
 """
 
 from __future__ import annotations
@@ -43,18 +43,12 @@ from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 
 _PLACES = 12
-"""Places of one answer at which a fresh drafter is asked."""
+"""Positions of one answer at which a fresh drafter is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One proposal.
-
-    Attributes:
-        text: tokens that it continues.
-        tree: what was proposed.
-        asked: whether the drafter was asked for it; a controller may not have done so.
-    """
+    """One proposal after `text`; `asked` is whether the drafter was called for it, which a controller may skip."""
 
     text: tuple[int, ...]
     tree: TokenTree
@@ -63,27 +57,20 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class CacheDifference:
-    """A draft model's cache against a forward over the same tokens.
-
-    Attributes:
-        largest: largest absolute difference of two entries.
-        allowed: what rounding in the cache's dtype may do to entries of this size.
-    """
+    """Largest absolute difference of a draft model's cache from a fresh forward, and the one that rounding allows."""
 
     largest: float
     allowed: float
 
 
 class Guesses:
-    """Keeps what a drafter proposes; engines are given `drafter`, alone or as a member.
+    """Records what a drafter proposes. Engines get `drafter`, by itself or as a member of a portfolio.
 
     Args:
-        drafter: is not changed.
         checks_caches: whether a draft model's caches are compared with fresh forwards.
 
     Attributes:
-        drafter: drafts as the given one does, watched.
-        of: the proposals of each request, in order.
+        of: the proposals of each request, by id, in order.
         caches: of a draft model, after each step in which it had drafted.
     """
 
@@ -104,11 +91,11 @@ class Guesses:
         def observe(batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
             drafter.observe(batch, outcomes)
             for request, outcome in zip(batch, outcomes, strict=True):
-                if outcome.tokens:  # else a part of a prompt, or an answer that ended at once
+                if outcome.tokens:  # otherwise a part of a prompt, or an answer that ended at once
                     self._note(request, outcome)
             self._asked.clear()
 
-        # What is asked of the given drafter needs the target that it is checked against, too.
+        # The given drafter's own `check` needs the target that it is checked against.
         self.drafter = altered(
             drafter, check=drafter.check, begin=begin, propose=propose, observe=observe, observes_lazily=False
         )
@@ -118,24 +105,23 @@ class Guesses:
         asked = request.id in self._asked
         guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, asked)
         self.of[request.id].append(guess)
-        # A draft made of the target has none of its own, and one in another process has it there.
+        # A draft made of the target has none of its own; a draft in another process has it there.
         for own in self._models:
             if (cache := own.caches[request.id]).length and len(outcome.proposal.tree):
                 self.caches.append(_cache_difference(own.model, cache, own.prefixes.text(request.id)))
 
 
 class DraftState(Check):
-    """Compares proposals of a drafter that lived through an answer with those of one that sees the text at once.
+    """Compares proposals of a drafter after many steps with those of a fresh drafter on the same text.
 
-    Greedy answers come about in batches, judged by comparison whatever the stack's rules; then, at places of each, a
-    new request with the text so far as its prompt must be guessed the same tree for. A draft model's cache is compared
-    with a forward over the same tokens, too. The time may be exceeded several times until one answer was looked at.
-    Members of a portfolio live through answers together and draft in turn, all that they may; each is then held
-    against a fresh one that drafts alone.
+    Greedy answers are generated in batches and verified by comparison, whatever the stack's rules are. Then,
+    at some positions of each answer, a new request with the text so far as its prompt must get the same proposed tree.
+    A draft model's cache is also compared with a forward over the same tokens. Members of a portfolio answer together
+    and draft in turn with their full budget; each is then compared with a fresh one that drafts by itself. The time may
+    be exceeded several times until one answer was compared.
 
-    It finds one thing for each drafter: HOLDS where all proposals are equal, else MEASURED, for answers stay exact;
-    DOES_NOT_APPLY where nothing was proposed; NOT_ENOUGH where nothing could be compared in time. Each may take the
-    check's whole time where that is left, and its part of what is left until the check's end where it is not.
+    One finding per drafter: HOLDS if all proposals are equal; MEASURED if not, because answers stay exact;
+    DOES_NOT_APPLY if nothing was proposed; NOT_ENOUGH if nothing could be compared in time.
     """
 
     part = Part.DRAFT_STATE
@@ -147,7 +133,7 @@ class DraftState(Check):
         findings = []
         for number, name in enumerate(names):
             tell = share_of(context.tell, number, len(names))
-            coming_s = context.end_s * (1.0 - 1.0 / (len(names) - number))  # of those that come later
+            coming_s = context.end_s * (1.0 - 1.0 / (len(names) - number))  # for the members after this one
             own = replace(context, stack=exact, tell=tell, ends=context.ends - coming_s)
             findings.append(self._of_member(own, name))
         return findings
@@ -172,16 +158,12 @@ class DraftState(Check):
 
 
 def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[None]:
-    """Answer prompts together, then look at one answer after another; a pause behind each.
+    """Generate answers to the prompts in one batch, then compare one answer after another; yields after each.
 
-    Args:
-        context: with the prompts.
-        name: of the drafter that is looked at, among those of the stack.
-        found: is added to.
-        deadline: when to give up.
+    Results for member `name` are added to `found`.
 
     Raises:
-        OutOfTimeError: what came before counts.
+        OutOfTimeError: earlier results are kept.
     """
     stack, group, options = context.stack, context.prompts, as_greedy(context.params)
     members = stack.drafter.members
@@ -192,7 +174,7 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
     found.caches += lived.caches
     fresh = Guesses(members[name])
     engine = stack.but(drafter=fresh.drafter, controller=None).engine(1)
-    # Requests are numbered as they are queued.
+    # Requests are numbered in the order in which they are queued.
     for number, (prompt, own) in enumerate(zip(group, sorted(lived.of), strict=False)):
         text = [*prompt, *answers[number].token_ids]
         limit = len(prompt) + options.max_tokens
@@ -202,7 +184,7 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
 
 
 def _some(guesses: Sequence[Guess]) -> list[Guess]:
-    """Some of an answer's proposals: the last, and others evenly spread."""
+    """Some proposals of an answer: the last one, and others evenly spaced."""
     count = min(_PLACES, len(guesses))
     return [guesses[len(guesses) - 1 - (i * len(guesses)) // count] for i in range(count)]
 
@@ -215,18 +197,13 @@ def _fresh_guess(
     options: SamplingParams,
     deadline: Deadline,
 ) -> Guess | None:
-    """What a new request proposes for a text; None if its first token is not the text's last one.
+    """What a new request proposes for a text; None if its first token is not the last token of the text.
 
-    Args:
-        engine: with the watched drafter.
-        fresh: its proposals.
-        text: at least 2 tokens; all but the last are the prompt, the prefill must give the last.
-        limit: tokens of prompt and answer of the lived request, which cuts proposals near its end.
-        options: greedy.
-        deadline: when to give up.
+    `text` has at least 2 tokens: a prompt, and the token that its prefill must choose. `limit` is the total length of
+    the original request, near which proposals are cut.
 
     Raises:
-        OutOfTimeError: it is over.
+        OutOfTimeError: the deadline is over.
     """
     prompt = list(text[:-1])
     request = engine.submit(prompt, replace(options, max_tokens=limit - len(prompt)))
@@ -242,16 +219,13 @@ def _fresh_guess(
 
 @dataclass
 class _Comparison:
-    """Proposals side by side.
+    """Counts of compared proposals.
 
     Attributes:
-        compared: pairs.
-        different: pairs of unequal trees.
-        skipped: places where the new request did not come to the same text.
-        nodes: drafted by (lived, fresh) drafters.
-        accepted: of these, on the way that the answer took.
+        skipped: positions where the new request did not reach the same text.
+        nodes: drafted nodes of the (original, fresh) drafters.
+        accepted: nodes on the path of the answer, of the (original, fresh) drafters.
         examples: the first few unequal pairs.
-        caches: of a draft model.
         out_of_time: whether the time was over before anything was compared.
     """
 
@@ -265,7 +239,7 @@ class _Comparison:
     out_of_time: bool = False
 
     def add(self, lived: Guess, fresh: Guess | None, text: Sequence[int]) -> None:
-        """Compare two proposals for one text; `text` goes on as the answer did."""
+        """Compare two proposals for one text; `text` is the whole answer with its prompt."""
         if fresh is None:
             self.skipped += 1
             return
@@ -282,17 +256,15 @@ class _Comparison:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Draft acceptance rates of the (lived, fresh) drafters at these places."""
+        """Draft acceptance rates of the (original, fresh) drafters at these positions."""
         lived, fresh = (a / max(n, 1) for a, n in zip(self.accepted, self.nodes, strict=True))
         return lived, fresh
 
     @property
     def broken_caches(self) -> int:
-        """Caches that differ by more than rounding."""
         return sum(each.largest > each.allowed for each in self.caches)
 
     def finding(self, drafter: str) -> Finding:
-        """What it says."""
         lived, fresh = self.rates
         rounding = bool(self.caches) and not self.broken_caches  # then differing proposals were near ties of the draft
         stale = self.broken_caches > 0 or (self.different > 0 and not rounding)
@@ -330,10 +302,10 @@ class _Comparison:
 
 @torch.inference_mode()
 def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> CacheDifference:
-    """How far a cache is from a forward over the tokens that it should hold.
+    """Compare a cache with a forward over the tokens that it should hold.
 
-    What lies behind the last token but one is cut by the next proposal, so it is not looked at; states that layers
-    carry are looked at where they are those behind that token.
+    Entries after the last token but one are not compared, because the next proposal cuts them. States that layers carry
+    are compared only if they are those after that token.
     """
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()

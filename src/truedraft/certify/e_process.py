@@ -1,15 +1,14 @@
-"""Tests of a stream of tokens that may be looked at at any time: e-processes over events that are fixed beforehand.
+"""E-processes over a stream of tokens: tests of events fixed beforehand, valid at any stopping time.
 
-For sets S_1, S_2, ... of tokens, each fixed before its token is seen, let X_i = 1 if token i lies in S_i, and p_i what
-the target's distribution gives to S_i after the text before it. If the tokens follow that, then for every l
+For sets S_1, S_2, ... of tokens, each fixed before its token is seen, let X_i = 1 if token i is in S_i, and p_i the
+target's probability of S_i after the text before it. If the tokens follow the target, then for every l
 
     product over i of exp(l X_i) / (1 + p_i (exp(l) - 1))
 
 is a martingale that starts at 1: the likelihood ratio of an excess (l > 0) or a lack (l < 0) of the event. So is the
-mean over several l, the e-process. By Ville's inequality it ever reaches 1/a with probability a at most, whatever the
-distributions, the number of tokens and the moment at which one stops: 1 over it is a p-value, without any
-approximation. Where token i may be off by rounding, |true p_i - p_i| <= e, ratios for p_i + e (or p_i - e) keep that
-true.
+mean over several l, the e-process. By Ville's inequality it ever reaches 1/a with probability at most a, whatever the
+distributions, the number of tokens and the stopping time: 1 over it is a p-value, without any approximation. If token i
+may be off by rounding, |true p_i - p_i| <= e, ratios for p_i + e (or p_i - e) keep that true.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from torch import Tensor
 from truedraft.certify.sampling import Scored
 
 ALARM, CERTAIN = 1e3, 1e6
-"""Evidence at which a check fails, and at which, if it comes again in another run, a deviation is called one."""
+"""Evidence at which a check fails, and at which a deviation that repeats in another run is certain."""
 _TILTS = tuple(sign * 2.0**power for sign in (1, -1) for power in range(3, -8, -1))
-"""The values of l."""
 _SUMMING = 2e-5
-"""How far a sum of float32 probabilities may be off."""
+"""Largest error of a sum of float32 probabilities."""
 ENOUGH = 0.06
-"""Total variation that must be detectable: controls are to be three times as large, and few reach more than 0.2."""
+"""Total variation that must be detectable: controls must be three times as large, and few exceed 0.2."""
 POWER = 0.99
-"""A smallest detectable deviation is found with this probability."""
+"""Probability with which a smallest detectable deviation is found."""
 POWER_SIGMAS = 2.3263478740408408  # of the normal distribution, for POWER
 _ROUNDS = 8
 _RANDOM_SETS = 32
@@ -44,16 +42,15 @@ _MOST_PLACES = 8
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """What came of one test.
+    """Result of one test.
 
     Attributes:
-        name: of the event.
-        tokens: how many were tested.
+        tokens: number of tested tokens.
         expected: sum of the event's probabilities.
-        observed: tokens for which it came about.
+        observed: number of tokens with the event.
         variance: sum of p_i (1 - p_i).
-        p_value: of "all tokens follow the target's distribution", for this test alone.
-        allowance: how far the distribution of a token may be off by rounding.
+        p_value: of "all tokens follow the target's distribution", for this test by itself.
+        allowance: largest error of a token's distribution by rounding (total variation).
     """
 
     name: str
@@ -66,15 +63,11 @@ class TestResult:
 
     @property
     def excess(self) -> float:
-        """How much more of a token's distribution the event has than it should, a fraction; negative if less."""
+        """Observed minus expected probability of the event, a fraction; negative if it is too rare."""
         return (self.observed - self.expected) / self.tokens if self.tokens else 0.0
 
     def smallest_detectable(self, false_alarm: float) -> float:
-        """The excess that this test, done at this level, finds with probability `POWER`, by the normal approximation.
-
-        Args:
-            false_alarm: level of this test, for instance the whole probability over the number of tests.
-        """
+        """The excess found at level `false_alarm` with probability `POWER`, by the normal approximation."""
         if not self.tokens:
             return 1.0
         target = math.log(len(_TILTS) / false_alarm)
@@ -82,28 +75,27 @@ class TestResult:
         excess, variance = 0.0, self.variance
         for _ in range(_ROUNDS):
             excess = (needed + POWER_SIGMAS * math.sqrt(variance)) / self.tokens
-            # Moved probabilities vary otherwise: p (1 - p) grows by the excess at most, and never beyond 1/4.
+            # Changed probabilities have another variance: p (1 - p) grows at most by the excess, and never beyond 1/4.
             variance = max(self.variance, min(self.tokens / 4, self.variance + excess * self.tokens))
         return min(1.0, excess + self.allowance)
 
     def least_excess(self, sigmas: float) -> float:
-        """How far the distribution is off at the least: the excess, so many standard deviations nearer to 0."""
+        """Lower bound of the distribution's error: the excess, moved by `sigmas` standard deviations toward 0."""
         if not self.tokens:
             return 0.0
-        # Of tokens that hardly ever come, those that came vary more than those that should have.
+        # For rare tokens the observed count has a larger variance than the expected one.
         spread = math.sqrt(max(self.variance, self.observed))
         return max(0.0, abs(self.excess) - sigmas * spread / self.tokens)
 
 
 class EProcess:
-    """Evidence to which sources add, each an e-process of its own: the weighted mean of theirs is one, too.
+    """Combined evidence of several e-processes: their weighted mean is an e-process, too.
 
-    Args:
-        shares: how much each source weighs, by its name; together whatever they are.
+    `shares` are the weights of the sources by name, which are normalized.
 
     Attributes:
-        most: the logarithm of the most that the mean ever came to: what Ville's inequality is about.
-        reached: of `ALARM` and `CERTAIN`, those that were reached, with what had been counted by then.
+        most: the logarithm of the maximum of the mean so far, to which Ville's inequality applies.
+        reached: those of `ALARM` and `CERTAIN` that were reached, with the count by then.
     """
 
     def __init__(self, **shares: float) -> None:
@@ -112,31 +104,28 @@ class EProcess:
         self.reached: dict[float, Any] = {}
 
     def mean(self, logs: Mapping[str, float]) -> float:
-        """The logarithm of the mean of e-values, whose logarithms are given."""
         weighed = [math.log(share) + logs[name] for name, share in self._shares.items()]
         return log_mean(torch.tensor(weighed, dtype=torch.float64)) + math.log(
             len(weighed) / sum(self._shares.values())
         )
 
     def see(self, logs: Mapping[str, float], counted: Any) -> None:
-        """Look at the evidence: the logarithm of each source's, and what was counted by then, as tokens."""
+        """Update with the logarithm of each source's e-value, and the current count, such as tokens."""
         self.most = max(self.most, self.mean(logs))
         for level in (ALARM, CERTAIN):
             if self.most >= math.log(level):
                 self.reached.setdefault(level, counted)
 
     def share(self, name: str) -> float:
-        """The part of the mean that a source has."""
         return self._shares[name] / sum(self._shares.values())
 
     @property
     def log10(self) -> float:
-        """The most that it ever came to, to the base ten."""
         return self.most / math.log(10.0)
 
 
 def log_mean(logs: Tensor) -> float:
-    """The logarithm of the mean of e-values, whose logarithms are given."""
+    """The logarithm of the mean of e-values, from their logarithms."""
     return float(torch.logsumexp(logs.flatten(), dim=0)) - math.log(logs.numel())
 
 
@@ -145,9 +134,9 @@ class EventTests:
 
     Args:
         names: of the tests.
-        allowance: e, how far the distribution of a token may be off by rounding (total variation). Where it is a mean
-            over tokens and no bound for each, the p-values hold to first order in l.
-        log_ratio: how far each log-probability may be off: then an event's odds are by twice as much at most.
+        allowance: e, the largest error of a token's distribution by rounding (total variation). If it is a mean over
+            tokens and not a bound for each, the p-values hold to first order in l.
+        log_ratio: largest error of each log-probability; an event's odds are then off by at most twice as much.
     """
 
     def __init__(self, names: Sequence[str], allowance: float = 0.0, log_ratio: float = 0.0) -> None:
@@ -159,13 +148,13 @@ class EventTests:
         self._sums = torch.zeros(4, len(self._names), dtype=torch.float64)  # tokens, expected, observed, variance
 
     def add(self, probs: Tensor, hits: Tensor, lost: float = 0.0) -> None:
-        """Go on with more tokens.
+        """Update with more tokens.
 
         Args:
-            probs: `[tokens, tests]`, float64: what the target gives to each token's event; negative where a test is not
-                about this token.
-            hits: `[tokens, tests]`, bool: whether the event came about.
-            lost: how much more than by rounding the distribution may be off here.
+            probs: `[tokens, tests]`, float64: the target's probability of each token's event; negative if a test does
+                not cover the token.
+            hits: `[tokens, tests]`, bool: whether the event occurred.
+            lost: further error of the distribution here, in addition to rounding.
         """
         self._lost = max(self._lost, lost)
         about = probs >= 0.0
@@ -179,13 +168,12 @@ class EventTests:
         self._sums += torch.stack([about.double().sum(0), p.sum(0), x.sum(0), (p * (1.0 - p)).sum(0)])
 
     def log_evidence(self) -> Tensor:
-        """The logarithm of each test's e-value so far, `[tests]`, float64; 0 of one that was about no token."""
+        """The logarithm of each test's e-value so far, `[tests]`, float64; 0 for a test without tokens."""
         return torch.logsumexp(self._logs, dim=0) - math.log(len(_TILTS))
 
     def results(self) -> list[TestResult]:
-        """What came of each test so far."""
         logs = self.log_evidence()
-        # Odds that move by a factor of e^d move no probability by more than d / 4.
+        # Odds that change by a factor of e^d change no probability by more than d / 4.
         allowance = self._allowance + self._odds / 4.0 + self._lost
         found = []
         for name, log, (tokens, expected, observed, variance) in zip(
@@ -196,22 +184,16 @@ class EventTests:
         return found
 
 
-# ---------------------------------------------------------------------------------------- the events
+# ---------------------------------------------------------------------------------------- events
 
 
 class TokenTests:
-    """Tests of the tokens of answers, one for each of `Events`.
-
-    Args:
-        vocab: size of the vocabulary.
-        batch: requests in a batch.
-        allowance: as of `EventTests`.
-        log_ratio: likewise.
+    """Tests of the tokens of answers, one for each of `Events`; `allowance` and `log_ratio` are as in `EventTests`.
 
     Attributes:
-        tokens: how many were tested.
-        impossible: tokens that the target gave no probability at all.
-        judged: tokens at nodes with a draft.
+        tokens: number of tested tokens.
+        impossible: number of tokens with target probability 0.
+        judged: number of tokens at nodes with a draft.
     """
 
     def __init__(self, vocab: int, batch: int = 1, allowance: float = 0.0, log_ratio: float = 0.0) -> None:
@@ -222,10 +204,8 @@ class TokenTests:
     def add(self, scored: Scored, where: Tensor | None = None, lost: float = 0.0) -> None:
         """Test the tokens of one answer.
 
-        Args:
-            scored: the answer.
-            where: `[tokens]`, bool: which of them count, chosen without a look at them; None is all.
-            lost: as of `EventTests.add`.
+        `where` `[tokens]`, bool, selects tokens without use of their values; None is all. `lost` is as in
+        `EventTests.add`.
         """
         if not len(scored.tokens):
             return
@@ -238,15 +218,13 @@ class TokenTests:
         self.judged += sum(one.q is not None or bool(one.candidates) for one in scored.decisions)
 
     def results(self) -> list[TestResult]:
-        """What came of each test so far."""
         return self._tests.results()
 
     def log_evidence(self) -> float:
-        """The logarithm of the mean of all tests' e-values."""
         return log_mean(self._tests.log_evidence())
 
     def smallest_detectable(self, false_alarm: float) -> float:
-        """The largest of what the tests over all tokens would have found; those over parts of them see less."""
+        """The largest detectable deviation of the tests over all tokens; tests of parts detect less."""
         results = self.results()
         whole = [test for test in results if test.tokens == self.tokens]
         return max(test.smallest_detectable(false_alarm / len(results)) for test in whole)
@@ -255,14 +233,10 @@ class TokenTests:
 class Events:
     """Sets of tokens for tests of a stream of emitted tokens.
 
-    A set may depend on everything before its token (text, distributions, what the drafter knew), never on the token.
-    What a drafter *drew* is no such thing, its distributions are, and deterministic candidates are. Under coupled noise
-    a tree is cut by the very noise that decides its tokens, and with it how deep an accepted path may go: then neither
-    is.
-
-    Args:
-        vocab: size of the vocabulary.
-        batch: requests in a batch; each of the first 8 places is also tested by itself.
+    A set may depend on everything before its token (text, distributions, the draft's information), never on the token.
+    It may not depend on what a drafter *drew*; its distributions and deterministic candidates are allowed. Under
+    coupled noise a tree, and so the depth of an accepted path, is cut by the same noise that decides its tokens: then
+    neither is allowed. Each of the first 8 places of a batch is also tested by itself.
     """
 
     def __init__(self, vocab: int, batch: int) -> None:
@@ -286,7 +260,6 @@ class Events:
 
     @property
     def names(self) -> list[str]:
-        """Of the tests."""
         deep = [
             f"{name}, {where}" for where in ("first of a step", "behind accepted tokens") for name in self._by_depth
         ]
@@ -294,11 +267,11 @@ class Events:
         return [*self._general, *deep, *(places if self._places > 1 else [])]
 
     def measure(self, scored: Scored) -> tuple[Tensor, Tensor]:
-        """What the target gives to the sets, and whether each token lies in them.
+        """The target's probability of each set, and whether each token is in it.
 
         Returns:
-            Probabilities `[tokens, tests]`, float64, -1 where a test is not about a token, and hits `[tokens, tests]`,
-            bool.
+            Probabilities `[tokens, tests]`, float64, -1 where a test does not cover a token, and hits `[tokens,
+            tests]`, bool.
         """
         probs = scored.probs
         tokens = torch.as_tensor(list(scored.tokens), device=probs.device)
@@ -335,7 +308,7 @@ class Events:
         return [(torch.stack(recent), seen[:, 0]), (torch.stack(last), seen[:, 1])]
 
     def _of_draft(self, scored: Scored) -> list[tuple[Tensor, Tensor]]:
-        """What the draft gives more than the target, the likeliest of it, and a half of what it gives less."""
+        """Tokens that the draft overrates, the most likely of it, and a half of those that it underrates."""
         chances = torch.full((3, len(scored.tokens)), -1.0, dtype=torch.float64)
         hits = torch.zeros(3, len(scored.tokens), dtype=torch.bool)
         for i, decision in enumerate(scored.decisions):
@@ -344,7 +317,7 @@ class Events:
                 p, token = scored.probs[i], int(scored.tokens[i])
                 over = q > p
                 first = decision.candidates[0] if decision.candidates else int(q.argmax())
-                # A recovered token comes from what is left of p, by a number that must not have judged before.
+                # A recovered token comes from the residual, by a number that must not have been used for acceptance.
                 left = (p - q).clamp_min_(0.0)
                 before = left.cumsum(dim=-1) - left
                 later = (2.0 * before >= left.sum()) & (p > q)
@@ -354,7 +327,7 @@ class Events:
         return list(zip(chances, hits, strict=True))
 
     def _draft_probs(self, scored: Scored, place: int) -> Tensor | None:
-        """The distribution of the draft at a token's node; of candidates, all of it on them."""
+        """The draft's distribution at a token's node; for candidates, an indicator."""
         decision, p = scored.decisions[place], scored.probs[place]
         if scored.coupled:
             return None
@@ -367,7 +340,7 @@ class Events:
         return chosen
 
     def _with_strata(self, chances: Tensor, hits: Tensor, scored: Scored) -> tuple[Tensor, Tensor]:
-        """The general tests, and some of them on a part of the tokens alone."""
+        """Append some of the general tests restricted to parts of the tokens."""
         deep = torch.tensor([decision.depth > 0 for decision in scored.decisions])
         columns = {name: number for number, name in enumerate(self._general)}
         by_depth = [columns[name] for name in self._by_depth]

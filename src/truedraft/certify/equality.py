@@ -1,10 +1,10 @@
-"""Greedy and seeded answers with speculation, held against plain decoding bit for bit.
+"""Greedy and seeded answers with speculation, compared bitwise with plain decoding.
 
-Where two answers part that must be equal, that is a near tie, which rounding may decide either way, or a fault. Both
-followed the same text up to that *divergence point*. The logits there are known, so it is known by how much they would
-have to move for the other token to be chosen: the *margin*. For greedy requests that is the difference of the two
-logits; for seeded ones the difference of log p + G, times the temperature. If rounding moves each logit by at most r,
-it moves a margin by at most 2 r.
+If two answers that must be equal diverge, that is a near tie, which rounding may decide either way, or a fault. Both
+follow the same text up to that *divergence point*. The logits there are known, and so is the *margin*: how far they
+would have to move for the other token to be chosen. For greedy requests it is the difference of the two logits; for
+seeded ones the difference of log p + G, times the temperature. If rounding moves each logit by at most r, it moves a
+margin by at most 2 r.
 
 Worked example: the logits of the two best tokens are 9.71 and 9.70, so the margin is 0.01. Shapes of plain decoding
 give logits there that differ by up to 0.006. A margin below 0.012 is a near tie, so this is one. With 0.004 in place of
@@ -46,29 +46,26 @@ from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
 
 _MOST_FAULTS = 4
-"""Faults that are traced; one is enough to fail, and a broken stack parts from plain decoding everywhere."""
+"""Maximum number of traced faults; one is enough to fail, and a broken stack diverges everywhere."""
 _ROUNDING_TEXTS = 8
 _ROUNDING_PLACES = 8
-"""Of each text. A text costs a dozen shapes of so many places, and a certificate with little time has one text."""
+"""Positions per text: few, because each text is computed in a dozen shapes, and a short certificate has one text."""
 _ROUNDING_SHARE = 0.15  # of the time
 _MOST_LOADING = 1.0 / 3.0  # of the time for a certificate
 _NEAR = 16
-"""Places up to the one in question over which rounding is measured; one place alone shows too few roundings."""
+"""Positions up to the divergence over which rounding is measured; one position shows too few roundings."""
 _HALVINGS = 60
 
 # ---------------------------------------------------------------------------------------- the check
 
 
 class Equality(Check):
-    """Compares answers with speculation, alone and in batches, with plain decoding's: tokens and reasons for the end.
+    """Compares tokens and finish reasons of answers with those of plain decoding, in batches of 1 and of `batch`.
 
-    Greedy answers are always compared; seeded ones where the options have a seed. Every divergence is traced to its
-    first differing token and is a near tie or a fault. Stop texts are left out: they act on tokens that are already
-    decided. Fewer prompts than the batch are repeated from later starts on; a batch of 1 leaves out what is the same
-    then. The time may be exceeded several times until the first batch of prompts is compared.
-
-    It finds what rounding was measured, then one finding for each kind of request and size of batch; NOT_ENOUGH where
-    the first batch was not compared in time.
+    Greedy answers are always compared, seeded ones if the options have a seed. Every divergence is traced to its first
+    differing token and is a near tie or a fault. Stop texts are left out, because they act on tokens that are already
+    decided. If there are fewer prompts than `batch`, they are repeated from later starts on. The time may be exceeded
+    several times until the first batch of prompts is compared; NOT_ENOUGH if it was not.
     """
 
     part = Part.EQUALITY
@@ -94,7 +91,7 @@ class Equality(Check):
                     f"{kind}, batch {size}, {label}",
                     stack,
                     "plain decoding's",
-                    least=size,  # fewer answers say nothing
+                    least=size,  # fewer answers are no evidence
                     dtype=label,
                 )
                 for size, comparison in answers.comparisons.items()
@@ -106,7 +103,7 @@ class Equality(Check):
         return findings
 
     def _rounding(self, context: Context, texts: Sequence[list[int]], label: str) -> Finding:
-        """What a measurement of rounding says by itself: drafted rows that leave plain ones by more are a fault."""
+        """The measured rounding; FAILS if drafted rows differ from plain ones by more."""
         rounding = measure_rounding(
             context.stack.target,
             sorted(texts, key=len, reverse=True)[:_ROUNDING_TEXTS],
@@ -122,13 +119,12 @@ class Equality(Check):
 
 
 class EqualityInFloat32(Check):
-    """The same of the same stack in float32, where rounding leaves the least room; nothing if that is what it is in.
+    """The same comparison for the stack in float32, where rounding is smallest. Omitted for a float32 stack.
 
     Args:
         load: makes that stack.
-        takes_s: about how long that takes, beside the check's share of the time; more than `_MOST_LOADING` of the whole
-            is left out.
-        whole_s: time for the certificate.
+        takes_s: estimated seconds of `load`, in addition to the check's share. The check does not apply if they are
+            more than `_MOST_LOADING` of `whole_s`.
     """
 
     part = Part.EQUALITY
@@ -157,7 +153,7 @@ def as_greedy(params: SamplingParams) -> SamplingParams:
 def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """At least `count` prompts: the given ones, then the same from their second token on, and so on.
 
-    Repeated prompts differ, since equal neighbours would hide it if one were answered with another's rows.
+    Repeated prompts differ, because equal neighbours would hide a mix-up of their rows.
     """
     found = [list(prompt) for prompt in prompts]
     for number in range(count - len(prompts)):
@@ -167,8 +163,6 @@ def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[in
 
 
 class _Answers:
-    """Answers of one kind, batch after batch, to the context's prompts with its options."""
-
     def __init__(self, context: Context) -> None:
         self._context, self._batch = context, context.batch
         self._prompts = enough_prompts(context.prompts, context.batch)
@@ -179,13 +173,12 @@ class _Answers:
         self.texts: list[list[int]] = []
 
     def compare(self, share: float, tell: Tell) -> None:
-        """Go on for so much of the context's time."""
         numbers = range(len(self._prompts))
         groups = [numbers[i : i + self._batch] for i in numbers[:: self._batch]]
         one_by_one(groups, self._context, share, self._compare_group, tell)
 
     def _compare_group(self, group: Sequence[int], deadline: Deadline) -> None:
-        """Each prompt plainly and by itself, then all of them together."""
+        """Compare each prompt by itself, then all of them in one batch."""
 
         def answers(engine: Engine, numbers: Sequence[int]) -> list[Answer]:
             prompts, each = [self._prompts[i] for i in numbers], [self._each[i] for i in numbers]
@@ -209,20 +202,17 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-# ---------------------------------------------------------------------------------------- answers side by side
+# ---------------------------------------------------------------------------------------- comparison of answers
 
 
 @dataclass
 class Comparison:
-    """Answers beside those that they must equal.
+    """Answers compared with the references that they must equal.
 
     Attributes:
         compared: tokens of the references.
-        answers: how many.
-        points: where answers parted, as far as that was traced.
-        untraced: divergences that were not, after several faults or because answers have no margins.
-        stats: counts of the answers.
-        warnings: of these.
+        points: traced divergences.
+        untraced: number of divergences that were not traced, after several faults or because answers have no margins.
     """
 
     compared: int = 0
@@ -239,18 +229,15 @@ class Comparison:
 
     @property
     def near_ties(self) -> list[DivergencePoint]:
-        """Those that it explains."""
         return [point for point in self.points if not point.fault]
 
     def add(self, expected: Answer, found: Answer, asked: Context, number: int, *, has_margins: bool = True) -> None:
         """Compare an answer with its reference.
 
         Args:
-            expected: the reference.
-            found: the other answer.
-            asked: the one prompt, the request's own options and the requests of a step where the other came about.
+            asked: the prompt, the request's own options and the batch size of the found answer.
             number: of the prompt.
-            has_margins: whether the request is greedy or seeded, without stop texts; of others a divergence is only
+            has_margins: whether the request is greedy or seeded, without stop texts; for others a divergence is only
                 counted.
         """
         self.answers += 1
@@ -267,16 +254,13 @@ class Comparison:
     def finding(
         self, part: Part, name: str, stack: Stack, others: str, *, least: int = 1, explained: float = 0.0, **facts: Any
     ) -> Finding:
-        """What is said of it.
+        """The finding for all comparisons.
 
         Args:
-            part: the heading.
-            name: what was compared.
-            stack: that answered.
-            others: whose answers these were compared with, in words.
-            least: fewer answers, or no token at all, say nothing.
-            explained: untraced divergences that rounding explains at most, where answers have no margins.
-            facts: beside its own.
+            others: what the answers were compared with, in words.
+            least: with fewer answers, or no token at all, there is not enough evidence.
+            explained: number of untraced divergences that rounding explains at most, where answers have no margins.
+            facts: further facts.
         """
         faults, near = self.faults, self.near_ties
         failures = [*self.warnings, *recovered(self.stats, stack.drafter.name)]
@@ -302,7 +286,6 @@ class Comparison:
         return Finding(part, name, status, f"{summary}.", {**self.as_dict(), **facts})
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON record."""
         return {
             "answers": self.answers,
             "tokens_compared": self.compared,
@@ -317,24 +300,22 @@ class Comparison:
         }
 
 
-# ---------------------------------------------------------------------------------------- where they part
+# ---------------------------------------------------------------------------------------- divergence points
 
 
 @dataclass(frozen=True, slots=True)
 class DivergencePoint:
-    """The first place where two answers to one request differ.
+    """The first position where two answers to one request differ.
 
     Attributes:
         prompt: number of the request's prompt.
-        position: tokens of the answers that are equal before it.
-        expected: token of the reference there; None where it had ended.
-        found: token of the other answer there; None where it had ended.
-        texts: what the two look like.
+        position: number of equal tokens before it.
+        expected: token of the reference there; None if it had ended.
+        found: token of the other answer there; None if it had ended.
         best: the two tokens with the largest logits there, and these logits.
-        margin: how far logits must move apart for the other token to be chosen; infinite where no move would do.
-        rounding: measured there; None where the place was not looked at.
+        margin: how far logits must move for the other token to be chosen; infinite if no move suffices.
+        rounding: measured there; None if it was not measured.
         fault: whether rounding does not explain it.
-        reason: why, in one sentence.
     """
 
     prompt: int
@@ -349,7 +330,6 @@ class DivergencePoint:
     reason: str
 
     def describe(self) -> str:
-        """In one line."""
         best = " and ".join(f"{token} ({logit:.5g})" for token, logit in self.best)
         return (
             f"prompt {self.prompt}, token {self.position}: {self.texts[1]} in place of {self.texts[0]}"
@@ -376,9 +356,9 @@ class DivergencePoint:
 
 
 def divergence_point(expected: Answer, found: Answer, asked: Context, number: int) -> DivergencePoint:
-    """Find and judge the first place where an answer leaves the reference; they differ.
+    """Find and judge the first position where an answer differs from the reference; they must differ.
 
-    Arguments as of `Comparison.add`; the target must decode plainly as it did for the reference.
+    Arguments are those of `Comparison.add`; the target must decode plainly as it did for the reference.
     """
     target, params, prompt = asked.stack.target, asked.params, asked.prompts[0]
     answers = expected, found
@@ -408,16 +388,13 @@ def divergence_point(expected: Answer, found: Answer, asked: Context, number: in
 
 
 def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection[int]) -> float:
-    """The least lead over all others that must be added to the logits of some tokens until one of them is chosen.
+    """The smallest amount that must be added to the logits `[vocab]` of some tokens until one of them is chosen.
 
-    Args:
-        row: logits `[vocab]`.
-        choose: from logits `[vocab]` in float64 to the token that they give.
-        tokens: ids.
+    `choose` maps logits `[vocab]` in float64 to a token.
 
     Returns:
-        0 if one of them is chosen as it is; infinite where no lead would do. Found by halving, so that it is right
-        also where top-k, top-p or min-p keep a token out.
+        0 if one of them is chosen already; infinite if no amount suffices. Found by bisection, so that it is right also
+        if top-k, top-p or min-p removes a token.
     """
     logits = row.double()
     places = torch.tensor(sorted(tokens), dtype=torch.int64, device=row.device)
@@ -444,7 +421,7 @@ def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection
 
 
 def chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Tensor], int]:
-    """What a greedy or seeded request makes of logits at a position."""
+    """The function from logits at a position to the token that a greedy or seeded request chooses."""
     if params.greedy:
         return lambda logits: int(most_likely(logits[None]))
     assert params.seed is not None
@@ -479,7 +456,6 @@ def _token_at(answer: Answer, place: int) -> int | None:
 
 
 def _stops(target: LanguageModel, params: SamplingParams) -> set[int]:
-    """Ids that end an answer."""
     return set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_token_ids))
 
 

@@ -1,7 +1,7 @@
-"""The rule in exact sums: the distribution of what it emits on tiny worlds, compared with the target's.
+"""Exact sums of a rule's output distribution on tiny worlds, compared with the target's.
 
-First the rule's kernels, then the batched code that ships, at a noise value in every decision cell. What users run is
-thereby tied to the kernels, and both to the target's distribution, to the rounding of float64.
+First the rule's kernels, then the shipped batched code at a noise value in every decision cell. This ties the shipped
+code to the kernels, and both to the target's distribution, up to the rounding of float64.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from truedraft.verification import CoupledSampling, Rule
 from truedraft.verification.exact import distance, emitted_dist, target_dist
 
 TOLERANCE = 1e-12
-"""Total variation that rounding in float64 may make; measured ones are about a thousandth of it."""
+"""Total variation allowed for rounding in float64; measured values are about a thousandth of it."""
 _TOGETHER = 64
-"""About how many proposals are judged in one batch."""
+"""Approximate number of proposals that are verified in one batch."""
 
 
 class Exact(Check):
-    """Checks the stack's rules, for the kinds of draws that its drafter makes, in sums over all that chance decides.
+    """Checks the stack's rules, for the draw kinds of its drafter, in sums over all random outcomes.
 
-    Coupled draws, if the rule does not judge them, are left to the coupled rule, as engines do; it is checked where it
-    judges greedy or seeded requests. A lossy rule is measured, at temperature 0 its greedy form. What ships is asked
-    on the target's device. It takes its own time.
+    Coupled draws that the rule does not support are left to the coupled rule, as in engines, which is checked if it
+    serves greedy or seeded requests. A lossy rule is measured, at temperature 0 in its greedy form. The shipped code
+    runs on the target's device. The check ignores its time limit.
 
     Raises:
-        IncompatibleRuleError: the rule cannot judge such draws.
+        IncompatibleRuleError: the rule does not support such draws.
     """
 
     part = Part.EXACT
@@ -71,7 +71,7 @@ class Exact(Check):
         findings = []
         for number, job in enumerate(jobs):
             findings += job(share_of(context.tell, number, len(jobs)))
-            context.tell((number + 1) / len(jobs))  # also where a failure ended it early
+            context.tell((number + 1) / len(jobs))  # also if a failure ended it early
         return findings
 
 
@@ -79,7 +79,7 @@ class Exact(Check):
 
 
 def _kernel(rule: Rule, worlds: Sequence[World], tell: Tell, prefix: str = "") -> Finding:
-    """Whole answers, whole step after whole step, by recursion over the kernels."""
+    """Whole answers, step after step, by recursion over the kernels."""
     answers, worst = 0, _Largest()
     for number, world in enumerate(worlds):
         expected = target_dist(world.target.probs, world.length)
@@ -91,13 +91,11 @@ def _kernel(rule: Rule, worlds: Sequence[World], tell: Tell, prefix: str = "") -
     return Finding(Part.EXACT, f"{prefix}kernel", _status(worst.distance), summary, facts)
 
 
-# ---------------------------------------------------------------------------------------- the code that ships
+# ---------------------------------------------------------------------------------------- shipped code
 
 
 @dataclass(slots=True)
 class _Largest:
-    """The largest distance so far, and the world where it was found."""
-
     distance: float = 0.0
     world: World | None = None
 
@@ -110,7 +108,7 @@ class _Largest:
         return f" ({self.world.name})" if self.world is not None and self.fails else ""
 
     def see(self, distance: float, world: World) -> None:
-        # Not a number is as bad as can be, and must not be lost in a comparison.
+        # NaN is the worst value, and must not be lost in a comparison.
         if not distance <= self.distance:
             self.distance, self.world = distance, world
 
@@ -119,23 +117,17 @@ class _Largest:
 
 
 Listed = tuple[World, list[Case]]
-"""A world and all its proposals."""
 
 
 @dataclass(slots=True)
 class _Judged:
-    """What came of judging proposals in every cell.
+    """Totals of judging proposals in every cell.
 
     Attributes:
-        rule: that judged.
-        device: where.
-        proposals: how many.
-        cells: how many they have.
-        kernel: distance of verdicts from what the kernels say.
-        target: distance of answers from the target's distribution; the target goes on after the step.
-        moved: share of noise in cells that are none.
-        distances: of each world's answers.
-        compared: proposals of which the kernels say all.
+        kernel: distance of verdicts from the kernels' distributions.
+        target: distance of answers, continued by the target, from its distribution.
+        moved: share of noise in cells in which the verdict changes.
+        compared: number of proposals with a verdict distribution that the kernels determine.
     """
 
     rule: Rule
@@ -149,7 +141,7 @@ class _Judged:
     compared: int = 0
 
     def worlds(self, worlds: Sequence[World], tell: Tell) -> Iterator[int]:
-        """Judge batch after batch; gives how many worlds are done."""
+        """Judge batch after batch; yields the number of finished worlds."""
         done = 0
         for batch in _batches(worlds):
             self._judge(batch)
@@ -158,7 +150,6 @@ class _Judged:
             yield done
 
     def _judge(self, batch: Sequence[Listed]) -> None:
-        """All proposals of some worlds side by side in one batch."""
         cases = [case for _, own in batch for case in own]
         cells = decision_cells(self.rule, cases, self.device)
         probs = iter(probs_of(cells, len(cases)))
@@ -191,7 +182,7 @@ class _Judged:
 
 
 def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell) -> Finding:
-    """Shipped verdicts against the kernels, and answers against the target's distribution; stops at a failure."""
+    """Compare shipped verdicts with the kernels, and answers with the target's distribution; stops at a failure."""
     name, judged = "batched code, every decision cell", _Judged(rule, device)
     parts = (judged.kernel, judged.target, judged.moved)
     for done in judged.worlds(worlds, tell):
@@ -211,7 +202,7 @@ def _what_failed(judged: _Judged) -> str:
 
 
 def _batches(worlds: Sequence[World]) -> Iterator[list[Listed]]:
-    """Worlds over one vocabulary, of several shapes, with some dozens of proposals together."""
+    """Batches of worlds over one vocabulary, of several shapes, with some dozens of proposals."""
     for _, group in itertools.groupby(worlds, key=lambda world: world.target.vocab):
         batch: list[Listed] = []
         for world in group:
@@ -224,7 +215,7 @@ def _batches(worlds: Sequence[World]) -> Iterator[list[Listed]]:
 
 
 def _composes(rule: Rule, case: Case) -> bool:
-    """Whether the kernels say what becomes of a proposal: not where a rule chooses among whole paths."""
+    """Whether the kernels determine the verdict distribution: not if a rule chooses among whole paths."""
     if rule.by_groups:
         return True
     children = case.proposal.tree.shape.children
@@ -235,7 +226,7 @@ def _composes(rule: Rule, case: Case) -> bool:
 
 
 def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell) -> Finding:
-    """How far answers are from the target's distribution, by what ships, which must do what its kernels say."""
+    """Distance of shipped answers from the target's distribution; verdicts must match the kernels."""
     name, judged = "distance on tiny worlds", _Judged(rule, device)
     drafted = [world for world in worlds if world.plans] or worlds
     for _ in judged.worlds(drafted, tell):
@@ -257,7 +248,7 @@ def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell
 
 
 def _coupled(rule: Rule, device: torch.device, tell: Tell) -> list[Finding]:
-    """What follows argmax(log p + G), case by case and in distribution, and the argmax where there is no noise."""
+    """Compare the rule with argmax(log p + G), case by case and in distribution, and with argmax without noise."""
     sampled, greedy = _Followed("coupled walks"), _Followed("greedy walks")
     for number, asked in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch
         found = disagreements(rule, asked, device)
@@ -280,7 +271,7 @@ def _coupled(rule: Rule, device: torch.device, tell: Tell) -> list[Finding]:
 
 @dataclass(slots=True)
 class _Followed:
-    """Cases that were judged, and those that were judged otherwise than by plain Python."""
+    """Number of judged cases, and those with a verdict other than plain Python's."""
 
     name: str
     cases: int = 0

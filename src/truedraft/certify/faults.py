@@ -1,8 +1,8 @@
-"""The faults that are known: what each does to the distribution of a token, by name, and how it is planted.
+"""Known faults of samplers: the effect of each on the distribution of a token, by name, and how to plant it.
 
-What published samplers did wrong. A fault of judging drafts has a closed form, so that one knows how large a fault a
-test was shown, can bet on it, and names it where tokens are likeliest under it. Some are planted around the user's own
-rule, drafter and target, each of which changes one thing about the part that it breaks.
+These are faults of published samplers. A fault of verification has a closed form, so that the size of a planted fault
+is known, and a test can bet on it and name it if tokens are most likely under it. Some are planted around the user's
+own rule, drafter or target, each with one change to the part that it breaks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ if TYPE_CHECKING:
     from truedraft.certify.samplers.worlds import SamplerWorld
 
 Given = tuple[Proposal, Tensor, Noise]
-"""What a rule is given of one request."""
-
 # ------------------------------------------------------------------------------------------------ faults of rules
 
 
 def accepts_always(rule: Rule) -> Rule:
-    """Keeps the first drafted path whole, whatever the target says; then a bonus token."""
+    """Accepts the first drafted path whatever the target's distribution is; then a bonus token."""
 
     def last(p: Tensor, noise: Noise, depth: int) -> int:
         return _drawn(p, noise.uniform(Purpose.BONUS, depth))
@@ -48,7 +46,7 @@ def accepts_always(rule: Rule) -> Rule:
 
 
 def coupled_accepts_always() -> Rule:
-    """The same for greedy and seeded requests."""
+    """`accepts_always` for greedy and seeded requests."""
 
     def accepting(rule: Rule) -> Rule:
         def last(p: Tensor, noise: Noise, depth: int) -> int:
@@ -61,7 +59,7 @@ def coupled_accepts_always() -> Rule:
 
 
 def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
-    """A rule that keeps first paths; `last` gives the token behind one, by p `[1, vocab]` there, noise and depth."""
+    """A rule that accepts first paths; `last` gives the token after one, from p `[1, vocab]` there, noise and depth."""
 
     def judged(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
@@ -76,7 +74,7 @@ def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
 
 
 def residual_is_target(rule: Rule) -> Rule:
-    """After a rejection draws from p, not from norm(max(0, p - q)): by the same number, so all else is right."""
+    """After a rejection draws from p, not from norm(max(0, p - q)), with the same number, so that all else is right."""
 
     def redrawn(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
         if verdict.final is not Origin.RECOVERED:
@@ -89,7 +87,7 @@ def residual_is_target(rule: Rule) -> Rule:
 
 
 def judges_another_temperature(rule: Rule, temperature: float) -> Rule:
-    """Judges q at a temperature at which it was not drawn."""
+    """Judges q at another temperature than it was drawn at."""
 
     def wrong(own: Proposal, probs: Tensor, noise: Noise) -> Given:
         changed = None if own.probs is None else forms.at_temperature(temperature, own.probs)
@@ -113,7 +111,7 @@ def _with_noise(rule: Rule, wrong: Callable[[Noise], Noise]) -> Rule:
 
 
 def judging(rule: Rule, judged: Callable[[Verdict, Proposal, Tensor, Noise], Verdict]) -> Rule:
-    """A rule whose verdicts are changed by a function of each, and of the proposal, probs and noise of its request."""
+    """A rule with verdicts changed by a function of each, and of its request's proposal, probs and noise."""
 
     def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         verdicts = rule.verify(proposals, probs, noise)
@@ -123,7 +121,7 @@ def judging(rule: Rule, judged: Callable[[Verdict, Proposal, Tensor, Noise], Ver
 
 
 def given_another(rule: Rule, changed: Callable[[Proposal, Tensor, Noise], Given]) -> Rule:
-    """A rule that is given other proposals, probs or noise than the engine made."""
+    """A rule that receives other proposals, probs or noise than the engine made."""
 
     def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         given = [changed(*each) for each in zip(proposals, probs, noise, strict=True)]
@@ -133,13 +131,12 @@ def given_another(rule: Rule, changed: Callable[[Proposal, Tensor, Noise], Given
 
 
 class _AtOtherKeys:
-    """Noise that reads another's numbers at keys that are not asked for.
+    """Noise that reads another noise's numbers at wrong keys.
 
     Args:
-        inner: has the numbers.
-        recovered: whose numbers draw recovered tokens.
-        gumbel_depths: times the depth that Gumbel noise is asked for at, the depth where it is read.
-        deeper: is added to it.
+        recovered: the purpose with the numbers for recovered tokens.
+        gumbel_depths: factor of the depth at which Gumbel noise is read.
+        deeper: is added to that depth.
     """
 
     def __init__(
@@ -157,7 +154,7 @@ class _AtOtherKeys:
         return self._inner.gumbel(depth * self._depths + self._deeper, vocab, device)
 
     def inside(self, turn: int, depth: int) -> Noise:
-        return self._inner.inside(turn, depth)  # what is broken is the noise of verdicts
+        return self._inner.inside(turn, depth)  # only the noise of verdicts is broken
 
 
 def _drawn(p: Tensor, number: float) -> int:
@@ -169,17 +166,17 @@ def _drawn(p: Tensor, number: float) -> int:
 
 
 def next_id(vocab: int) -> Drafter:
-    """Guesses the id behind the last token's, which is hardly ever right: for targets that their drafts never miss."""
+    """Guesses the last token's id plus 1, which is almost always wrong: for targets that their drafts never miss."""
     return ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % vocab]], depth=1, nodes=1)
 
 
 def hides_unlikely_draws(drafter: Drafter, least: float) -> Drafter:
-    """Looks at the first token drawn and shows the proposal only if the draft was sure: a choice after the draw."""
+    """Shows a proposal only if the first drawn token was likely under the draft: a choice after the draw."""
     return _showing_where(drafter, lambda own: _first_probability(own) >= least)
 
 
 def loses_what_it_drew(drafter: Drafter) -> Drafter:
-    """As a drafter that fails at odd ids that it drew, in an engine that goes on without its proposal then."""
+    """Like a drafter that fails at odd ids that it drew, in an engine that continues without its proposal then."""
     return _showing_where(drafter, lambda own: own.tree.host_ids[own.draws[0][0].child] % 2 == 0)
 
 
@@ -200,7 +197,7 @@ def loses_last_accepted(model: LanguageModel) -> LanguageModel:
     """Off by one in the target's cache: the keys and values of the last accepted token are those of the one before."""
 
     def wrong(cache: RequestCache, path: Sequence[int]) -> Sequence[int]:
-        return (*path[:-1], path[-2]) if cache.length and len(path) > 1 else path  # a prompt is kept rightly
+        return (*path[:-1], path[-2]) if cache.length and len(path) > 1 else path  # a prompt is kept correctly
 
     return commits_wrongly(model, wrong)
 
@@ -208,12 +205,7 @@ def loses_last_accepted(model: LanguageModel) -> LanguageModel:
 def commits_wrongly(
     model: LanguageModel, wrong: Callable[[RequestCache, Sequence[int]], Sequence[int]]
 ) -> LanguageModel:
-    """A target whose caches keep other entries than they are told to.
-
-    Args:
-        model: whose caches they are.
-        wrong: from a cache and the path that is to be kept to the one that is.
-    """
+    """A target with caches that keep `wrong` of a cache and the requested path."""
 
     def new_cache() -> RequestCache:
         cache = model.new_cache()
@@ -222,27 +214,27 @@ def commits_wrongly(
         return cache
 
     def release_cache(cache: RequestCache) -> None:
-        vars(cache).pop("commit", None)  # given back as it was, under another such target too
+        vars(cache).pop("commit", None)  # restored, also under another such target
         model.release_cache(cache)
 
     return altered(model, new_cache=new_cache, release_cache=release_cache)
 
 
-# ----------------------------------------------------------------------------------------------------- the catalogue
+# ----------------------------------------------------------------------------------------------------- catalogue
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault that is known.
+    """A known fault.
 
     Attributes:
-        name: what is wrong, in a few words; several can be the same fault in other measures.
+        name: what is wrong, in a few words; several faults of different size may share it.
         detail: how, or how much.
-        form: what it does at a node with one draft; None where that is another's affair than the judge's.
-        plant: makes the broken stack of one that drafts one token a step; None where none is made.
-        needs_draw: whether it shows only where drafts are drawn from a distribution.
-        behind: what it does to the token behind an accepted one, from p `[vocab]` before that, that, and p behind it.
-        joint: the probability of each cell of a world of samplers `[cells]`, float64; None where `form` says it.
+        form: its effect at a node with one draft; None if it is not in verification.
+        plant: makes the broken stack from one that drafts one token a step; None if it cannot be planted.
+        needs_draw: whether it shows only if drafts are drawn from a distribution.
+        behind: its effect on the token after an accepted one, from p `[vocab]` before that one, its id, and p after it.
+        joint: the probability of each cell of a sampler world `[cells]`, float64; None if `form` determines it.
     """
 
     name: str
@@ -254,13 +246,12 @@ class Fault:
     joint: Callable[[SamplerWorld], Tensor] | None = None
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """The distributions `[..., vocab]` that tokens follow at nodes with a draft from q, p being the target's."""
+        """The token distributions `[..., vocab]` at nodes with a draft from q, where p is the target's."""
         assert self.form is not None
         kept, recovered = self.form(p, q)
         return kept + recovered
 
     def planted(self, stack: Stack) -> Stack:
-        """The broken stack of one that drafts one token a step."""
         assert self.plant is not None
         return self.plant(stack)
 
@@ -308,7 +299,7 @@ def draft_judged_at(temperature: float) -> Fault:
 
 
 def dropped_below(least: float) -> Fault:
-    """A choice after seeing the draw: drafts are shown only where their draft was sure."""
+    """A choice after seeing the draw: drafts are shown only if they were likely under the draft."""
     return Fault(
         "drafted tokens of low q are dropped",
         f"below {least:g}, and p is drawn from",
@@ -349,7 +340,7 @@ def _target_judged_at(temperature: float) -> Fault:
 
 
 def faults_of_judging() -> list[Fault]:
-    """Those that a rejection sampler can have, which sees p and q alone."""
+    """Possible faults of a rejection sampler, which sees only p and q."""
     much, little = zip(*map(_accepts, (0.5, 0.8, 0.95)), strict=True)
     temperatures, thresholds = (2.0, 1.25, 0.8, 0.5), (0.1, 0.2, 0.3, 0.5)
     residual, low, after = L.residual, torch.minimum, forms.after

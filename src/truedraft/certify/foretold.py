@@ -1,4 +1,4 @@
-"""What a certificate can show in its time: told before it begins, by a trial of the very stack."""
+"""Prediction of what a certificate can show in its time, from a trial of the stack before it begins."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from truedraft.certify.equality import Equality, as_greedy
 from truedraft.certify.sampling import beginnings, scored_answers
 from truedraft.certify.statistics import FALSE_ALARM, TOKENS_SHARE, Statistics
 
-_TRIED = 16  # tokens of an answer of a trial
+_TRIED = 16  # tokens of a trial's answer
 _MINUTE = 60.0
 
 
 def foretold(context: Context, seconds: float) -> str:
-    """A sentence: the measured rate, how much is looked at in the time, and what would be found.
-
-    Args:
-        context: the stack, prompts and options.
-        seconds: for the certificate.
-    """
+    """A sentence with the measured rate, the number of tokens in `seconds`, and the detectable deviation."""
     if context.params.greedy:
         rate = _compared_per_s(context)
         tokens = int(rate * Equality.share * seconds)
@@ -47,21 +42,21 @@ def foretold(context: Context, seconds: float) -> str:
 
 
 def detectable(tokens: int, context: Context) -> float:
-    """The total variation that the tests of so many tokens find, on the events that vary most."""
+    """The total variation that tests of so many tokens detect, on the events with the largest variance."""
     tests = len(Events(context.stack.target.vocab_size, context.batch).names)
     whole = TestResult("", tokens, tokens / 2, tokens // 2, tokens / 4, 1.0)
     return whole.smallest_detectable(FALSE_ALARM / tests)
 
 
 def _tested_per_s(context: Context) -> float:
-    """Tokens that are answered, and whose distributions are computed, in a second."""
+    """Tokens per second that are generated and have their distributions computed."""
     prompts, length = beginnings(context.prompts, _TRIED, len(context.prompts)), min(_TRIED, context.params.max_tokens)
     answers = scored_answers(context.stack, prompts, context.params, context.batch, length=length)
     return _per_s(lambda: sum(len(scored.tokens) for scored in next(answers)))
 
 
 def _compared_per_s(context: Context) -> float:
-    """Tokens that are answered plainly and again with speculation in a second."""
+    """Tokens per second that are generated plainly and again with speculation."""
     options = open_ended(as_greedy(context.params), min(_TRIED, context.params.max_tokens))
     prompt = [list(context.prompts[0])[:_TRIED]]
     engines = [context.stack.plain(1), context.stack.engine(1)]
@@ -69,7 +64,7 @@ def _compared_per_s(context: Context) -> float:
 
 
 def _per_s(trial: Callable[[], int]) -> float:
-    """Tokens of a trial in a second; the first of two makes what is made once."""
+    """Tokens of a trial per second; the first of two trials is a warm-up."""
     trial()
     began = common.now()
     return trial() / max(common.now() - began, 1e-9)

@@ -1,4 +1,4 @@
-"""One request asked in many ways: alone, beside others, streamed, cancelled and repeated, with other budgets."""
+"""One request repeated in several ways: by itself, in a batch, streamed, after a cancel, with other budgets."""
 
 from __future__ import annotations
 
@@ -29,28 +29,24 @@ from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.policy import Controller, Decision, FixedBudget, RequestView
 
 _LEAST_TOGETHER = 3
-"""A request and two neighbours, also where the user asks for one request at a time."""
+"""A request and two neighbours, even if the user's batch is smaller."""
 _BUDGETS = "with other budgets"
 _DECISIONS = 64.0
-"""How many draws and comparisons may stand behind one sampled token, generously; each may be decided by rounding."""
-
 Way = Callable[[Sequence[int], SamplingParams, int], Answer]
 """From a prompt, its options and its number to the answer."""
 
 
 class Invariance(Check):
-    """Asks requests by the same noise in many ways, and compares tokens and reasons for the end.
+    """Repeats requests with the same noise in several ways, and compares tokens and finish reasons.
 
     Greedy and seeded answers must also be the same with other budgets. Tokens of a sampled request without a seed may
-    change with its budgets, for another draw then decides; its distribution may not, which the statistics test. So such
-    requests are asked with budgets that hang on nothing but their own steps, whatever the stack's controller, each by
-    an engine of its own whose first noise they get. Stop texts are left out. Divergences of greedy and seeded requests
-    are near ties or faults. Others hang on many draws and have no margin; where rows are not bitwise equal, divergences
-    are counted against a bound on what rounding does.
+    change with its budgets, because another draw then decides; its distribution may not, which the statistics test. So
+    the budgets of such requests depend only on their own steps, whatever the stack's controller is, and each request
+    gets the first noise of its own engine. Stop texts are left out. Divergences of greedy and seeded requests are near
+    ties or faults. Others depend on many draws and have no margin; if rows are not bitwise equal, their divergences are
+    counted against a bound on the effect of rounding.
 
-    The other prompts serve as neighbours; at least three requests stand together. The time may be exceeded several
-    times until one prompt was asked in all ways. It finds one thing for each way; NOT_ENOUGH where no answer could be
-    compared in time.
+    At least three requests run together. The time may be exceeded several times until one prompt was run in all ways.
     """
 
     part = Part.INVARIANCE
@@ -72,10 +68,9 @@ class Invariance(Check):
 
 
 class AlternatingBudget(Controller):
-    """Nothing, one token, the drafter's own limits, and again: a request's own target calls say which."""
+    """Cycles through no draft, one token and the drafter's own limits, by the request's own number of target calls."""
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        """For each the budget whose turn it is; neighbours do not change it."""
         return [_alternating(view) for view in views]
 
 
@@ -85,8 +80,6 @@ def _alternating(view: RequestView) -> Decision:
 
 
 class _Asking:
-    """The ways, and what came of each."""
-
     def __init__(self, context: Context) -> None:
         self._prompts = [list(prompt) for prompt in context.prompts]
         self._batch, self._params, self._seconds = context.batch, context.params, context.seconds
@@ -104,14 +97,14 @@ class _Asking:
                 self._ways[name] = partial(self._ask, self._stack.but(controller=controller))
         self._comparisons = {name: Comparison() for name in self._ways}
         self._texts: list[list[int]] = []
-        self._largest: float | None = None  # difference between logits of one text, once that is measured
+        self._largest: float | None = None  # difference between logits of one text, once measured
         self._deadline = Deadline(math.inf)
 
     def compare(self, number: int, deadline: Deadline) -> None:
-        """Ask one prompt in all ways.
+        """Run one prompt in all ways.
 
         Raises:
-            OutOfTimeError: what came before counts.
+            OutOfTimeError: earlier results are kept.
         """
         self._deadline = deadline
         prompt = self._prompts[number]
@@ -128,7 +121,6 @@ class _Asking:
         return stack.engine(batch, stack.entropy + number)
 
     def _ask(self, stack: Stack, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
-        """The answer, or how it failed."""
         engine = self._engine(stack, 1, number)
         request = _prepared(engine, prompt, own)
         with _queue(engine) as queue:
@@ -136,7 +128,6 @@ class _Asking:
             return self._finished(request, engine)
 
     def _neighbours(self, number: int, engine: Engine, which: Sequence[int], queue: Callable[[Request], None]) -> None:
-        """Queue other requests, of other lengths and with other options; who sits where changes with the prompt."""
         others = _other_options(self._params, lossless=self._stack.rule.lossless)
         for place in which:
             options = replace(
@@ -146,7 +137,7 @@ class _Asking:
             queue(_prepared(engine, self._prompts[(number + 1 + place) % len(self._prompts)], options))
 
     def _beside(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
-        """Some neighbours are at work when the request comes, others come later."""
+        """Some neighbours run before the request, others come later."""
         half, engine = self._batch // 2, self._engine(self._stack, self._batch, number)
         request = _prepared(engine, prompt, own)
         with _queue(engine) as queue:
@@ -159,7 +150,7 @@ class _Asking:
             return self._finished(request, engine)
 
     def _streamed(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
-        """The pieces must also add up to the answer that comes with the last of them."""
+        """The pieces must also concatenate to the answer that comes with the last of them."""
         pieces: list[Piece] = []
         for piece in self._engine(self._stack, 1, number).stream(list(prompt), own, scope=object()):
             pieces.append(piece)
@@ -174,7 +165,6 @@ class _Asking:
         return replace(answer, token_ids=tokens)
 
     def _cancelled(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
-        """Cancelled half-way, asked again while others run."""
         engine = self._engine(self._stack, self._batch, number)
         again, first = (_prepared(engine, prompt, own) for _ in range(2))
         with _queue(engine) as queue:
@@ -187,13 +177,11 @@ class _Asking:
             return self._finished(again, engine)
 
     def _finished(self, request: Request, engine: Engine) -> Answer:
-        """Step until a request is over."""
         while request.finish_reason is None:
             self._deadline.step(engine)
         return answer_of(request)
 
     def findings(self) -> list[Finding]:
-        """One for each way."""
         found = [self._finding(name, comparison) for name, comparison in self._comparisons.items()]
         if not self._has_margins:
             sentence = "Different budgets may change the tokens of requests without a seed, but not their distribution."
@@ -209,11 +197,11 @@ class _Asking:
         return comparison.finding(Part.INVARIANCE, name, self._stack, others, explained=explained)
 
     def _explained(self, tokens: int) -> float:
-        """Most divergences of sampled answers that rounding is blamed for; 0 where rows are bitwise equal.
+        """Largest number of divergences of sampled answers that rounding explains; 0 if rows are bitwise equal.
 
         If logits move by r, each probability moves by a factor of at most exp(2 r / temperature), so each of a token's
-        decisions falls out otherwise with a probability near 2 r / temperature. Above the sum of these, six standard
-        deviations and three are allowed: a false alarm below 1e-6, as sums of rare events go.
+        decisions changes with a probability near 2 r / temperature. Adding six standard deviations and three gives a
+        false alarm below 1e-6.
         """
         drafts = [member.model for member in self._stack.drafter.members.values()]
         models = [model for model in (self._stack.target, *drafts) if model is not None]
@@ -235,7 +223,7 @@ def _controllers(limits: Budget) -> dict[str, Controller]:
 
 
 def _other_options(params: SamplingParams, *, lossless: bool) -> list[SamplingParams]:
-    """Options that neighbours of a request have; under a lossy rule none has a seed."""
+    """Options of a request's neighbours; under a lossy rule none has a seed."""
     seed = numbered(replace(params, seed=params.seed or 0), 1_000_003).seed if lossless else None
     warm = 1.5 if params.greedy else 2.0 * params.temperature
     return [
@@ -248,13 +236,12 @@ def _other_options(params: SamplingParams, *, lossless: bool) -> list[SamplingPa
 
 
 def _prepared(engine: Engine, prompt: Sequence[int], own: SamplingParams) -> Request:
-    """A request that shares nothing: drafters that learn from answers know none of those that it is compared with."""
+    """A request with its own scope, so that learning drafters have not seen the answers that it is compared with."""
     return engine.prepare(list(prompt), own, scope=object())
 
 
 @contextmanager
 def _queue(engine: Engine) -> Iterator[Callable[[Request], None]]:
-    """Queues requests; whatever becomes of the way that they are asked in, they end with it."""
     requests: list[Request] = []
 
     def queue(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""How far a lossy rule's answers are from the target's distribution: what its verdicts say, and seen from outside."""
+"""Distance of a lossy rule's answers from the target's distribution: by its own verdicts, and by tests of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from truedraft.certify.e_process import TokenTests
 from truedraft.certify.sampling import Decision, scored_answers
 from truedraft.core.verdict import Divergence
 
-_SIGMAS = 4.5  # a bound that holds for all of some hundred tests, but for one run in a thousand
+_SIGMAS = 4.5  # holds for all of some hundred tests, except in one run in a thousand
 _UNKNOWN = Decision(0, None, ())
 
 
@@ -24,13 +24,9 @@ class Interval:
 
     @classmethod
     def of(cls, sums: Sequence[float], tokens: Sequence[int]) -> Interval:
-        """The ratio of two totals, answers being what varies independently.
+        """The ratio of two totals, with answers as independent samples.
 
         Worked example: sums 1 and 3 over 10 tokens each give 0.2; the answers are 0.1 off it each way.
-
-        Args:
-            sums: of each answer.
-            tokens: of each answer, at least one in all.
         """
         mean = math.fsum(sums) / sum(tokens)
         count = len(sums)
@@ -41,12 +37,11 @@ class Interval:
         return cls(mean, (1.96 + 2.4 / (count - 1)) * error)  # near Student's quantile
 
     def describe(self) -> str:
-        """As mean and half width."""
         return f"{self.mean:.4f} ± {self.half_width:.4f}"
 
 
 class LossyDivergence(Check):
-    """Measures a lossy rule: by what its verdicts say, and by the tests of sampled answers; at least two batches."""
+    """Measures a lossy rule by its verdicts' divergence, and by the tests of sampled answers; at least two batches."""
 
     part = Part.DIVERGENCE
     share = 0.7
@@ -96,7 +91,7 @@ def _unmeasured() -> Finding:
 
 
 def _outside(tests: TokenTests) -> Finding:
-    """What the tests of sampled answers see, without a look at what the rule says of itself."""
+    """Result of the tests of sampled answers, independent of the rule's own divergence."""
     widest = max(tests.results(), key=lambda test: test.least_excess(_SIGMAS))
     least = widest.least_excess(_SIGMAS)
     summary = (

@@ -1,8 +1,8 @@
-"""Whether runs of a process follow it: e-processes over every step, equal paths, broken couplings that must be found.
+"""Certification of process runs: e-processes over every step, equal paths, and broken couplings that must be found.
 
-Each step that a run makes is held to the target's own distribution after the state before it, by events whose
-probability is known before the step is drawn (`Process.events`): an e-process (`truedraft.certify.e_process`), so it
-may be looked at at any time. Under shared noise the path itself must be that of the plain process.
+Each step of a run is compared with the target's own distribution after the state before it, by events with a
+probability that is known before the step is drawn (`Process.events`): an e-process (`truedraft.certify.e_process`),
+valid at any stopping time. Under shared noise the path itself must be that of the plain process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ FALSE_ALARM = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What came of a certificate.
+    """Result of a certificate.
 
     Attributes:
-        steps: that were looked at.
-        accepted: of them, drafts that stayed.
-        tests: of events, one for each.
-        p_value: the smallest after Holm, of "every step follows the target"; 1 where paths are compared.
-        same_path: whether every path is that of the plain process; None where only distributions are equal.
+        steps: number of tested steps.
+        accepted: number of accepted drafts among them.
+        p_value: the smallest after Holm's correction, of "every step follows the target"; 1 if paths are compared.
+        same_path: whether every path is that of the plain process; None if only distributions are equal.
     """
 
     steps: int
@@ -45,12 +44,10 @@ class ProcessReport:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was found."""
         return self.p_value >= FALSE_ALARM and self.same_path is not False
 
     @property
     def certainly_fails(self) -> bool:
-        """Whether a deviation is beyond doubt."""
         return self.p_value < 1.0 / CERTAIN or self.same_path is False
 
 
@@ -60,11 +57,8 @@ def certify_process(
     """Run a process with drafts, and test every step of it.
 
     Args:
-        process: the process.
-        states: from which chains begin `[chains, ...]`.
-        steps: of each chain.
-        draft: guesses its costly function.
-        windows: steps drafted in a round, a run for each, with seeds of their own.
+        states: initial states `[chains, ...]`.
+        windows: drafted steps per round, one run for each, with its own seed.
         seed: of the first run.
 
     Raises:
@@ -105,7 +99,7 @@ def certify_process(
 class WrongAxis(GaussianSteps):
     """Mirrors the noise of a rejected draft along the first axis, not along d. Mix in first.
 
-    Any orthogonal map that takes d to -d would do, so also the mirror at the origin, but not this one.
+    Any orthogonal map that takes d to -d would be correct, including the mirror at the origin, but this one is not.
     """
 
     def judge(
@@ -119,7 +113,7 @@ class WrongAxis(GaussianSteps):
 
 
 class AlikeCovariances(GaussianSteps):
-    """Takes the draft's covariance for the target's. Mix in first."""
+    """Uses the draft's covariance as the target's. Mix in first."""
 
     def judge(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
@@ -151,7 +145,7 @@ class DiscreteDrawnAgain(DiscreteSteps):
 
 
 class SeenNoise(GaussianSteps):
-    """Its draft sees the noise of the step: what is drafted leans to where that noise points. Mix in first."""
+    """Its draft sees the noise of the step: drafts lean in the direction of that noise. Mix in first."""
 
     def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
         drawn = super().draw(states, steps, outputs, noise, purpose)
@@ -178,11 +172,11 @@ FAULTS: dict[str, tuple[type[Process], ...]] = {
     "drawn again from the target": (GaussianDrawnAgain, DiscreteDrawnAgain),
     "every draft kept": (AlwaysKept,),
 }
-"""Broken couplings by what is wrong with them, for each kind of process that can have them."""
+"""Broken couplings by their fault, for each kind of process that can have them."""
 
 
 def planted(process: Process, fault: type[Process]) -> Process:
-    """A process with one of `FAULTS`, otherwise as it is: a copy whose class has the fault before its own."""
+    """A copy of a process with one of `FAULTS`, as a base class before its own."""
     broken: Callable[..., type[Process]] = type
     made = object.__new__(broken(f"{fault.__name__}{type(process).__name__}", (fault, type(process)), {}))
     vars(made).update(vars(process))

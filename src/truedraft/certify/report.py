@@ -1,4 +1,4 @@
-"""What certificates come to: findings, one verdict, and the same as a page, as a record and as JUnit's XML."""
+"""Results of a certificate: findings with one verdict, as a page, as a JSON record and as JUnit XML."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ MARKS = {
     Status.DOES_NOT_APPLY: "-",
 }
 _COUNTED = (Part.STATISTICAL, Part.SAMPLED, Part.WORLDS)
-"""Parts whose findings say from which size on a deviation would have been found."""
+"""Parts with findings that have a smallest detectable deviation."""
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 has no way to write, not even by its number."""
+"""Characters that XML 1.0 cannot represent, not even as references."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was checked of a stack, an engine or a sampler, and what came of it.
+    """Findings on a stack, an engine or a sampler, with a verdict.
 
     Attributes:
-        title: of its page.
-        findings: all checks, part by part.
+        findings: of all checks, in order of their parts.
         options: what was certified, and with which options, in words.
-        notes: what it says and does not say, in sentences.
+        notes: sentences on the scope of the result.
         facts: further facts for the record; plain values, lists and dictionaries.
-        lossy: whether a rule is lossy by its own word: it is measured, and no certificate can be issued.
-        seconds: that it took.
+        lossy: whether the rule declares itself lossy; it is only measured, and no certificate can be issued.
+        seconds: duration of the run.
     """
 
     title: str
@@ -50,34 +49,30 @@ class Report:
 
     @property
     def failures(self) -> list[Finding]:
-        """Checks that failed."""
         return [finding for finding in self.findings if finding.status is Status.FAILS]
 
     @property
     def undecided(self) -> list[Finding]:
-        """Checks that could not see enough in the time there was."""
         return [finding for finding in self.findings if finding.status is Status.NOT_ENOUGH]
 
     @property
     def issued(self) -> bool:
-        """Whether a certificate is issued: no lossy rule, nothing failed, controls included, and nothing is open."""
+        """Whether a certificate is issued: no lossy rule, no failure, controls included, and nothing undecided."""
         return not self.lossy and not self.failures and not self.undecided
 
     @property
     def evidence(self) -> float:
-        """The largest e-value of its checks, 1 without any; broken promises have none, they fail by themselves."""
+        """The largest e-value of its checks, 1 without any; other failures have none."""
         logs = [finding.facts["log10_evidence"] for finding in self.findings if "log10_evidence" in finding.facts]
         return 10.0 ** min(max(logs, default=0.0), 300.0)
 
     @property
     def faults(self) -> list[str]:
-        """The faults that the evidence names."""
         named = [finding.facts.get("fault") for finding in self.failures]
         return list(dict.fromkeys(name for name in named if name))
 
     @property
     def verdict(self) -> str:
-        """The whole in one line."""
         count, told = len(self.findings), []
         if self.failures:
             named = f" ({', '.join(self.faults)})" if self.faults else ""
@@ -92,13 +87,13 @@ class Report:
         return f"{words} ({self.options})"
 
     def _needed(self) -> str:
-        """About how long those that saw too little would take: what is seen grows with the root of the time."""
+        """Estimated time for the undecided checks: detectable deviations fall with the square root of the time."""
         seen = [each.facts.get("smallest_detectable_tv", 0.0) for each in self.undecided]
         longer = (max(seen, default=0.0) / ENOUGH) ** 2
         return f", give about --minutes {longer * self.seconds / 60.0:.2g}" if 1.0 < longer < math.inf else ""
 
     def _what_holds(self) -> list[str]:
-        """Only what was summed exactly is called lossless."""
+        """Only exact sums justify the word lossless."""
         holding = [finding for finding in self.findings if finding.status is Status.HOLDS]
         words = ["the rule is lossless in exact sums"] * any(each.part is Part.EXACT for each in holding)
         words += ["answers are plain decoding's"] * any(each.part is Part.EQUALITY for each in holding)
@@ -106,7 +101,6 @@ class Report:
         return [*words, f"no deviation found above {max(seen):.3f}"] if seen else words or ["no deviation found"]
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON record."""
         return {
             "certified": self.issued,
             "verdict": self.verdict,
@@ -129,11 +123,8 @@ class Report:
         }
 
     def page(self, circumstances: Mapping[str, Any]) -> str:
-        """A page in Markdown.
-
-        Args:
-            circumstances: model, drafter, rule, dtype, device, machine and the like; shown as they are.
-        """
+        """A page in Markdown; `circumstances` (model, drafter, rule, dtype, device, machine and so on) are shown as
+        they are."""
         lines = [f"# {self.title}", "", f"**{self.verdict}**", "", *(f"- {note}" for note in self.notes), ""]
         for part, own in by_part(self.findings).items():
             lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]
@@ -143,7 +134,7 @@ class Report:
         return "\n".join([*lines, ""])
 
     def junit(self) -> str:
-        """JUnit's XML: a test case for each finding; failures fail, what saw too little is skipped with its reason."""
+        """JUnit XML: a test case for each finding; failures fail, and checks with too little evidence are skipped."""
         skipped = (Status.NOT_ENOUGH, Status.DOES_NOT_APPLY)
         count = sum(finding.status in skipped for finding in self.findings)
         suite = ElementTree.Element(
@@ -163,18 +154,18 @@ class Report:
 
 
 def _names(findings: Sequence[Finding]) -> str:
-    """A control that was not found is no fault of the stack, but of what the tests could find."""
+    """Marks controls: one that was not found is a fault of the tests, not of the stack."""
     return ", ".join(f"control: {each.name}" if each.part is Part.CONTROLS else each.name for each in findings)
 
 
 def by_part(findings: Sequence[Finding]) -> dict[Part, list[Finding]]:
-    """Findings under their headings, in the order of the parts."""
+    """Findings by part, in the order of the parts."""
     found = {part: [each for each in findings if each.part is part] for part in Part}
     return {part: each for part, each in found.items() if each}
 
 
 def option_words(params: SamplingParams) -> list[str]:
-    """Sampling options of a report, each in words."""
+    """Sampling options, each in words."""
     words = [f"temperature {params.temperature:g}"]
     words += [f"top-p {params.top_p:g}"] * (params.top_p < 1.0)
     words += [f"top-k {params.top_k}"] * (params.top_k > 0)
@@ -182,12 +173,12 @@ def option_words(params: SamplingParams) -> list[str]:
 
 
 def evidence_words(log10: float) -> str:
-    """An e-value in words that stay short: 0.4, 250, 10^12."""
+    """A short e-value: 0.4, 250, 10^12."""
     return f"10^{log10:.0f}" if log10 >= 4.0 else f"{10.0**log10:.3g}"
 
 
 def plain_value(value: Any) -> str:
-    """A value of a record, in a table."""
+    """A value of a record, as text for a table."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {plain_value(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
@@ -196,11 +187,11 @@ def plain_value(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that does not break a table."""
+    """Escape text for a table."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def xml_text(element: ElementTree.Element) -> str:
-    """A document. Characters that no XML can hold, as an engine may have written, are replaced by U+FFFD."""
+    """A document. Characters that XML cannot represent are replaced by U+FFFD."""
     text = _FORBIDDEN.sub("\ufffd", ElementTree.tostring(element, encoding="unicode"))
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'

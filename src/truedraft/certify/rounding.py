@@ -1,16 +1,16 @@
-"""How far rounding moves a target's logits when one text is computed in other shapes.
+"""How far rounding moves a target's logits when the same text is computed in other shapes.
 
-Floating-point sums depend on their order, and kernels choose the order by how many rows share a product. Where a
-target's rows are invariant (docs/lossless.md) nothing moves. Elsewhere two answers may part where two tokens are
-nearly as likely, and a certificate must tell that from a fault. A fault of drafted rows (a wrong mask, wrong positions,
-a wrong entry of the cache) moves logits too. So the yardstick is what *plain* decoding's own shapes make of a text:
-committed tokens alone, with as many rows as drafted steps have and under the masks of a prompt, whose rows a drafted
-path's are. Where these are equal bit for bit, drafted rows must be so, too. Elsewhere a drafted row must lie near one
-of them.
+Floating-point sums depend on their order, and kernels choose the order by the number of rows that share a product. If a
+target's rows are invariant (docs/lossless.md), nothing moves. Otherwise two answers may diverge where two tokens are
+almost equally likely, and a certificate must distinguish that from a fault. A fault of drafted rows (a wrong mask,
+wrong positions, a wrong cache entry) moves logits too. So the reference is what *plain* decoding's own shapes make of a
+text: only committed tokens, with as many rows as drafted steps have, and under the causal mask of a prompt, which a
+drafted path shares. If these are bitwise equal, drafted rows must be too. Otherwise a drafted row must be near one of
+them.
 
-Worked example: one token at a time, a place's best logit is 9.70; beside four others and within a prompt it is 9.72.
-Plain shapes differ by 0.02, so a drafted row may lie up to 0.04 from the nearest of them: at 9.73 it passes, for it is
-0.01 from 9.72, and at 9.80 it is a fault. Were all plain ones 9.70, then 9.73 would be a fault, too.
+Worked example: one token at a time, the best logit at a position is 9.70; in a batch with four others and within a
+prompt it is 9.72. Plain shapes differ by 0.02, so a drafted row may be up to 0.04 from the nearest of them: 9.73
+passes, because it is 0.01 from 9.72, and 9.80 is a fault. If all plain ones were 9.70, then 9.73 would be a fault, too.
 """
 
 from __future__ import annotations
@@ -34,34 +34,32 @@ from truedraft.models.cache import RequestCache
 from truedraft.models.cache.carried import PIECE
 
 _LEEWAY = 2.0
-"""A drafted row may lie so many times as far from the nearest plain one as plain ones differ: both are maxima over
-roundings, whose unit doubles with each power of two."""
+"""A drafted row may be this many times as far from the nearest plain one as plain ones differ: both are maxima over
+roundings, with a unit that doubles at each power of two."""
 _MOST_NODES = 32
-"""More nodes of a tree than this change nothing about what its rows see, and cost memory."""
+"""More nodes of a tree change nothing about what its rows see, and cost memory."""
 _LARGEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-11, torch.float16: 2.0**-6, torch.bfloat16: 2.0**-3}
 
 
 def relative_limit(dtype: torch.dtype) -> float:
-    """What rounding can do to a number that a deep model computes, as a part of the largest such number.
+    """Largest effect of rounding on a number that a deep model computes, relative to the largest such number.
 
-    With room to spare: about 2^12 units in the last place in float32, 2^4 in bfloat16, whose sums are kept in float32.
+    With a margin: about 2^12 units in the last place in float32, 2^4 in bfloat16, which sums in float32.
     """
     return _LARGEST.get(dtype, 2.0**-3)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Plain decoding of a request alone against one other shape.
+    """Plain decoding of one request compared with one other shape.
 
     Attributes:
-        name: of the other shape.
-        positions: compared places; each has a row of logits.
+        positions: compared positions; each has a row of logits.
         different: rows with any bit that differs.
         logits: largest absolute difference of two logits.
-        mean_tv: mean total variation of the distributions that sampling options make of them.
-        largest_tv: the largest of them.
-        apart: of a drafted shape the largest absolute difference of two logits, each row held against that plain one,
-            of any shape, which is nearest to it; 0 of a plain shape.
+        mean_tv: mean total variation of the distributions under the sampling options.
+        apart: for a drafted shape, the largest absolute difference of two logits between a row and the nearest plain
+            one of any shape; 0 for a plain shape.
     """
 
     name: str
@@ -73,7 +71,6 @@ class Spread:
     apart: float = 0.0
 
     def __add__(self, other: Spread) -> Spread:
-        """Over the places of both."""
         positions = self.positions + other.positions
         summed = self.mean_tv * self.positions + other.mean_tv * other.positions
         return Spread(
@@ -87,7 +84,6 @@ class Spread:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON record."""
         return {
             "shape": self.name,
             "positions": self.positions,
@@ -101,13 +97,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What shapes of the same computation make of the same texts.
+    """Differences between shapes of the same computation on the same texts.
 
     Attributes:
         dtype: of the target's weights.
         largest_logit: largest absolute value of a finite logit.
-        plain: plain decoding in other shapes.
-        drafted: speculation's shapes; empty where nothing is drafted.
+        drafted: speculation's shapes; empty if nothing is drafted.
     """
 
     dtype: torch.dtype
@@ -117,12 +112,11 @@ class Rounding:
 
     @property
     def positions(self) -> int:
-        """Places at which shapes were compared."""
         return max((spread.positions for spread in self._all), default=0)
 
     @property
     def bitwise(self) -> bool:
-        """Whether every row is the same in every shape: row invariance, as far as this was seen."""
+        """Whether every row is the same in every measured shape (row invariance)."""
         return not any(spread.different for spread in self._all)
 
     @property
@@ -137,7 +131,7 @@ class Rounding:
 
     @property
     def apart(self) -> float:
-        """How far a drafted row lies from the plain one that is nearest to it, at most."""
+        """Largest distance of a drafted row from the nearest plain one."""
         return max((spread.apart for spread in self.drafted), default=0.0)
 
     @property
@@ -147,18 +141,18 @@ class Rounding:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether all that was seen passes for rounding.
+        """Whether rounding explains all measured differences.
 
-        Plain shapes must not differ by more than `limit`; drafted rows must be as near to plain ones as these are to
-        each other, `_LEEWAY` times: where plain ones are equal bit for bit, nothing is allowed.
+        Plain shapes must not differ by more than `limit`. Drafted rows may be at most `_LEEWAY` times as far from plain
+        ones as those are from each other, so if plain ones are bitwise equal, nothing is allowed.
         """
         return self.plain_difference <= self.limit and self.apart <= _LEEWAY * self.plain_difference
 
     @property
     def largest_difference(self) -> float:
-        """Largest difference of two logits that rounding may be blamed for, by which a margin moves at most twice.
+        """Largest difference of two logits that is attributed to rounding; a margin moves by at most twice that.
 
-        Differences of drafted shapes count only where they pass for rounding; 0 where even plain ones do not.
+        Differences of shapes count only if rounding explains them.
         """
         if self.is_rounding:
             return max(self.plain_difference, self.drafted_difference)
@@ -166,12 +160,12 @@ class Rounding:
 
     @property
     def mean_total_variation(self) -> float:
-        """Mean total variation of a place's distributions in the shape where it is largest; blamed as logits are."""
+        """Mean total variation in the shape where it is largest; shapes count as in `largest_difference`."""
         return max((spread.mean_tv for spread in self._blamed), default=0.0)
 
     @property
     def largest_total_variation(self) -> float:
-        """Largest total variation of a place's distributions; blamed as `largest_difference`."""
+        """Largest total variation at one position; shapes count as in `largest_difference`."""
         return max((spread.largest_tv for spread in self._blamed), default=0.0)
 
     @property
@@ -185,7 +179,6 @@ class Rounding:
         return self.plain if self.plain_difference <= self.limit else ()
 
     def __add__(self, other: Rounding) -> Rounding:
-        """Over the places of both, measured in the same shapes."""
         return Rounding(
             self.dtype,
             max(self.largest_logit, other.largest_logit),
@@ -194,7 +187,6 @@ class Rounding:
         )
 
     def describe(self) -> str:
-        """In one sentence without its full stop."""
         if self.bitwise:
             return f"rows are bitwise equal in {len(self._all) + 1} shapes at {self.positions} places: rounding is 0"
         if not any(spread.different for spread in self.plain):
@@ -211,7 +203,6 @@ class Rounding:
         return told if self.is_rounding else f"{told}; that is more than rounding in {dtype_name(self.dtype)} does"
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON record."""
         return {
             "dtype": dtype_name(self.dtype),
             "bitwise": self.bitwise,
@@ -237,16 +228,13 @@ def measure_rounding(
     positions: int = 32,
     seconds: float = float("inf"),
 ) -> Rounding:
-    """Feed the ends of texts in the shapes of plain decoding and of speculation, and compare all logits.
+    """Compute the ends of texts in the shapes of plain decoding and of speculation, and compare all logits.
 
     Args:
-        target: the model.
-        texts: prompts with answers, token ids, of at least 2 tokens each; shorter ones are passed over.
-        batch: requests of a step.
-        params: make distributions of logits.
-        limits: of the drafter: how long drafted chains and how wide drafted trees are.
-        positions: at most how many places at the end of each text are compared.
-        seconds: after which no further text is begun; the first always is.
+        texts: token ids of prompts with answers; texts of fewer than 2 tokens are skipped.
+        limits: the drafter's, which bound the length of drafted chains and the width of drafted trees.
+        positions: maximum number of compared positions, at the end of each text.
+        seconds: no further text is begun after this time; the first always is.
 
     Raises:
         ValueError: no text has 2 tokens.
@@ -275,19 +263,15 @@ def compare_shapes(
     params: SamplingParams,
     limits: Budget,
 ) -> tuple[Tensor, Rounding]:
-    """The logits of one text decoded plainly, and how far other shapes are from them.
+    """Logits of one text under plain decoding, and their differences from other shapes.
 
     Args:
-        target: the model.
-        text: token ids; the last of them is never fed.
-        start: tokens of the prompt, at least 1; plain decoding starts behind it.
-        near: other shapes start behind this place, from `start` to the last token.
-        batch: requests of a step.
-        params: make distributions of logits.
-        limits: of the drafter.
+        text: token ids; the last is never fed.
+        start: tokens of the prompt, at least 1; plain decoding starts after it.
+        near: other shapes start at this position, from `start` to the last token.
 
     Returns:
-        Logits `[len(text) - start, vocab]` of plain decoding, and the rounding at the places from `near` on.
+        Logits `[len(text) - start, vocab]` of plain decoding, and the rounding at the positions from `near` on.
     """
     baseline = fed_logits(target, text, start, ALONE)
     rows = baseline[near - start :]
@@ -322,7 +306,7 @@ def compare_shapes(
 
 
 def _differences(a: Tensor, b: Tensor) -> Tensor:
-    """Absolute differences; equal infinities do not differ, and what is no number differs without bound."""
+    """Absolute differences: 0 between equal infinities, infinite for NaN."""
     return torch.where(a == b, 0.0, (a.double() - b.double()).abs().nan_to_num(nan=torch.inf))
 
 
@@ -331,17 +315,15 @@ def _differences(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """What one forward holds of a text and of its neighbours.
+    """The shape of a forward over a text and its neighbours.
 
     Attributes:
-        name: for reports.
-        depth: tokens of the text below the last known one in a forward, as if all had been drafted and accepted; 0 is
+        depth: tokens of the text after the last known one in a forward, as if all had been drafted and accepted; 0 is
             plain decoding.
-        siblings: wrong guesses beside each of them, which make the chain a tree.
-        beside: new tokens of each neighbour in the same forward, all of them with logits.
+        siblings: wrong guesses next to each of them, which make the chain a tree.
+        beside: new tokens of each neighbour in the same forward, all with logits.
         at_once: the whole text is one prompt; nothing is decoded.
-        rejected: wrong guesses in a chain behind them. What shares a forward with a row may move it where experts
-            are chosen, however many rows there are.
+        rejected: wrong guesses in a chain after them. With routed experts, tokens of the same forward may move a row.
     """
 
     name: str
@@ -353,22 +335,17 @@ class Feeding:
 
     @property
     def own_rows(self) -> int:
-        """Rows of the text in a forward, neighbours' not counted."""
         return 1 + self.depth * (1 + self.siblings) + self.rejected
 
 
 ALONE = Feeding("one token at a time, alone")
-"""Plain decoding of one request: what all others are compared with."""
+"""Plain decoding of one request: the reference for all other shapes."""
 
 
 def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
-    """Shapes of plain decoding under continuous batching, beside `ALONE`: none holds a drafted token.
+    """Shapes of plain decoding under continuous batching other than `ALONE`, without drafted tokens.
 
-    Their forwards have as many rows as speculation's: so many requests of one token each, or a prompt beside one.
-
-    Args:
-        limits: of the drafter.
-        batch: requests of a step.
+    Their forwards have as many rows as speculation's: that many requests of one token each, or one token and a prompt.
     """
     alone = [feeding.own_rows for feeding in drafted_feedings(limits, 1)]
     rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, PIECE)
@@ -383,12 +360,7 @@ def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
 
 
 def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
-    """Shapes of speculation: a chain, and a tree where the drafter makes trees, alone and in a batch.
-
-    Args:
-        limits: of the drafter; nothing may be drafted within a zero budget.
-        batch: requests of a step.
-    """
+    """Shapes of speculation: chains, and trees if the drafter makes trees, for one request and for a batch of them."""
     nodes = min(limits.nodes, _MOST_NODES)
     depth = min(limits.depth, nodes)
     if limits.is_zero:
@@ -410,19 +382,13 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
 
 @torch.inference_mode()
 def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: Feeding) -> Tensor:
-    """Logits of one text, fed in a given shape from `start` on; what comes before is a prompt, in parts as on a CPU.
+    """Logits of one text, fed in a given shape from `start` on; the tokens before are a prompt, in pieces as on a CPU.
 
-    Drafted tokens are those of the text, so the path of the text is committed after each forward as an accepted one is;
-    behind it hang wrong guesses that are dropped.
-
-    Args:
-        target: the model.
-        text: token ids, more than `start`.
-        start: tokens of the prompt, at least 1.
-        feeding: the shape.
+    Drafted tokens are those of the text, so the path of the text is committed after each forward as an accepted one is.
+    Wrong guesses after it are dropped.
 
     Returns:
-        `[len(text) - start, vocab]` in the model's dtype: row i is what `text[start + i]` is chosen by.
+        `[len(text) - start, vocab]` in the model's dtype: row i is the logits that `text[start + i]` is chosen from.
     """
     caches = [target.new_cache() for _ in range(1 + len(feeding.beside))]
     try:
@@ -433,8 +399,6 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
 
 
 class _Fed:
-    """One text on its way through a model; its neighbours start anew at each forward."""
-
     def __init__(
         self, target: LanguageModel, text: Sequence[int], caches: Sequence[RequestCache], feeding: Feeding
     ) -> None:
@@ -444,7 +408,6 @@ class _Fed:
         self._feeding = feeding
 
     def rows(self, start: int) -> list[Tensor]:
-        """Rows of logits; see `fed_logits`."""
         wanted = len(self._text) - 1 if self._feeding.at_once else start
         found: list[Tensor] = []
         for first in range(0, wanted, PIECE):
@@ -458,11 +421,11 @@ class _Fed:
         return found
 
     def _drafted(self, place: int) -> tuple[list[int], TreeShape, list[int]]:
-        """The token at a place and the tree below it: ids, shape, and which nodes carry the text."""
+        """The token at a position and the tree below it: ids, shape, and the nodes of the text."""
         path = self._text[place : min(place + 1 + self._feeding.depth, len(self._text) - 1)]
         ids, parents, nodes = [path[0]], [-1], [0]
         for token in path[1:]:
-            # Wrong guesses come first, so that keeping the path moves entries of the cache.
+            # Wrong guesses come first, so that keeping the path moves cache entries.
             ids += [self._other(token, number) for number in range(self._feeding.siblings)] + [token]
             parents += [nodes[-1]] * (self._feeding.siblings + 1)
             nodes.append(len(ids) - 1)
@@ -475,7 +438,7 @@ class _Fed:
         return (token + 1 + number) % self._target.vocab_size
 
     def _forward(self, ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
-        """One forward beside the neighbours; keeps the path, and gives the logits of some rows."""
+        """Run one forward with the neighbours, commit the path, and return the logits of some rows."""
         segments = []
         for number, (cache, count) in enumerate(zip(self._others, self._feeding.beside, strict=True), 1):
             cache.rollback(0)

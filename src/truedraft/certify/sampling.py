@@ -1,6 +1,6 @@
-"""Sampled answers of the whole pipeline, with the target's own distribution, and what the drafter knew, at each token.
+"""Sampled answers of the whole pipeline, with the target's distribution and the draft's information at each token.
 
-The target's distributions come from plain forwards over the finished text, in which no token is a drafted one.
+The target's distributions come from plain forwards over the finished text, without drafted tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from truedraft.verification import Rule
 from truedraft.verification.rule import BatchVerdicts
 
 TOKENS = 64
-"""Most tokens of an answer, unless fewer are asked for: many places, and prompts taken in turn."""
+"""Default maximum length of an answer: many positions, with all prompts in rotation."""
 _CHUNK = 256
 """Tokens of a text in one forward, as in the engine's prefill."""
 _ENTRIES = 1 << 25
-"""Logits that one forward may give."""
+"""Maximum number of logits per forward."""
 
-# ---------------------------------------------------------------------------------------- what the drafter knew
+# ---------------------------------------------------------------------------------------- recording of drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Decision:
 
     Attributes:
         depth: tokens that the step emitted before it.
-        q: `[vocab]`: the distribution that the first draw there was made from; None where it was made from none.
-        candidates: deterministic candidates there, in order; empty where there were none, or q is there.
-        used: `[vocab]`: the target's distribution there as the rule was given it, where that is recorded.
+        q: `[vocab]`: the distribution of the first draw there; None if nothing was drawn.
+        candidates: deterministic candidates there, in order; empty if there were none, or if q is set.
+        used: `[vocab]`: the target's distribution there as the rule received it, if recorded.
     """
 
     depth: int
@@ -54,15 +54,10 @@ class Decision:
 
 
 class Recorder:
-    """Notes what a drafter knew of each emitted token, and what its rule was given.
+    """Records the draft's information at each emitted token, and the rule's input.
 
-    Args:
-        drafter: is not changed; engines are given the recorder's `drafter`.
-        rule: of the same engine, likewise; None records nothing of what it is given.
-
-    Attributes:
-        drafter: drafts as the given one does, watched.
-        rule: judges as the given one does, watched; None without one.
+    Engines get the recorder's `drafter` and `rule`; the given ones are not changed. With `rule` None no input is
+    recorded.
     """
 
     def __init__(self, drafter: Drafter, rule: Rule | None = None) -> None:
@@ -82,7 +77,7 @@ class Recorder:
         self.rule = None if rule is None else altered(rule, accept=accept)
 
     def taken(self, request: int) -> list[Decision]:
-        """What was noted of a request, for each of its emitted tokens; forgotten here from now on."""
+        """Remove and return the records of a request, one for each of its emitted tokens."""
         return self._decisions.pop(request, [])
 
     def _note(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
@@ -94,7 +89,7 @@ class Recorder:
 
 
 def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
-    """What the tokens of one step hung on; `probs` `[rows, vocab]` are the target's."""
+    """Records of the tokens of one step; `probs` `[rows, vocab]` are the target's."""
     proposal = outcome.proposal
     rows = (0, *(node + 1 for node in outcome.path))
     found = []
@@ -117,12 +112,11 @@ class Scored:
 
     Attributes:
         probs: `[tokens, vocab]`: by a plain forward over the text.
-        tokens: the emitted ones.
         before: the prompt.
-        decisions: what the drafter knew, for each token.
+        decisions: one for each token.
         place: the request's number in its batch.
         coupled: whether the drafter may have seen the noise that decides.
-        divergence: of a lossy rule, what its verdicts say.
+        divergence: for a lossy rule, that of its verdicts.
     """
 
     probs: Tensor
@@ -144,19 +138,16 @@ def scored_answers(
     records_probs: bool = False,
     length: int = TOKENS,
 ) -> Iterator[list[Scored]]:
-    """Answer the prompts in turn, over and over, each time by other noise; one batch of requests after another.
+    """Answer the prompts in rotation without end, with new noise each time; yields one batch of requests after another.
 
     Args:
-        stack: what answers.
-        prompts: token ids.
-        params: the user's options; an answer does not end early here.
-        batch: requests in a batch.
-        judge: gives the distributions that tokens are held against; None is the stack's target.
-        records_probs: whether `Decision.used` is wanted.
+        params: the user's options; answers do not end early here.
+        judge: computes the distributions; None is the stack's target.
+        records_probs: whether to record `Decision.used`.
         length: tokens of an answer.
 
     Raises:
-        TruedraftError: a request failed, or its drafter did.
+        TruedraftError: a request or its drafter failed.
     """
     recorder = Recorder(stack.drafter, stack.rule if records_probs else None)
     engine = stack.but(drafter=recorder.drafter, rule=recorder.rule or stack.rule).engine(batch)
@@ -182,26 +173,22 @@ def scored_answers(
 
 
 def beginnings(prompts: Sequence[Sequence[int]], length: int, whole: int) -> list[list[int]]:
-    """Prompts cut to so many tokens, but for one of so many: a prefill tests nothing."""
+    """Prompts cut to `length` tokens, except every `whole`-th, because a prefill tests nothing."""
     return [list(prompt) if i % whole == 0 else list(prompt)[:length] for i, prompt in enumerate(prompts)]
 
 
 # ---------------------------------------------------------------------------------------- the target's distributions
 
 Text = tuple[Sequence[int], Sequence[int]]
-"""A prompt, and the tokens behind it."""
+"""A prompt, and the tokens after it."""
 
 
 @torch.inference_mode()
 def plain_logits(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
-    """The target's logits after every prefix that ends in a prompt's last token or later.
-
-    Args:
-        target: run without any drafted token: each text is one chain in an empty cache.
-        texts: prompts of at least one token, and the tokens behind them.
+    """The target's logits after every prefix that ends in a prompt's last token or later, without drafted tokens.
 
     Returns:
-        For each text `[tokens behind the prompt, vocab]`: row i is what the target gave before token i.
+        For each text `[tokens after the prompt, vocab]`: row i is the target's output before token i.
     """
     found: list[Tensor] = []
     for group in _groups(texts, target.vocab_size):
@@ -210,12 +197,11 @@ def plain_logits(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
 
 
 def plain_probs(target: LanguageModel, texts: Sequence[Text], params: SamplingParams) -> list[Tensor]:
-    """The same as distributions under sampling options: `[tokens behind the prompt, vocab]`, float32."""
+    """`plain_logits` as distributions under sampling options: `[tokens after the prompt, vocab]`, float32."""
     return [probs_from_logits(logits, params) for logits in plain_logits(target, texts)]
 
 
 def _groups(texts: Sequence[Text], vocab: int) -> Iterator[list[Text]]:
-    """Texts that one row of forwards deals with."""
     group: list[Text] = []
     rows = 0
     for text in texts:

@@ -1,7 +1,7 @@
-"""Sampled answers of the whole pipeline against the target's distribution: token by token, and three tokens jointly.
+"""Sampled answers of the whole pipeline against the target's distribution: single tokens, and three tokens jointly.
 
-Jointly, over a vocabulary of three tokens of the user's own model: target and draft model are left as they are, but for
-all logits outside a few ids, which become -inf. Then the joint distribution of the second to fourth token of an answer,
+The joint test uses a vocabulary of three tokens of the user's own model: target and draft model are not changed, except
+that all logits outside a few ids become -inf. Then the joint distribution of the second to fourth token of an answer,
 which speculative steps decide, can be summed exactly from forwards over every prefix, and answers are counted against
 it (`counts`).
 """
@@ -42,16 +42,13 @@ from truedraft.models.base import LanguageModel
 from truedraft.testing import altered, reduced
 
 FALSE_ALARM = 1.0 / ALARM
-"""Probability, at most, that the statistics of a correct stack keep a certificate from being issued."""
+"""Largest probability that the statistics of a correct stack keep a certificate from being issued."""
 _MARGIN = 0.5
-"""Where rounding moves distributions, so much more than was measured is allowed."""
+"""Margin on measured rounding, relative."""
 _ROUNDING = 0.045
-"""Of the time, for measuring rounding."""
 _ROUNDING_TEXTS = 4
 _JOINT = 0.25
-"""Share of the time for joint distributions."""
 TOKENS_SHARE = 1.0 - _JOINT
-"""Share of the time for tokens at their own prefixes."""
 _BEGINNING, _WHOLE = 16, 8
 _SHOWN = 5
 
@@ -66,7 +63,7 @@ _FINALISTS = 3
 
 
 class Statistics(Check):
-    """Tests of sampled answers: Holm over all tests, those of tokens and that of the joint distribution together."""
+    """Tests of sampled answers, with Holm's correction over the tests of tokens and that of the joint distribution."""
 
     part = Part.STATISTICAL
     share = 0.45
@@ -76,7 +73,7 @@ class Statistics(Check):
         tests = self._sampled(context, allowance)
         results = tests.results()
         joint = joint_result(context, context.deadline(_JOINT), lambda done: context.tell(1.0 - _JOINT + _JOINT * done))
-        # At one prompt rounding is the same in every answer, so counts of answers would find it sooner or later.
+        # At one prompt rounding is the same in every answer, so enough answers would always reveal it.
         counted = joint is not None and allowance == 0.0
         p_values = [test.p_value for test in results] + ([joint.p_value] if joint and counted else [])
         adjusted = holm(p_values)
@@ -87,7 +84,7 @@ class Statistics(Check):
         ]
 
     def _sampled(self, context: Context, allowance: float) -> TokenTests:
-        """Tokens until the time is over, or longer where little could have been found by then."""
+        """Test tokens until the time is over, or longer if little could have been found by then."""
         tests = TokenTests(context.stack.target.vocab_size, context.batch, allowance)
         deadline = context.deadline(TOKENS_SHARE)
         patience = context.deadline(PATIENCE, leaving=_JOINT)
@@ -162,12 +159,12 @@ class Statistics(Check):
 
 
 def sampled_finding(earlier: Sequence[Finding]) -> Finding | None:
-    """What the tests of sampled tokens came to; None where there were none, or the drafter gave up."""
+    """The finding of the tests of sampled tokens; None if there is none, or if the drafter gave up."""
     return next((each for each in earlier if each.part is Part.STATISTICAL and "tests" in each.facts), None)
 
 
 def _allowance(context: Context) -> float:
-    """How far rounding may put the distribution of a token off, in total variation; 0 where rows are invariant."""
+    """Largest total variation of a token's distribution that rounding explains; 0 if rows are invariant."""
     prompts = context.prompts
     texts = [list(prompt) for prompt in prompts if len(prompt) > 1][:_ROUNDING_TEXTS]
     texts = texts or [[*prompts[0], *prompts[0]]]
@@ -195,7 +192,7 @@ def _test_facts(test: TestResult, adjusted: float, level: float) -> dict[str, An
     }
 
 
-# ---------------------------------------------------------------------------------------- three tokens jointly
+# ---------------------------------------------------------------------------------------- joint distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +200,10 @@ class JointResult:
     """Counted answers.
 
     Attributes:
-        counts: `[cells]`, float64: answers by their second to fourth token; last those that the target forbids.
+        counts: `[cells]`, float64: answers by their second to fourth token; last, those that the target forbids.
         probs: `[cells]`, float64: the target's joint distribution.
-        accepted: drafted tokens accepted per target call, so that one sees that there was something to judge.
-        kept: the ids that stayed possible.
+        accepted: accepted drafted tokens per target call; shows that drafts were verified.
+        kept: the ids that remain possible.
     """
 
     counts: Tensor
@@ -216,31 +213,25 @@ class JointResult:
 
     @property
     def answers(self) -> int:
-        """How many were counted."""
         return int(self.counts.sum())
 
     @property
     def cells(self) -> int:
-        """How many of them are possible."""
         return int((self.probs > 0.0).sum())
 
     @property
     def p_value(self) -> float:
-        """Of "answers follow the target's joint distribution"."""
         return math.exp(-max(log_dirichlet(self.counts, self.probs), 0.0))
 
     def smallest_detectable(self, false_alarm: float) -> float:
-        """The total variation that is found with probability `POWER`, in whatever direction, at this level."""
+        """The total variation in any direction that is found with probability `POWER` at this level."""
         return smallest_detectable(self.probs, self.answers, -math.log(false_alarm), POWER)
 
 
 def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResult | None:
-    """Count answers over a reduced vocabulary until the time is over; None where no prompt leaves any choice.
+    """Count answers over a reduced vocabulary until the time is over; None if no prompt leaves any choice.
 
-    Args:
-        context: stack, prompts, of which beginnings are used, and options.
-        deadline: when to stop, if there are a few hundred answers or the context's end is reached.
-        tell: is told the fraction done.
+    It continues beyond the deadline until there are a few hundred answers, or the context's end is reached.
     """
     stack, params = context.stack, context.params
     found = _best_prompt(stack.target, context.prompts, params)
@@ -266,7 +257,7 @@ def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResul
 
 
 def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
-    """The target over a few ids, and draft models too; other drafters guess as ever, and are accepted less often."""
+    """The target and draft models over a few ids; other drafters propose as before, and are accepted less often."""
     members = {
         name: member if member.model is None else altered(member, model=reduced(member.model, kept))
         for name, member in stack.drafter.members.items()
@@ -277,7 +268,7 @@ def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
 def _best_prompt(
     target: LanguageModel, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> tuple[list[int], tuple[int, ...], Tensor] | None:
-    """The prompt, and the ids, under which tokens 2 to 4 have the most entropy, and their joint distribution."""
+    """The prompt and ids with the largest entropy of tokens 2 to 4, and their joint distribution."""
     beginnings = [list(prompt)[:_PROMPT] for prompt in list(prompts)[:_CANDIDATES]]
     logits = [rows[0].float() for rows in plain_logits(target, [(beginning, [0]) for beginning in beginnings])]
     kept = [tuple(sorted(row.topk(min(_KEPT, len(row))).indices.tolist())) for row in logits]

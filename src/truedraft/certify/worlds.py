@@ -16,18 +16,13 @@ from truedraft.verification.exact import PlannedDraw
 
 Prefix = tuple[int, ...]
 STYLES = ("dense", "sparse", "one-hot", "varied")
-"""Distributions without zeros, with about half of them, of one token alone, and of a style that changes between
-contexts."""
+"""Distributions without zeros, with about half zeros, one-hot, and of a style that changes between contexts."""
 
 
 class Table:
-    """A distribution for every context, of small whole numbers that depend on (name, vocabulary, style, context) alone.
+    """A distribution for every context, of small integers that depend only on (name, vocabulary, style, context).
 
-    Args:
-        name: tables of other names are other tables.
-        vocab: how many tokens there are.
-        style: one of `STYLES`.
-        largest: of the whole numbers; small ones make ties.
+    `style` is one of `STYLES`; small values of `largest` make ties.
     """
 
     def __init__(self, name: str, vocab: int, style: str, largest: int = 9) -> None:
@@ -39,7 +34,6 @@ class Table:
         self._probs: dict[Prefix, Tensor] = {}
 
     def weights(self, prefix: Prefix) -> list[int]:
-        """The whole numbers of a context, one for each token."""
         if prefix not in self._weights:
             chance = random.Random(f"{self._seed}/{prefix}")
             style = chance.choice(STYLES[:3]) if self._style == "varied" else self._style
@@ -50,7 +44,7 @@ class Table:
         return self._weights[prefix]
 
     def probs(self, prefix: Prefix) -> Tensor:
-        """The distribution `[vocab]`, float64, of the token behind a context."""
+        """The distribution `[vocab]`, float64, of the token after a context."""
         if prefix not in self._probs:
             weights = torch.tensor(self.weights(prefix), dtype=torch.float64)
             self._probs[prefix] = weights / weights.sum()
@@ -62,9 +56,9 @@ class Choice:
     """One planned draw.
 
     Attributes:
-        drafter: which of the world's drafters is asked.
+        drafter: index of the world's drafter.
         kind: how its token is chosen; coupled draws depend on noise and are not listed here.
-        rank: a deterministic draw takes the token of this rank, the likeliest first.
+        rank: a deterministic draw takes the token of this rank, the most likely first.
     """
 
     drafter: int
@@ -78,20 +72,14 @@ Plan = tuple[Choice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One proposal that a world can make at the root.
-
-    Attributes:
-        probability: that it is drafted.
-        proposal: the tree and its draws.
-        probs: the target's distributions `[rows, vocab]`, float64.
-    """
+    """One proposal that a world can make at the root, with the target's distributions `[rows, vocab]`, float64."""
 
     probability: float
     proposal: Proposal
     probs: Tensor
 
     def to(self, device: torch.device) -> Case:
-        """The same with its probabilities and tokens on a device; the tokens are on the host too."""
+        """A copy on a device; tokens are on the host, too."""
         if self.probs.device == device:
             return self
         mine = self.proposal
@@ -115,10 +103,8 @@ class World:
 
     Attributes:
         name: for reports.
-        target: its distributions.
-        drafters: theirs.
-        plans: what is drawn at each node of each depth.
-        bare: a token under which nothing is drafted, which makes trees uneven; -1 is none.
+        plans: the draws at each node of each depth.
+        bare: a token without drafts below it, which makes trees uneven; -1 is none.
     """
 
     name: str
@@ -129,11 +115,10 @@ class World:
 
     @property
     def length(self) -> int:
-        """The most tokens that one step can emit."""
         return len(self.plans) + 1
 
     def choices(self, prefix: Prefix, drafted: Prefix) -> list[Choice]:
-        """The draws that exist at a node: never more of one distribution without replacement than it has tokens."""
+        """The draws at a node: without replacement, never more from one distribution than it has tokens."""
         if len(drafted) >= len(self.plans) or (drafted and drafted[-1] == self.bare):
             return []
         kept: list[Choice] = []
@@ -145,7 +130,6 @@ class World:
         return kept
 
     def scheme(self, prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
-        """The draws at a node, as `emitted_dist` takes them."""
         plan = []
         for choice in self.choices(prefix, drafted):
             if choice.kind is DrawKind.DETERMINISTIC:
@@ -157,7 +141,7 @@ class World:
         return plan
 
     def every_proposal(self) -> list[Case]:
-        """All proposals of a first step, siblings' subtrees included, with their probabilities."""
+        """All proposals of a first step, including siblings' subtrees, with their probabilities."""
         return [_case(self, probability, drafted) for probability, drafted in self._drafts(())]
 
     def _fixed_token(self, choice: Choice, prefix: Prefix) -> int:
@@ -180,7 +164,7 @@ class World:
     def _draws(
         self, choices: Sequence[Choice], prefix: Prefix
     ) -> Iterator[tuple[float, tuple[tuple[Choice, int], ...]]]:
-        """Every outcome of the draws of a node. Their probabilities come from whole numbers, not from shared code."""
+        """Every outcome of the draws of a node. Probabilities come from integers, not from shared code."""
         for tokens in itertools.product(range(self.target.vocab), repeat=len(choices)):
             probability = 1.0
             gone: dict[int, list[int]] = {}
@@ -233,15 +217,13 @@ def _case(world: World, probability: float, drafted: _Drafted) -> Case:
     return Case(probability, proposal, torch.stack([world.target.probs(path) for path in paths]))
 
 
-# ---------------------------------------------------------------------------------------- the worlds of a certificate
+# ---------------------------------------------------------------------------------------- worlds of a certificate
 
 
 def build(vocab: int, plans: Sequence[Plan], p: str, q: str, bare: int = -1, largest: int = 9) -> World:
-    """A world of two drafters.
+    """A world of two drafters with plans for each depth.
 
     Args:
-        vocab: tokens.
-        plans: for each depth.
         p: style of the target's distributions.
         q: style of the drafters'; "equal" drafts from the target's own.
         bare: see `World`.
@@ -270,13 +252,9 @@ _FEW, _SOME, _ALL = _PAIRS[:1], _PAIRS[:2], _PAIRS
 
 
 def worlds_for(kinds: Set[DrawKind]) -> list[World]:
-    """Worlds whose drafters draw in these ways: chains, nodes of several draws, trees, and nothing drafted.
+    """Worlds with drafters of these draw kinds: chains, nodes of several draws, trees, and nothing drafted.
 
-    Args:
-        kinds: of draws, not coupled ones; several are also mixed, along a path and at one node.
-
-    Returns:
-        Worlds of few tokens first.
+    Several kinds are also mixed, along a path and at one node. Coupled draws are left out.
     """
     listed = [kind for kind in DrawKind if kind in kinds and kind is not DrawKind.COUPLED]
     worlds = [build(vocab, (), "dense", "dense") for vocab in (2, 3, 4)]

@@ -1,1 +1,1 @@
-"""The command `truedraft`. Modules here load torch inside command bodies only, so that `--help` answers at once."""
+"""The command `truedraft`. Its modules import torch only inside commands, so that `--help` is fast."""

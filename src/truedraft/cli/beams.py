@@ -1,4 +1,4 @@
-"""`generate --num-beams`: beam search, by a draft model or plainly; with --compare both, in turns."""
+"""`generate --num-beams`: speculative or plain beam search; both in alternation with --compare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _RUNS_OF_ONE_PROMPT = 3
 _EARLY = {"true": True, "false": False, "never": "never"}
-_TAKEN = ("max_tokens",)  # of the sampling options
+_TAKEN = ("max_tokens",)  # sampling options that beam search uses
 _LEFT_OUT = {
     "stack": ("adapters", "rule", "controller", "plan", "max_cache_bytes", "gpu_memory_utilization"),
     "report": ("show_drafts", "explain"),
@@ -35,7 +35,7 @@ _PLAIN, _SPECULATIVE = "plain", "speculative"
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """Beam search in place of an answer that is drawn; names and meanings are those of transformers' `generate`."""
+    """Beam search in place of sampling, with the names and meanings of transformers' `generate`."""
 
     num_beams: int = option(
         1, "Beam search of this width, with --drafter draft:MODEL or none; 1 is none.", "W", least=1
@@ -55,19 +55,13 @@ class BeamOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """A finished beam search.
-
-    Attributes:
-        answer: its beams.
-        elapsed_s: from the prompt's ids to the last beam.
-    """
+    """A finished beam search."""
 
     answer: BeamAnswer
     elapsed_s: float
 
     @property
     def counts(self) -> dict[str, Any]:
-        """For the record."""
         answer = self.answer
         counts = {"steps": answer.steps, "target_calls": answer.target_calls, "drafted": answer.drafted}
         return {"elapsed_s": self.elapsed_s} | counts
@@ -75,13 +69,10 @@ class _Search:
 
 @dataclass(slots=True)
 class _Found:
-    """What came of one prompt.
+    """The searches of one prompt.
 
     Attributes:
-        name: the prompt's.
-        prompt_tokens: of it.
-        searches: runs, by way; without --compare one of one way.
-        error: why there are none.
+        searches: the runs, "plain" or "speculative"; without --compare one run of one kind.
     """
 
     name: str
@@ -91,27 +82,25 @@ class _Found:
 
     @property
     def beams(self) -> Sequence[Beam]:
-        """Of the speculative way, the best first."""
+        """The beams of speculative search, the best first."""
         return self.searches[_SPECULATIVE][0].answer.beams
 
     @property
     def identical(self) -> bool:
-        """Whether all runs of both ways found the same beams in the same order."""
+        """Whether all runs found the same beams in the same order."""
         runs = [search for searches in self.searches.values() for search in searches]
         return len({tuple(beam.token_ids for beam in run.answer.beams) for run in runs}) == 1
 
     @property
     def speedup(self) -> float:
-        """Time of plain search over that of the speculative one, medians of the runs."""
+        """Time of plain search over that of speculative search, medians of the runs."""
         plain, speculative = (self.median_s(way) for way in (_PLAIN, _SPECULATIVE))
         return plain / speculative
 
     def median_s(self, way: str) -> float:
-        """What a search takes."""
         return statistics.median(search.elapsed_s for search in self.searches[way])
 
     def total(self, way: str, count: str) -> int:
-        """A count of one search."""
         return int(self.searches[way][0].counts[count])
 
 
@@ -150,7 +139,7 @@ def search_beams(options: GenerateOptions) -> int:
 
 
 def _check(options: GenerateOptions) -> None:
-    """Refuse what does not go with beam search, and what only goes with it.
+    """Refuse options that conflict with beam search, or require it.
 
     Raises:
         OptionError: names the first such option.
@@ -177,10 +166,10 @@ def _check(options: GenerateOptions) -> None:
 
 
 def _check_sampling(params: SamplingParams) -> None:
-    """Refuse options of sampling, and those that change logits or where an answer ends.
+    """Refuse options of sampling, of logits and of stopping.
 
     Raises:
-        OptionError: names the first that is given.
+        OptionError: names the first such option.
     """
     defaults = SamplingParams()
     for each in dataclasses.fields(SamplingParams):
@@ -193,7 +182,7 @@ def _check_sampling(params: SamplingParams) -> None:
 
 
 def _load(options: GenerateOptions, terminal: Terminal) -> tuple[BeamSearch, BeamSearch]:
-    """Plain search and that with the draft.
+    """Plain search, and search with the draft.
 
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
@@ -228,7 +217,7 @@ def _answer(
     *,
     alone: bool,
 ) -> _Found:
-    """Search the beams of one prompt and write them; one of several that fails is told of and left out.
+    """Search the beams of one prompt and write them; if one of several prompts fails, warn and skip it.
 
     Raises:
         TruedraftError: the only prompt cannot be answered.
@@ -245,7 +234,7 @@ def _answer(
         if not options.report.compare:
             found.searches = {_SPECULATIVE: [first]}
             return found
-        # The first search has warmed what there is to warm, and is not counted.
+        # The first search was the warm-up and is not counted.
         found.searches = {_PLAIN: [], _SPECULATIVE: []}
         for _ in range(_RUNS_OF_ONE_PROMPT if alone else 1):
             for way, system in ((_PLAIN, plain), (_SPECULATIVE, search)):
@@ -265,7 +254,7 @@ def _timed(search: BeamSearch, ids: Sequence[int], max_tokens: int) -> _Search:
 
 
 def _write(name: str | None, beams: Sequence[Beam], options: GenerateOptions, terminal: Terminal) -> None:
-    """The beams that are wanted; a single one of a single prompt stands by itself, each other below a line about it."""
+    """Write the requested beams; a single beam of a single prompt without a heading, all others after one."""
     from rich.rule import Rule as Line
 
     wanted = beams[: options.beams.num_return_sequences]
@@ -280,7 +269,7 @@ def _write(name: str | None, beams: Sequence[Beam], options: GenerateOptions, te
 
 
 def _line(found: Sequence[_Found], options: GenerateOptions) -> str:
-    """What the searches took, in one line."""
+    """The time and counters of the searches, in one line."""
     calls, steps, drafted = (
         sum(each.total(_SPECULATIVE, count) for each in found) for count in ("target_calls", "steps", "drafted")
     )
@@ -296,7 +285,7 @@ def _line(found: Sequence[_Found], options: GenerateOptions) -> str:
 def _print_comparison(
     found: Sequence[_Found], search: BeamSearch, options: GenerateOptions, terminal: Terminal
 ) -> None:
-    """The table of --compare, and what stands below it."""
+    """Print the table of --compare and its notes."""
     from truedraft.cli.terminal import print_table
 
     ways = (_PLAIN, _SPECULATIVE)
@@ -315,7 +304,6 @@ def _print_comparison(
 
 
 def _what(search: BeamSearch, options: GenerateOptions) -> str:
-    """What searched, in words."""
     from truedraft.machine import dtype_name
 
     target, draft = search.target, search.draft
@@ -331,7 +319,6 @@ def _speedup(found: Sequence[_Found]) -> float:
 
 
 def _record(found: Sequence[_Found], search: BeamSearch, options: GenerateOptions) -> dict[str, Any]:
-    """For programs."""
     from truedraft.cli.report import target_record
 
     searched = [each for each in found if each.error is None]

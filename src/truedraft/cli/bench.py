@@ -72,7 +72,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class BenchReport(ReportOptions):
-    """What `truedraft bench` tells."""
+    """Output of `truedraft bench`."""
 
     out: Path | None = option(None, "Write report, plots, record and rows into this folder.", "DIR")
 
@@ -109,7 +109,7 @@ def bench(options: BenchOptions) -> int:
     params, out = options.sampling, options.report.out
     out = None if out is None else user_path(str(out))
     check_rule(options.what.rule, params)
-    controller_from_spec(options.what.controller)  # wrong words are told before anything is loaded
+    controller_from_spec(options.what.controller)  # invalid words are refused before anything is loaded
     if options.what.plan is not None:
         drafter = planned_drafter(options.what.plan, options.what.drafter, params)
         options = dataclasses.replace(options, what=dataclasses.replace(options.what, drafter=(drafter,)))
@@ -142,7 +142,7 @@ def bench(options: BenchOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is measured and on what."""
+    """The systems and prompts of a benchmark."""
 
     suite: Suite
     measured: MachineCosts
@@ -151,12 +151,11 @@ class _Run:
 
     @property
     def turns(self) -> int:
-        """How often a system answers a group."""
         return len(self.suite.systems) * len(self.groups) * self.circumstances.runs
 
 
 def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
-    """The name of the set, and as many of its prompts as are wanted."""
+    """The name of the set, and the requested number of its prompts."""
     from truedraft.measure.bench import is_question_file, read_questions, spread
 
     path = user_path(options.what.prompts)
@@ -174,7 +173,7 @@ def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
 
 
 def _load(options: BenchOptions, terminal: Terminal) -> Suite:
-    """Load the systems under test; on a terminal, show what is being waited for."""
+    """Load the systems under test; a terminal shows the progress."""
     from truedraft.cli.session import waiting
     from truedraft.measure.bench import load_suite
 
@@ -194,7 +193,7 @@ def _load(options: BenchOptions, terminal: Terminal) -> Suite:
 
 
 def _costs(suite: Suite, params: SamplingParams, refresh: bool, terminal: Terminal) -> MachineCosts:
-    """Cost curves of this machine, measured now or kept from an earlier run."""
+    """Cost curves of this machine, measured now or cached by an earlier run."""
     from truedraft.measure.bench import PARTS, measure_costs
 
     with terminal.progress("cost curves", PARTS * len(suite.ours)) as progress:
@@ -223,7 +222,7 @@ def _measure(run: _Run, folder: OutputFolder | None, terminal: Terminal) -> Resu
 def _circumstances(
     options: BenchOptions, suite: Suite, measured: MachineCosts, params: SamplingParams, prompts: tuple[str, int]
 ) -> Circumstances:
-    """Of this run, on a prompt set of this name and size."""
+    """The circumstances of this run; `prompts` is the set's name and size."""
     from truedraft.machine import dtype_name, machine_facts
     from truedraft.measure.bench import Circumstances
 
@@ -254,7 +253,7 @@ def _circumstances(
 
 
 def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, terminal: Terminal) -> int:
-    """Print and write what was measured; the exit status."""
+    """Print and write the results; returns the exit status."""
     from truedraft.measure.bench import (
         answered_prompts,
         bench_record,
@@ -308,7 +307,6 @@ def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, 
 def _print_summaries(
     summaries: Sequence[Summary], circumstances: Circumstances, notes: Sequence[str], terminal: Terminal
 ) -> None:
-    """The tables for people, with what they were measured on and what to know about them."""
     from truedraft.cli.terminal import print_table
     from truedraft.measure.bench import all_tables
 
@@ -323,7 +321,7 @@ def _print_summaries(
 
 
 def _disturbance(results: Results, device: str) -> list[str]:
-    """A sentence if this process often had to wait for a core."""
+    """A note if this process often had to wait for a CPU core."""
     from truedraft.measure.bench import time_without_core
 
     waited = time_without_core(results.rows)
@@ -333,7 +331,7 @@ def _disturbance(results: Results, device: str) -> list[str]:
 
 
 def _differences(suite: Suite, results: Results, groups: Sequence[Group], circumstances: Circumstances) -> list[str]:
-    """Where our engines' tokens part from plain decoding, though they must not; the first few, a sentence each."""
+    """Where the engine's tokens differ from plain decoding though they must not; the first few, a sentence each."""
     from truedraft.measure.bench import differing_answers, find_difference
 
     if not circumstances.must_agree:

@@ -1,4 +1,4 @@
-"""`truedraft certify stack`, and what all commands of `truedraft certify` share: time, files, how a report is told."""
+"""`truedraft certify stack`, and what all `truedraft certify` commands share: time, files and reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STEPS = 100
 AGAIN = "nothing was decided; run the same command again"
 _JSON, _MARKDOWN = "certificate.json", "certificate.md"
 _ABOVE = {"command", "findings", "failures", "undecided", "certified", "verdict"}
-"""Of a record, what a page tells before its circumstances."""
+"""Keys of the record that a page shows before the circumstances."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class TimeOptions:
 
     @property
     def seconds(self) -> float:
-        """The same in seconds.
+        """The time in seconds.
 
         Raises:
-            OptionError: it is no time.
+            OptionError: it is not a duration.
         """
         if not 0.0 < self.minutes < 1e6:
             raise OptionError(f"must be above 0, got {self.minutes:g}", field="minutes")
@@ -57,7 +57,7 @@ class TimeOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TimeOptions):
-    """What is asked, and how long."""
+    """The prompts, and the time."""
 
     prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file.", "FILE")
     batch: int = option(1, "Requests that are answered together.", "N", least=1)
@@ -65,7 +65,7 @@ class PromptOptions(TimeOptions):
 
 @dataclass(frozen=True)
 class CheckOptions(PromptOptions):
-    """What is checked of a stack, and how long."""
+    """The checks of a stack, and the time."""
 
     minutes: float = option(
         5.0, "How long to take, loading included; more find smaller deviations, and it says beforehand which.", "N"
@@ -79,14 +79,14 @@ class CheckOptions(PromptOptions):
 
 @dataclass(frozen=True)
 class CertifyReport(ReportOptions):
-    """What `truedraft certify` tells."""
+    """Output of `truedraft certify`."""
 
     out: Path | None = option(None, f"Write {_MARKDOWN} and {_JSON} into this folder.", "DIR")
     junit: Path | None = option(None, "Write the checks as JUnit's XML.", "FILE")
 
 
 UNTYPED = ("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids")
-"""Sampling options that say nothing to a certificate."""
+"""Sampling options without meaning for a certificate."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def stack(options: CertifyOptions) -> int:
 
 
 def drawn_seed(seed: int | None) -> int:
-    """The seed that was given, else one drawn, so that it can be told."""
+    """The given seed, or a random one, which reports then show."""
     return secrets.randbits(31) if seed is None else seed
 
 
@@ -135,7 +135,7 @@ def _certified(
     ends: float,
     terminal: Terminal,
 ) -> tuple[Report, dict[str, Any]]:
-    """The report, and what it is about; `ends` by the monotonic clock."""
+    """The report and its circumstances; `ends` is by the monotonic clock."""
     from truedraft.certify import EqualityInFloat32, Part, certify
     from truedraft.cli.report import circumstances_record
 
@@ -144,7 +144,7 @@ def _certified(
     loading_s = time.monotonic() - began
     whole = dataclasses.replace(options.machine, dtype="float32")
     parts = list(Part)
-    # Where loading took nearly all, a tenth is left.
+    # If loading took nearly all of the time, a tenth remains.
     seconds = max(ends - time.monotonic(), options.check.seconds / 10.0)
     again = EqualityInFloat32(lambda: _loaded(options, whole, params, terminal)[1], loading_s, seconds)
     with terminal.progress("certify", len(parts) * _STEPS) as show:
@@ -167,7 +167,7 @@ def _certified(
 
 
 def ids_of(prompts: Sequence[NamedPrompt], reader: Reader) -> list[list[int]]:
-    """Prompts as token ids, cut so that the model has room to answer."""
+    """Prompts as token ids, truncated so that the context has room for an answer."""
     from truedraft.engine.prompts import encode_prompt
 
     return [encode_prompt(reader, each.prompt)[: max(1, reader.context_length // 2)] for each in prompts]
@@ -176,30 +176,28 @@ def ids_of(prompts: Sequence[NamedPrompt], reader: Reader) -> list[list[int]]:
 def _loaded(
     options: CertifyOptions, machine: MachineOptions, params: SamplingParams, terminal: Terminal
 ) -> tuple[Engine, Stack]:
-    """The parts that are certified, in an engine and by themselves."""
+    """The certified parts, in an engine and separately."""
     from truedraft.certify import Stack
     from truedraft.cli.session import MEASURING, load_engine, waiting
 
     controller = controller_from_spec(options.stack.controller)
     engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
-    with waiting(terminal.err, MEASURING):  # or answers would be looked at that are plain decoding's
+    with waiting(terminal.err, MEASURING):  # otherwise the examined answers would be from plain decoding
         engine.measure(params)
     return engine, Stack(engine.target, engine.drafter, engine.rule, controller=controller)
 
 
-# ---------------------------------------------------------------------------------------- telling a report
+# ---------------------------------------------------------------------------------------- writing a report
 
 
 @dataclass(frozen=True)
 class Telling:
-    """Where a report goes: the terminal, and files, which are looked at before the work, so that nothing is lost.
+    """Writes a report to the terminal and to files, which are checked before the work, so that no result is lost.
 
     Attributes:
-        command: of `truedraft certify`.
-        json: whether standard output ends with the record.
-        folder: for the page and the record.
-        junit: for JUnit's XML.
-        terminal: where it is told.
+        command: the part after `truedraft certify`.
+        folder: for the page and the record; None writes neither.
+        junit: for JUnit XML; None writes none.
     """
 
     command: str
@@ -211,11 +209,11 @@ class Telling:
     @classmethod
     @contextlib.contextmanager
     def of(cls, command: str, options: CertifyReport, terminal: Terminal, how: str = AGAIN) -> Iterator[Telling]:
-        """While a certificate is made: what ends it before its verdict is told with how to go on, in JUnit's XML too.
+        """Open a report; an error in the block gets advice on how to continue, and is also written as JUnit XML.
 
         Raises:
             DataError: a file cannot be written there.
-            UndecidedError, InterruptedCommandError: in place of all errors but those of unusable arguments.
+            UndecidedError, InterruptedCommandError: in place of all errors except those of unusable arguments.
         """
         folder = None if options.out is None else _folder(options.out)
         telling = cls(command, options.json, folder, usable_file("junit", options.junit), terminal)
@@ -232,12 +230,11 @@ class Telling:
             raise undecided from error
 
     def told(self, report: Report, about: Mapping[str, Any]) -> int:
-        """Show a report, write its files, tell the record if it is wanted, and give the exit status.
+        """Print a report, write its files and, if requested, the record; returns the exit status.
 
-        A file that cannot be written is told last, and changes no status but that of "done".
+        Files that cannot be written are reported last, and replace only the status 0.
 
         Args:
-            report: what came out.
             about: further circumstances, for page and record.
         """
         _show(report, self.terminal)
@@ -255,7 +252,7 @@ class Telling:
         return status or max(statuses, default=DONE)
 
     def _written(self, pages: Mapping[Path, str], junit: str) -> list[DataError]:
-        """Write pages, and JUnit's XML where that is wanted; gives what could not be done."""
+        """Write pages and, if requested, JUnit XML; returns the errors."""
         unwritten = []
         for file, text in {**pages, **({} if self.junit is None else {self.junit: junit})}.items():
             try:
@@ -268,10 +265,10 @@ class Telling:
 
 
 def usable_file(field: str, file: Path | None) -> Path | None:
-    """A file to write with the home folder in the place of ~, refused before the work where nothing can be written.
+    """A path with ~ expanded, checked before the work.
 
     Raises:
-        DataError: there is no such folder, or it is one.
+        DataError: its folder does not exist, or it is a folder.
     """
     if file is None:
         return None
@@ -285,12 +282,12 @@ def usable_file(field: str, file: Path | None) -> Path | None:
 
 
 def _folder(out: Path) -> Path:
-    """Where the report goes: made before the work, so that nothing is lost after it, nor of an earlier one."""
+    """Create the report's folder before the work, so that no result is lost, and no earlier report overwritten."""
     try:
         folder = out.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         there = [name for name in (_MARKDOWN, _JSON) if (folder / name).exists()]
-    except (OSError, RuntimeError) as error:  # the latter: the home of nobody
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
         raise DataError(f"cannot write into {str(out)!r}: {getattr(error, 'strerror', None) or error}") from error
     if there:
         raise DataError(
@@ -301,7 +298,7 @@ def _folder(out: Path) -> Path:
 
 
 def _junit_of(error: UndecidedError) -> str:
-    """A run that ended early, as JUnit's XML: one test case that is an error."""
+    """A run that ended early as JUnit XML: one test case with an error."""
     from truedraft.certify import xml_text
 
     suite = ElementTree.Element(
@@ -313,7 +310,6 @@ def _junit_of(error: UndecidedError) -> str:
 
 
 def _show(report: Report, terminal: Terminal) -> None:
-    """A table of findings, what it all comes to, and sentences about it."""
     from rich.table import Table
 
     from truedraft.certify import MARKS, Status, by_part

@@ -1,4 +1,4 @@
-"""`truedraft certify engine` and `truedraft certify compare`: engines that are asked from outside."""
+"""`truedraft certify engine` and `truedraft certify compare`: engines that are tested as black boxes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OURS = (
     "max_cache_bytes",
     "gpu_memory_utilization",
 )
-# An engine is asked for answers of lengths of its own, and what it says of them is asked for where it can tell.
+# The tests choose the lengths of answers, and request logprobs where the engine has them.
 _UNASKED = (*UNTYPED, "max_tokens", "logprobs", "logprobs_mode")
 
 
@@ -42,7 +42,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class AskOptions(PromptOptions):
-    """What engines are asked, and how long."""
+    """The requests to engines, and the time."""
 
     seed_per_request: bool = flag("Send each request a seed of its own, where the server takes seeds.")
     seed: int | None = option(None, "With --seed-per-request: the first seed.", "S", shown_default="0", least=0)
@@ -53,10 +53,10 @@ class AskOptions(PromptOptions):
 
     @property
     def first_seed(self) -> int | None:
-        """That of the first request; None where none are sent. 0 unless another is given: a rerun asks the same again.
+        """The seed of the first request, by default 0, so that a rerun sends the same requests; None sends no seeds.
 
         Raises:
-            OptionError: one was given, and none are sent.
+            OptionError: a seed was given, and none are sent.
         """
         if self.seed is not None and not self.seed_per_request:
             raise OptionError("is for --seed-per-request alone; give that, too", field="seed")
@@ -65,7 +65,7 @@ class AskOptions(PromptOptions):
 
 @dataclass(frozen=True)
 class AskedOptions:
-    """What `certify engine` and `certify compare` have in common."""
+    """Options that `certify engine` and `certify compare` share."""
 
     stack: StackOptions = group(
         "Model", without=(*_OURS, "pad_to", "weights", "merge_adapter", "tensor_parallel"), model=NEEDED
@@ -162,7 +162,7 @@ def compare(options: CompareOptions) -> int:
 
 
 def _check_one(options: EngineOptions) -> None:
-    """Refuse two engines, none, and options of a server where there is none."""
+    """Refuse two engines, no engine, and server options without a server."""
     endpoint, process = options.endpoint, options.process
     if endpoint is not None and process is not None:
         raise OptionError("and URL name two things to certify; leave one of them out", field="process")
@@ -174,9 +174,9 @@ def _check_one(options: EngineOptions) -> None:
 
 
 def _judges(options: EngineOptions) -> tuple[LanguageModel, LanguageModel | None]:
-    """The model that scores, in float32 if that is not too large, and the same in the engine's dtype, for rounding.
+    """The scoring model, in float32 if it is not too large, and the same in the engine's dtype, for rounding.
 
-    "auto" is bfloat16 here: what this machine is fast at says nothing of the engine's.
+    "auto" is bfloat16 here, because the fastest dtype of this machine says nothing about the engine's.
     """
     from truedraft.cli.session import load_target
 
@@ -190,7 +190,7 @@ def _judges(options: EngineOptions) -> tuple[LanguageModel, LanguageModel | None
 
 
 def _drafts(options: EngineOptions) -> Mapping[str, LanguageModel]:
-    """The draft model that the engine is said to use."""
+    """The engine's draft model, if it was named."""
     from truedraft.models.loading import load_model
 
     if options.draft_model is None:

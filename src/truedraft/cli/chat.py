@@ -1,4 +1,4 @@
-"""`truedraft chat`: talk to a model in the terminal, one that is loaded here or one that a server has."""
+"""`truedraft chat`: chat in the terminal with a model in this process or on a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SILENCE_S = 600.0
 
 @dataclass(frozen=True)
 class ChatTalk:
-    """How the talk goes."""
+    """Options of the conversation."""
 
     url: str | None = option(
         None, f"Talk to the server at this address in place of a model here; its key is read from {_KEY}.", "URL"
@@ -57,13 +57,8 @@ class _Turn:
     """One message and its answer.
 
     Attributes:
-        message: of the user.
-        text: of the answer.
-        seconds: that it took.
-        tokens: of the answer; None where nobody told.
-        tokens_per_call: of the target; likewise.
-        speedup: estimated over plain decoding; likewise.
-        undrafted: why nothing was drafted, in a sentence; likewise.
+        tokens: of the answer; this and the fields below are None if unknown.
+        speedup: estimated over plain decoding.
     """
 
     message: str
@@ -80,8 +75,6 @@ class _Talk:
     """A conversation.
 
     Attributes:
-        messages: so far.
-        turns: so far.
         failed: whether a message got no answer.
     """
 
@@ -90,11 +83,10 @@ class _Talk:
     failed: bool = False
 
     def reset(self) -> None:
-        """Forget all but how to answer."""
+        """Remove all messages except the system message."""
         self.messages = [each for each in self.messages if each["role"] == "system"]
 
     def tell(self, text: str) -> None:
-        """How to answer."""
         self.messages = [each for each in self.messages if each["role"] != "system"]
         self.messages.insert(0, {"role": "system", "content": text})
 
@@ -126,12 +118,12 @@ def chat(options: ChatOptions) -> int:
 
 
 def _asks() -> bool:
-    """Whether somebody types, rather than a program."""
+    """Whether standard input is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _lines(terminal: Terminal) -> Iterator[str]:
-    """What the user writes, line by line; a backslash at its end goes on in the next."""
+    """The user's messages, line by line; a backslash at the end of a line continues it."""
     asks = _asks()
     while True:
         try:
@@ -151,7 +143,7 @@ def _lines(terminal: Terminal) -> Iterator[str]:
 
 
 def _command(line: str, talk: _Talk, terminal: Terminal) -> bool:
-    """Do what a line that begins with / asks for; False where it is a message."""
+    """Run a line that begins with /; False if the line is a message."""
     word, _, rest = line.strip().partition(" ")
     if word == "/help":
         terminal.note(_HELP)
@@ -215,17 +207,10 @@ def _stats(turn: _Turn) -> str:
 
 
 class _Here:
-    """Who answers: a model in this process.
-
-    Args:
-        engine: that answers.
-        params: of each answer.
-        terminal: to write to.
-        talk: how it goes.
+    """Answers with a model in this process.
 
     Attributes:
-        name: of the model.
-        chats: whether it knows conversations; otherwise a text is continued.
+        chats: whether the model has a chat template; otherwise the text is continued.
     """
 
     def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, talk: ChatTalk) -> None:
@@ -241,12 +226,10 @@ class _Here:
         self._talk = talk
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[str], None]) -> None:
-        """Answer the last message, or continue the text of all of them.
+        """Answer the last message, or without a chat template continue the text of all messages.
 
         Args:
-            messages: with role and content each.
-            turn: is filled in.
-            show: of no use here, where tokens are painted.
+            show: not used here, because the painter writes the tokens.
         """
         from truedraft.cli.generate import stream_answer, watching
         from truedraft.cli.painting import writer
@@ -278,7 +261,7 @@ def _here(options: ChatOptions, terminal: Terminal) -> _Here:
 
 
 def _model_asked(options: ChatOptions) -> str | None:
-    """Which of a server's models is asked for; None where that is not said.
+    """The requested model of a server; None if none was named.
 
     Raises:
         OptionError: an option is given that a server decides.
@@ -293,17 +276,16 @@ def _model_asked(options: ChatOptions) -> str | None:
 
 
 class _Server:
-    """Who answers: a model that a server has; its attributes are those of `_Here`.
+    """Answers with a model on a server; has the attributes of `_Here`.
 
     Args:
-        url: of the server, with or without /v1 behind it.
-        model: one that it has; None is the first.
-        params: of each answer.
-        tell: is called with a sentence when the server makes us wait.
+        url: of the server, with or without /v1 at its end.
+        model: None is the server's first.
+        tell: is called with a sentence when the server delays the request.
 
     Raises:
-        OptionError: the address or the key cannot be used, or the server has not this model.
-        PeerError: nothing answers there that serves a model.
+        OptionError: the address or the key cannot be used, or the server does not have this model.
+        PeerError: no server with a model answers at the address.
     """
 
     def __init__(self, url: str, model: str | None, params: SamplingParams, tell: Callable[[str], None]) -> None:
@@ -334,7 +316,7 @@ class _Server:
         self.chats = bool(served[self.name].get("chat", True))
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[str], None]) -> None:
-        """Likewise; `show` is called with each piece of text as it comes."""
+        """As `_Here.answer`; `show` is called with each piece of text."""
         asked = self._params
         body: dict[str, Any] = {
             name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -354,19 +336,19 @@ class _Server:
                 for chunk in chunks:
                     whole = _read_chunk(chunk, turn, show) or whole
         except PeerError:
-            if not whole:  # otherwise what is missing is no part of the answer
+            if not whole:  # after the last token an error loses no text
                 raise
         if not whole and not turn.text:
             raise PeerError(f"{self._caller.url}{path} answered nothing; is this the address of an API?")
 
 
 def _read_chunk(chunk: Mapping[str, Any], turn: _Turn, show: Callable[[Any], None]) -> bool:
-    """What an event brings to an answer; returns whether that is whole now."""
+    """Add an event to an answer; returns whether the answer is finished."""
     whole = False
     for choice in _objects(chunk.get("choices")):
         text = choice.get("text") or _object(choice.get("delta")).get("content")
         if isinstance(text, str):
-            text = text.encode(errors="replace").decode()  # half a character
+            text = text.encode(errors="replace").decode()  # replaces lone surrogates
             turn.text += text
             show(visible(text))
         whole = whole or choice.get("finish_reason") is not None
@@ -380,7 +362,7 @@ def _read_chunk(chunk: Mapping[str, Any], turn: _Turn, show: Callable[[Any], Non
 
 
 def _objects(found: object) -> list[Mapping[str, Any]]:
-    """The objects of a list; none where it is no list."""
+    """The objects of a list; empty if `found` is not a list."""
     return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
 
 

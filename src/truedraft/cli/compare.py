@@ -1,4 +1,4 @@
-"""`generate --compare`: a benchmark of plain decoding and speculation on the prompts given, shown in its own way."""
+"""`generate --compare`: a benchmark of plain and speculative decoding on the given prompts, with its own output."""
 
 from __future__ import annotations
 
@@ -49,34 +49,28 @@ if TYPE_CHECKING:
 _SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3
 _ECHOED_CHARACTERS = 600
-_LITTLE = 1.1  # times plain decoding, below which it is told why
+_LITTLE = 1.1  # times plain decoding; below this the reason is printed
 _SHOWN_DIFFERENCES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Prompts, one or all, decoded both ways.
-
-    Attributes:
-        plain: without a drafter.
-        speculative: with it.
-    """
+    """One or all prompts, decoded with and without speculation."""
 
     plain: Summary
     speculative: Summary
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Sides:
-        """From rows of both."""
+        """From benchmark rows of both."""
         return cls(*summarise(rows, (PLAIN, _SPECULATIVE), (PLAIN, _SPECULATIVE), {}))
 
     @property
     def ratio(self) -> Ratio:
-        """Tokens per second, speculative over plain; 1 where neither emitted a token."""
+        """Tokens per second, speculative over plain; 1 if neither emitted a token."""
         return self.speculative.speedup or Ratio(1.0, 1.0, 1.0, 0.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the record."""
         return {PLAIN: _side_record(self.plain), _SPECULATIVE: _side_record(self.speculative)}
 
 
@@ -85,10 +79,8 @@ class Pair:
     """One prompt, decoded both ways.
 
     Attributes:
-        group: the prompt, and how its answers were drawn.
-        sides: what was measured.
-        first: the first row of plain decoding, and of speculation.
-        difference: where the tokens part, if they must not and do.
+        first: the first row of plain and of speculative decoding.
+        difference: the first differing token, if the tokens must be identical and are not.
     """
 
     group: Group
@@ -98,12 +90,10 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """The prompt's."""
         return self.group.names[0]
 
     @property
     def same_tokens(self) -> bool:
-        """Whether all runs of both ways gave the same tokens."""
         sides = self.sides.plain, self.sides.speculative
         return all(side.identical_groups == side.compared_groups for side in sides)
 
@@ -113,7 +103,6 @@ class Pair:
         return repeated_ngrams(self.first[0].output.token_ids[0])
 
     def as_dict(self, tell_identical: bool) -> dict[str, Any]:
-        """For the record."""
         return {
             "id": self.name,
             "prompt_tokens": len(self.group.prompts[0]),
@@ -134,10 +123,8 @@ class Comparison:
 
     Attributes:
         pairs: at least one.
-        all: what was measured over all of them.
-        runs: how often each way.
-        must_agree: whether the tokens are promised to be identical (temperature 0 or a seed, and a lossless rule).
-        lossless: whether the rule keeps the target's distribution.
+        runs: per prompt, plain and speculative each.
+        must_agree: whether identical tokens are guaranteed (temperature 0 or a seed, and a lossless rule).
     """
 
     pairs: Sequence[Pair]
@@ -148,27 +135,26 @@ class Comparison:
 
     @property
     def identical_prompts(self) -> int:
-        """How many prompts gave the same tokens both ways."""
+        """Number of prompts with the same tokens both ways."""
         return sum(pair.same_tokens for pair in self.pairs)
 
     @property
     def identical(self) -> bool | None:
-        """Whether all prompts did; None where that is not promised: at most the distribution is the same."""
+        """Whether all prompts have identical tokens; None if only the distribution is guaranteed to be the same."""
         return self.identical_prompts == len(self.pairs) if self.must_agree else None
 
     @property
     def tells_identical(self) -> bool:
-        """Whether identical tokens say something: they are promised, or a lossy rule alone may be why they differ."""
+        """Whether identical tokens are informative: they are guaranteed, or only a lossy rule can make them differ."""
         return self.must_agree or not (self.lossless or any(not pair.group.params.greedy for pair in self.pairs))
 
     @property
     def repeated_8grams(self) -> float | None:
-        """Mean over the prompts whose plain answer has an 8-gram."""
+        """Mean over the prompts that have it; None if none has."""
         shares = [share for pair in self.pairs if (share := pair.repeated_8grams) is not None]
         return statistics.mean(shares) if shares else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For the record."""
         told, sides = self.tells_identical, self.all.as_dict()
         return {
             "tokens_per_s": sides[_SPECULATIVE]["tokens_per_s"],
@@ -188,15 +174,15 @@ class Comparison:
 def compare(
     engine: Engine, options: GenerateOptions, prompts: Sequence[Asked], terminal: Terminal
 ) -> tuple[int, dict[str, Any]]:
-    """Measure both ways in turns, and print; gives the exit status and the comparison's part of the record.
+    """Measure both ways in alternation, and print; returns the exit status and the comparison's part of the record.
 
-    A single prompt is echoed and its speculative answer streamed first; a prompt of several that fails is left out.
+    A single prompt is echoed first and its speculative answer streamed. One of several prompts that fails is skipped.
 
     Raises:
         TruedraftError: a single prompt cannot be answered.
     """
     alone = len(prompts) == 1
-    with waiting(terminal.err, MEASURING):  # or what is measured would be compared as well
+    with waiting(terminal.err, MEASURING):  # otherwise the comparison would include the measurement of costs
         engine.measure(prompts[0][1])
     if alone:
         _echo(prompts[0][0], terminal)
@@ -242,13 +228,13 @@ def compare(
 
 
 def _curve(engine: Engine) -> dict[str, CurveCosts]:
-    """V, from which a speed-up is estimated beside the measured one; what drafting costs is not asked here."""
+    """V, for a speedup estimate in addition to the measured one; drafting costs are not needed here."""
     forwards = engine.forwards()
     return {} if forwards is None else {_SPECULATIVE: CurveCosts(forwards)}
 
 
 def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -> list[Pair]:
-    """The prompts that have all runs of both ways."""
+    """The prompts with all runs of both ways."""
     differing = {name: (plain, other) for _, name, plain, other in differing_answers(results.rows, suite.our_names)}
     pairs = []
     for group in groups:
@@ -272,7 +258,6 @@ def _end(
     *,
     interrupted: bool,
 ) -> tuple[int, dict[str, Any]]:
-    """Remarks, and the exit status with the record."""
     pairs = [] if comparison is None else comparison.pairs
     remark([warning for pair in pairs for warning in pair.first[1].output.warnings], options, terminal)
     record = {"failed_prompts": len(failures), "errors": list(failures)}
@@ -288,7 +273,6 @@ def _end(
 
 
 def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal: Terminal) -> None:
-    """The table of `--compare`, and what stands beside it."""
     many, ratio = len(comparison.pairs) > 1, comparison.all.ratio
     terminal.out.print()
     drafter = f"auto: {' + '.join(engine.drafter.members)}" if stack.drafter == "auto" else stack.drafter
@@ -322,7 +306,7 @@ def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal
 
 
 def little_gained(speedup: float, counters: Counters) -> str | None:
-    """Why drafts brought little; None where they did not, or there were none."""
+    """Why drafts gained little; None if they gained enough, or there were none."""
     if speedup >= _LITTLE or not counters.drafted_calls:
         return None
     tokens = counters.mean_acceptance_length
@@ -348,7 +332,6 @@ def _where_and_how(engine: Engine, drafter: str, each: Sequence[SamplingParams],
 
 
 def _drawing(each: Sequence[SamplingParams]) -> str:
-    """How tokens were drawn, in words."""
     how = {"greedy" if params.greedy else f"temperature {params.temperature:g}" for params in each}
     seeds = {params.seed for params in each if params.seeded}
     seed = ", a seed for each prompt" if len(seeds) > 1 else "".join(f", seed {one}" for one in seeds)
@@ -382,13 +365,13 @@ def _verdict(comparison: Comparison) -> str:
 
 def _side_record(side: Summary) -> dict[str, Any]:
     """Medians of speeds, sums of counts."""
-    assert side.counters is not None  # ours
+    assert side.counters is not None  # measured in this process
     speeds = {"tokens_per_s": side.tokens_per_s.median, "decode_tokens_per_s": side.decode_tokens_per_s.median}
     return speeds | counts_dict(side.counters)
 
 
 def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:
-    """Show what is being continued, or replied to; its end if it is long."""
+    """Show the prompt; only its end if it is long."""
     text = prompt.prompt if isinstance(prompt.prompt, str) else f"{len(prompt.prompt)} token ids: "
     text = text if prompt.said is None else f"{prompt.said}\n\n"
     shown = text if len(text) <= _ECHOED_CHARACTERS else "…" + text[-_ECHOED_CHARACTERS:]

@@ -1,4 +1,4 @@
-"""`truedraft doctor`: what is wrong with a drafter, and what to expect of it."""
+"""`truedraft doctor`: diagnoses a drafter and predicts its speedup."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from truedraft.measure.predictions import Interval
     from truedraft.models.base import LanguageModel
 
-_PROMPTS, _LEAST_PROMPTS, _TOKENS = 24, 12, 64  # the least is that of `examine`
+_PROMPTS, _LEAST_PROMPTS, _TOKENS = 24, 12, 64  # the minimum is that of `examine`
 _PATIENCE_S = 20.0
-_BELOW_CARD = 0.9  # of what is promised, what counts as less
+_BELOW_CARD = 0.9  # of the card's value; less counts as below it
 
 
 @dataclass(frozen=True)
 class WhatToExamine:
-    """What is looked at, and on what."""
+    """What is examined, and on which prompts."""
 
     drafter: str | None = option(
         None,
@@ -119,7 +119,7 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
 
 
 def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
-    """What a running server's drafts bring, beside what the drafter's card promises."""
+    """Compare the drafts of a running server with the drafter's card."""
     from truedraft.measure.peers.acceptance import served_acceptance
     from truedraft.measure.peers.calling import Caller
 
@@ -158,8 +158,9 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
 
 
 def _least_promise(drafter: str | None) -> float | None:
-    """The fewest tokens per call that a drafter's card has, of all rounds that measured it: a server says neither its
-    temperature nor the shape of its drafts.
+    """The fewest tokens per call of all measurements on a drafter's card.
+
+    The fewest, because a server reports neither its temperature nor its draft sizes.
 
     Raises:
         OptionError: there is no folder, or no card in it.
@@ -182,7 +183,7 @@ def _least_promise(drafter: str | None) -> float | None:
 
 
 def written_prompts(target: LanguageModel, texts: Sequence[NamedPrompt], *, plain: bool) -> list[Prompt]:
-    """Prompts as the target reads them: by its chat template, where it has one and nobody wants otherwise."""
+    """Prompts for the target, formatted by its chat template if it has one, unless `plain`."""
     from truedraft.engine.prompts import encode_prompt
     from truedraft.errors import PromptError
     from truedraft.measure.doctor import Prompt
@@ -228,7 +229,7 @@ def _print(found: Diagnosis, terminal: Terminal) -> None:
 
 
 def _fix(found: Diagnosis, folder: Path, terminal: Terminal, model: str) -> str | None:
-    """Write what is better, where other weights or sizes are; the folder, where it was written.
+    """Write a corrected drafter if other weights or sizes are better; returns the folder, or None.
 
     Raises:
         ModelError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Engines that `truedraft certify engine` and `compare` ask: opened, watched, written down, and reported on."""
+"""Engines that `truedraft certify engine` and `compare` test: connection, progress, transcript and report."""
 
 from __future__ import annotations
 
@@ -27,23 +27,21 @@ _STEPS = 1000
 
 @contextlib.contextmanager
 def asking(command: str, options: AskedOptions) -> Iterator[Asking]:
-    """All that is open while engines are asked."""
+    """Open the engines of a command, and close them after the block."""
     with contextlib.ExitStack() as opened:
         yield Asking(command, options, opened)
 
 
 class Asking:
-    """Engines that are being asked, each with its transcript if one is kept.
+    """The engines under test, each with its transcript if one is kept.
 
     Args:
-        command: of `truedraft certify`.
-        options: of the command.
-        opened: is closed at the end.
+        opened: closes the engines and files.
     """
 
     def __init__(self, command: str, options: AskedOptions, opened: contextlib.ExitStack) -> None:
         self._options, self._ask, self._opened = options, options.ask, opened
-        _ = self._ask.seconds  # refused before anything is opened
+        _ = self._ask.seconds  # an invalid time is refused before anything is opened
         self._params = replace(options.sampling, seed=self._ask.first_seed)
         self._transcript = usable_file("transcript", self._ask.transcript)
         how = "nothing was decided; with --transcript FILE answers are kept, and the same command goes on from them"
@@ -55,10 +53,10 @@ class Asking:
         self._peers: list[Peer] = []
 
     def add_function(self, name: str) -> None:
-        """Ask a Python function.
+        """Add a Python function.
 
         Raises:
-            OptionError: there is none, or it has no argument for an option.
+            OptionError: it does not exist, or has no argument for an option.
         """
         from truedraft.measure.peers import ProcessPeer, load_function
 
@@ -75,7 +73,7 @@ class Asking:
         self._add(peer, self._transcript)
 
     def add_servers(self, **urls: str | None) -> None:
-        """Ask servers, by the name of the option that has each one's address; the weights of their model come later.
+        """Add servers, by the name of the option with each one's address. Loads no weights.
 
         Raises:
             OptionError, PeerError: unusable options, or one cannot be reached.
@@ -87,7 +85,7 @@ class Asking:
             raise OptionError(f"must be above 0, got {server.timeout:g}", field="timeout")
         key = _key(server.api_key_env)
         self._reader = reader = self._read()
-        # No busy server is waited for longer than the whole run may take.
+        # Wait for a busy server at most as long as the whole run may take.
         patience = Patience(total_s=min(Patience().total_s, self._ask.seconds))
         for field, url in urls.items():
             with errors_about(field):
@@ -116,7 +114,6 @@ class Asking:
             return load_reader(self._options.stack.model)
 
     def _add(self, peer: Peer, file: Path | None) -> None:
-        """A peer whose answers are written down, if that is wanted."""
         from truedraft.measure.peers import Recorded
 
         if file is not None:
@@ -126,19 +123,19 @@ class Asking:
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """Engine and transcript are open: from here on no argument is at fault."""
+        """Inside the block, arguments are valid and files open: other errors leave the result undecided."""
         try:
             yield
         except (PeerError, DataError) as error:
             raise UndecidedError(str(error)) from error
 
     def report(self, run: Callable[..., Report], parts: Sequence[Part], judge: Sequence[LanguageModel] = ()) -> Report:
-        """Let a certificate ask.
+        """Run a certificate.
 
         Args:
             run: `certify_engine` or `compare_engines`.
-            parts: of it, in the order in which it comes by them.
-            judge: the model that answers are scored by, where it takes one.
+            parts: of the certificate, in the order of their progress.
+            judge: the scoring model, if `run` takes one.
         """
         ids = ids_of(self._prompts, next(iter(judge), self._reader))
         with self.terminal.progress("certify", len(parts) * _STEPS) as show:
@@ -155,7 +152,7 @@ class Asking:
             )
 
     def told(self, report: Report) -> int:
-        """Tell it; the exit status."""
+        """Write the report; returns the exit status."""
         from truedraft.machine import machine_facts
 
         about = {"model": self._options.stack.model, "prompts": self._ask.prompts, "seed": self._params.seed}
@@ -172,30 +169,24 @@ def _key(variable: str | None) -> str | None:
 
 
 class _EngineBar:
-    """How far a run has come, and how many answers it has: a round of a slow engine's takes minutes.
-
-    Args:
-        parts: of the run, in their order.
-        show: moves the bar.
-    """
+    """Progress of a run, with the number of answers, because a round of a slow engine takes minutes."""
 
     def __init__(self, parts: Sequence[Part], show: Progress) -> None:
         self._parts, self._show = parts, show
         self._part, self._done, self._answers = parts[0], 0, 0
 
     def tell(self, part: Part, done: float) -> None:
-        """A part has come so far."""
+        """Set the progress of a part; `done` is in 0 to 1."""
         self._part, self._done = part, int((self._parts.index(part) + done) * _STEPS)
         self.answered(0)
 
     def answered(self, count: int = 1) -> None:
-        """So many answers came."""
         self._answers += count
         self._show(self._done, f"{self._part.value}; {self._answers:,} came in all")
 
 
 class _Watched(Peer):
-    """A peer that tells of each answer as it comes."""
+    """A peer that calls `tell` for each answer."""
 
     def __init__(self, peer: Peer, tell: Callable[[], None]) -> None:
         self.facts = peer.facts

@@ -1,4 +1,4 @@
-"""`--explain`: what was decided at each step, why, and what it brought, as a table and a picture of the answer."""
+"""`--explain`: the decision of each step, its reason and its gain, as a table and a timeline of the answer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ _WIDEST = 100
 
 
 def explain(decisions: Decisions, has_drafter: bool, console: Console) -> None:
-    """Print what was decided, and what it is estimated to have brought.
+    """Print the decisions and their estimated gain.
 
     Args:
-        decisions: of all steps.
-        has_drafter: whether there was anything that could draft.
-        console: to print to.
+        has_drafter: whether any drafter could draft.
     """
     if not has_drafter:
         console.print("nothing was decided: there is no drafter, so every step was plain decoding", soft_wrap=True)
@@ -43,7 +41,7 @@ def explain(decisions: Decisions, has_drafter: bool, console: Console) -> None:
 
 
 def verdict(decisions: Decisions) -> str:
-    """The estimated speed-up in a sentence, or why there is none."""
+    """The estimated speedup in a sentence, or why there is none."""
     if not decisions.drafted:
         return "nothing was drafted: every step was plain decoding"
     speedup = decisions.speedup()
@@ -53,11 +51,10 @@ def verdict(decisions: Decisions) -> str:
 
 
 def timeline(decisions: Decisions, width: int) -> list[str]:
-    """The steps from left to right: who drafted, how much, and what stayed; below them what the marks mean.
+    """The steps from left to right: drafter, drafted and accepted tokens; then a legend.
 
     Args:
         decisions: at least one step.
-        width: characters of a line, at most.
     """
     marks = marks_of(list(decisions.ordered))
     room = max(width - max(map(len, _LABELS)) - 1, 1)
@@ -77,7 +74,7 @@ def timeline(decisions: Decisions, width: int) -> list[str]:
 
 
 def marks_of(names: Sequence[str]) -> Mapping[str, str]:
-    """A character for each, as early in its name as no other has it.
+    """A character for each name: its first letter that no other name has.
 
     >>> marks_of(["draft", "draft-2", "plain"])
     {'draft': 'd', 'draft-2': 'r', 'plain': '.'}
@@ -94,7 +91,7 @@ def _most_frequent(stretch: Stretch) -> str:
 
 
 def _digit(tokens: int, stretch: Stretch) -> str:
-    """Tokens of a step and request in one character; a blank where there are none at all."""
+    """Mean tokens per step and request as one character; a blank if nothing was drafted."""
     mean = tokens / stretch.requests
     if not tokens:
         return " " if not stretch.drafted else "0"

@@ -1,7 +1,7 @@
-"""From exceptions to one line on standard error, a JSON object where one was asked for, and an exit status.
+"""From exceptions to one line on standard error, a JSON object if requested, and an exit status.
 
 0 done; 1 the check or run failed; 2 unusable arguments; 3 not enough evidence (certify); 130 interrupted. In certify 1
-says that a check failed, and nothing else does: whatever breaks on the way is 3.
+always means that a check failed; any other error is 3.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ _DEBUG = "TRUEDRAFT_DEBUG"
 
 
 class InterruptedCommandError(TruedraftError):
-    """Ctrl-C ended a command before it had anything to show."""
+    """Ctrl-C ended a command before it had a result."""
 
 
 class UndecidedError(TruedraftError):
-    """A certificate ended before its verdict: nothing was found, and nothing was shown."""
+    """A certificate ended without a verdict."""
 
     @classmethod
     def because(cls, error: BaseException, advice: str) -> UndecidedError:
-        """What ended it, and what to do now."""
         undecided = cls(f"{describe(error)}; {advice}")
         undecided.field = getattr(error, "field", None)
         return undecided
 
 
 def exit_status(error: BaseException) -> int:
-    """The exit status that an error ends the command with."""
+    """The exit status of a command that ends with this error."""
     if isinstance(error, KeyboardInterrupt | InterruptedCommandError):
         return INTERRUPTED
     if isinstance(error, UndecidedError):
@@ -63,9 +62,9 @@ def exit_status(error: BaseException) -> int:
 
 
 def report(error: BaseException) -> int:
-    """Say on standard error, in one line, what went wrong; returns the exit status.
+    """Print an error in one line on standard error; returns the exit status.
 
-    A traceback is shown only where the environment variable TRUEDRAFT_DEBUG is 1.
+    A traceback is shown only if the environment variable TRUEDRAFT_DEBUG is 1.
     """
     if os.environ.get(_DEBUG) == "1":
         traceback.print_exception(error)
@@ -75,27 +74,26 @@ def report(error: BaseException) -> int:
 
 
 def error_record(command: str | None, error: BaseException) -> dict[str, Any]:
-    """The JSON object of a command that ended with nothing else to show.
+    """The JSON object of a command that ended with an error.
 
     Args:
-        command: as "generate"; None where there is no such command.
-        error: what ended it.
+        command: as "generate"; None if there is no such command.
     """
     told = {"command": command, "error": describe(error), "status": exit_status(error)}
     return told | {"field": getattr(error, "field", None)}
 
 
 def warn(message: str) -> None:
-    """One line on standard error, once in a command."""
+    """Print a line on standard error, once per command."""
     logging.getLogger("truedraft.cli").warning(message)
 
 
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """While a command runs, each distinct warning of this package is one line on standard error, said once.
+    """During a command, print each distinct warning of this package once, as one line on standard error.
 
-    One with a traceback is the record of a failure that answers tell of as well: it waits for the command's end, and is
-    said where no other line had it.
+    A warning with a traceback records a failure that answers also report: it is printed at the command's end, if no
+    other line had it.
     """
     said: dict[str, None] = {}
     failures: dict[str, None] = {}
@@ -121,22 +119,22 @@ def warnings_as_lines() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong, in a sentence."""
+    """The error in a sentence."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, TruedraftError):
         return str(error)
     if is_usage_error(error):
         return _describe_usage(error)
-    if isinstance(error, OSError) and error.strerror:  # a full disk, or a file that is another user's
+    if isinstance(error, OSError) and error.strerror:  # such as a full disk, or a file without permission
         return f"cannot read or write {error.filename or 'a file'} ({error.strerror})"
     return f"internal error: {type(error).__name__}: {error}; please report it ({_DEBUG}=1 shows where it happened)"
 
 
 def is_usage_error(error: BaseException) -> bool:
-    """Whether the command line could not be read.
+    """Whether the command line could not be parsed.
 
-    typer carries click's exceptions as its own or as click's, depending on its version, so they are known by shape.
+    By its version, typer has its own copy of click's exceptions or uses click's, so they are recognized by shape.
     """
     return callable(getattr(error, "format_message", None))
 
@@ -146,16 +144,16 @@ def _describe_usage(error: BaseException) -> str:
     command = getattr(context, "command_path", "truedraft")
     message = _unknown_option(error) or error.format_message()  # type: ignore[attr-defined]
     message = message.strip().rstrip(".")
-    # Of a command that has commands, what belongs to one of them may have been typed without its name.
+    # An option of a subcommand may have been typed without the subcommand.
     known = getattr(getattr(context, "command", None), "commands", {})
-    if known and (given := re.match(r"No such command '(.*?)'", message)):  # typer would name several that are near
+    if known and (given := re.match(r"No such command '(.*?)'", message)):  # typer would list several similar ones
         return f"{UnknownOptionError.nearest('command', given[1], known)} (see {command} --help)"
     first = f"; name one of its commands first: {', '.join(known)}" if known else ""
     return f"{message[:1].lower()}{message[1:]}{first} (see {command} --help)"
 
 
 def _unknown_option(error: BaseException) -> str | None:
-    """Name an option that does not exist, and the nearest that does."""
+    """Name an option that does not exist, and the most similar one."""
     given = getattr(error, "option_name", None)
     if given is None or type(error).__name__ != "NoSuchOption":
         return None

@@ -1,7 +1,4 @@
-"""`truedraft generate`: one answer as a stream, many in batches; with --compare both ways, see `compare`.
-
-With --num-beams it is a beam search, see `beams`.
-"""
+"""`truedraft generate`: streams one answer or batches several; --compare is in `compare`, --num-beams in `beams`."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ if TYPE_CHECKING:
     from truedraft.engine.prompts import Prompt
 
 BATCH = 8
-"""Prompts that are answered together."""
+"""Prompts per batch."""
 
 
 @dataclass(frozen=True)
 class GenerateReport(ReportOptions):
-    """What `truedraft generate` tells."""
+    """Output of `truedraft generate`."""
 
     compare: bool = flag("Also decode plainly: the speed of both, and whether the tokens are identical.")
     show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
@@ -92,7 +89,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
     together = 1 if report.compare else min(len(prompts), BATCH)
     engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
     for _, each in prompts:
-        if each.max_tokens != SamplingParams().max_tokens:  # nobody asked for the default; the context ends it
+        if each.max_tokens != SamplingParams().max_tokens:  # not for the default, which the context then limits
             check_max_tokens(engine.target, each.max_tokens)
     prompts = with_pictures(engine.target, prompts, chat=options.prompts.chat)
     if options.prompts.chat:
@@ -107,14 +104,13 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
 
 @dataclass(slots=True)
 class _Answered:
-    """What came of the prompts.
+    """The answers of a command.
 
     Attributes:
-        names: of the prompts that were answered, or failed.
-        answers: theirs.
-        params: theirs.
+        names: of the prompts that were answered or failed.
+        answers: one per name.
+        params: one per name.
         elapsed_s: from the first submission to the last answer.
-        interrupted: whether Ctrl-C ended it.
     """
 
     names: list[str] = field(default_factory=list)
@@ -125,7 +121,6 @@ class _Answered:
 
     @property
     def status(self) -> int:
-        """The exit status."""
         if self.interrupted:
             return INTERRUPTED
         return FAILED if any(answer.finish_reason == "error" for answer in self.answers) else DONE
@@ -134,7 +129,7 @@ class _Answered:
 def _answer(
     engine: Engine, options: GenerateOptions, prompts: Sequence[Asked], terminal: Terminal
 ) -> tuple[int, dict[str, Any]]:
-    """Answer the prompts; gives the exit status and the answers' part of the record."""
+    """Answer the prompts; returns the exit status and the answers' part of the record."""
     from truedraft.cli.explain import explain
     from truedraft.cli.report import answers_record, drafter_lines, stats_line, undrafted_line
 
@@ -162,7 +157,7 @@ def _answer(
 
 @contextlib.contextmanager
 def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
-    """Counts what is decided meanwhile; what a plain step takes may have to be measured first."""
+    """Record the decisions of steps inside the block; the cost of a plain step may be measured first."""
     from truedraft.cli.session import waiting
     from truedraft.engine.policy.decisions import Decisions
 
@@ -176,7 +171,7 @@ def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
 
 
 def _answer_one(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, show_drafts: bool) -> _Answered:
-    """Write the answer as it comes.
+    """Stream the answer.
 
     Raises:
         TruedraftError: the prompt cannot be answered.
@@ -187,14 +182,14 @@ def _answer_one(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, sh
 
 
 def _answer_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, show_drafts: bool) -> _Answered:
-    """Answer in batches; each batch is written when it is done, every answer below a line with its prompt's name."""
+    """Answer in batches; the answers of a finished batch are written after a line with their prompt's name."""
     answered = _Answered()
     started = time.perf_counter()
     try:
         with terminal.progress("answering", len(prompts), beside_output=True) as progress:
             for first in range(0, len(prompts), BATCH):
                 batch = prompts[first : first + BATCH]
-                whole: Any = [prompt.whole for prompt, _ in batch]  # of several kinds at once
+                whole: Any = [prompt.whole for prompt, _ in batch]  # texts, ids and pictures in one list
                 answers = engine.generate(whole, [params for _, params in batch])
                 for (prompt, params), answer in zip(batch, answers, strict=True):
                     answered.names.append(prompt.name)
@@ -225,9 +220,9 @@ def _write(heading: str, answer: Answer, engine: Engine, terminal: Terminal, sho
 
 
 def write_answer(engine: Engine, asked: Asked, terminal: Terminal, show_drafts: bool) -> Answer:
-    """Answer a prompt and write each piece as it comes.
+    """Answer a prompt and write each piece at once.
 
-    Ctrl-C cancels the request; its answer so far comes back with the finish reason "cancelled".
+    Ctrl-C cancels the request; its answer so far is returned with the finish reason "cancelled".
 
     Raises:
         TruedraftError: the prompt cannot be run, or the request failed.
@@ -242,7 +237,7 @@ def write_answer(engine: Engine, asked: Asked, terminal: Terminal, show_drafts: 
 
 
 def stream_answer(engine: Engine, prompt: Prompt, params: SamplingParams, show: Callable[[Piece], None]) -> Answer:
-    """Answer a prompt and show each piece as it comes; with Ctrl-C what there is of the answer comes back."""
+    """Answer a prompt and show each piece at once; Ctrl-C returns the answer so far."""
     request = engine.submit(prompt, params)
     try:
         while True:
@@ -261,7 +256,6 @@ def stream_answer(engine: Engine, prompt: Prompt, params: SamplingParams, show: 
 
 
 def _drain(request: Request, show: Callable[[Piece], None]) -> Answer | None:
-    """Show the pieces that wait; returns the answer if it is whole."""
     while request.pieces:
         piece = request.pieces.pop(0)
         show(piece)
@@ -271,7 +265,7 @@ def _drain(request: Request, show: Callable[[Piece], None]) -> Answer | None:
 
 
 def remark(warnings: Sequence[str], options: GenerateOptions, terminal: Terminal) -> None:
-    """What the marks mean, and what went wrong without ending the answer."""
+    """Print the legend of marks, and warnings."""
     from truedraft.cli.painting import legend
 
     if options.report.show_drafts:

@@ -1,4 +1,4 @@
-"""`truedraft info`: what is here, and what would be used."""
+"""`truedraft info`: versions, devices, models, drafters, and what would be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KL_OF_TYPES = (
     "SmolLM2 135M: Q4_0 0.0057, Q4_1 0.0050, Q5_0 0.0047, Q5_1 0.0065, Q8_0 0.0047, Q4_K_S 0.0047, Q5_K_S 0.0055, "
     "Q6_K 0.0043; Gemma 3 270M: Q4_0 0.0068, Q5_0 0.0091, Q8_0 0.0068, Q4_K_M 0.0073, Q6_K 0.0110"
 )
-"""In bfloat16, of two models' weights in each type."""
+"""KL divergence of two models with weights in each type, in bfloat16."""
 _OF_CODES = (
     "answers are those of plain decoding of these quantised weights by this engine; how far distributions lay from "
     f"those of the same weights in float32, as mean KL by the type of the file, of {_KL_OF_TYPES} (docs/models.md)"
@@ -59,7 +59,7 @@ def info(options: InfoOptions) -> int:
     drafters = list_drafters(options.model, options.drafters_dir)
     own = None if options.model is None else _model(options.model, terminal)
     fingerprint = None if own is None else own["fingerprint"]
-    drafters.sort(key=lambda each: each.fingerprint != fingerprint)  # those of the model first
+    drafters.sort(key=lambda each: each.fingerprint != fingerprint)  # the model's own first
     facts = machine_facts()
     models = [_embedded(name, embedded_folder) for name in embedded_names()]
     models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
@@ -114,7 +114,7 @@ def drafters(options: DraftersOptions) -> int:
 
 
 def _model(name: str, terminal: Terminal) -> dict[str, Any]:
-    """How a model runs here, and what its forwards cost.
+    """How a model runs here, and the cost of its forwards.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded.
@@ -137,7 +137,7 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
     marks = notation.reasoning if notation is not None else None
     context = max(min(_CONTEXT, model.context_length - max(_ROWS)), 0)
     bandwidth = None
-    with contextlib.suppress(OptionError):  # too little memory is free to measure it
+    with contextlib.suppress(OptionError):  # too little free memory for the measurement
         bandwidth = read_bandwidth(model.device)
     return {
         "parameters": model.parameters,
@@ -158,7 +158,6 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
 
 
 def _model_rows(model: dict[str, Any]) -> dict[str, str]:
-    """What the table says of the model that was asked about."""
     paths = ", ".join(model["fast_paths"]) or "its own modules as they are"
     seconds = {rows: model["forward_s"].get(str(rows)) for rows in _SHOWN}
     takes = ", ".join(f"{rows} token{'s' * (rows > 1)} {1e3 * s:.1f} ms" for rows, s in seconds.items() if s)
@@ -180,7 +179,7 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
 
 
 def _fast_paths() -> tuple[list[str], str]:
-    """What is switched on for the embedded target here beyond the plain forward, and how equal answers by it are."""
+    """The fast paths of the embedded target on this machine, and how equal their answers are to the plain forward's."""
     from truedraft.models.loading import load_model
 
     target = load_model("embedded:target")
@@ -188,7 +187,7 @@ def _fast_paths() -> tuple[list[str], str]:
 
 
 def _native_forward(dtype: str) -> str:
-    """Whether Llama-like models run by the native forward on this machine's CPU, and if not, why."""
+    """Whether Llama-like models use the native forward on this machine's CPU, and if not, why."""
     from truedraft.machine import pick_device, pick_dtype
     from truedraft.models.backends.native.build import built
 
@@ -211,7 +210,7 @@ def _embedded(name: str, folder_of: Callable[[str], Path]) -> dict[str, Any]:
 
 
 def _summary(card: Path) -> str | None:
-    """The first sentence-like line below the card's title."""
+    """The first sentence-like line after the card's title."""
     if not card.is_file():
         return None
     lines = [line.strip() for line in card.read_text(encoding="utf-8").splitlines()]
@@ -228,7 +227,6 @@ def _rows(
     native: str,
     costs: str,
 ) -> dict[str, str]:
-    """What the table says, by its first column."""
     versions = ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "transformers"))
     cuda = ", ".join(facts["cuda_devices"]) or "no device"
     bfloat16 = "with" if facts["bfloat16_instructions"] else "without"
@@ -256,7 +254,7 @@ def _print(terminal: Terminal, rows: dict[str, str]) -> None:
 
     table = Table.grid(padding=(0, 2))
     table.add_column()
-    table.add_column(overflow="fold")  # paths are whole, or of no use
+    table.add_column(overflow="fold")  # so that paths are not truncated
     for name, value in rows.items():
         table.add_row(name, value)
     terminal.out.print(table)
@@ -270,14 +268,16 @@ def _describe(model: dict[str, Any]) -> str:
 
 
 def _most_gain(tokens: float, forward_s: Mapping[str, float]) -> float | None:
-    """How many times as fast as plain decoding so many tokens per target call could be if drafting took no time: a call
-    has at least as many rows. None where such a forward was not measured."""
+    """Upper bound of the speedup at so many tokens per target call, with free drafting and a forward of as many rows.
+
+    None if no such forward was measured.
+    """
     cost = next((s for rows, s in forward_s.items() if int(rows) >= tokens), None)
     return None if cost is None else tokens * forward_s["1"] / cost
 
 
 def _describe_drafter(drafter: TrainedDrafter, own: Mapping[str, Any] | None) -> str:
-    """What and where it is, for which target, and what was measured of it; and what that can bring the model `own`."""
+    """A drafter's kind, folder, target and measurements, and its possible gain for the model `own`."""
     is_own = own is not None and drafter.fingerprint == own["fingerprint"]
     belongs = ": belongs to --model" if is_own else ""
     target = f"{drafter.target_name or 'a target without a name'} ({drafter.fingerprint})"

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: those after the program's name; None takes them from the system.
+        arguments: those after the program's name; None is `sys.argv`.
 
     Returns:
         The exit status: 0 done, 1 the check or run failed, 2 unusable arguments, 3 not enough evidence (certify), 130
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Run one command; whatever ends it, a JSON object ends standard output where one was asked for."""
+    """Run one command; if a JSON object is requested, standard output ends with one in any case."""
     app = typer.main.get_command(build_app())
     slow = threading.Timer(_PATIENCE_S, _say_what_is_imported)
     slow.daemon = True
@@ -104,7 +104,7 @@ def _run(words: list[str]) -> int:
         with warnings.catch_warnings(), warnings_as_lines():
             warnings.simplefilter("ignore")
             status = app.main(args=words, prog_name="truedraft", standalone_mode=False)
-    except SystemExit as stop:  # typer ends so where standard output was closed by its reader
+    except SystemExit as stop:  # typer exits this way if the reader closed standard output
         return stop.code if isinstance(stop.code, int) and stop.code != FAILED else _untold(words, DONE)
     except typer.Abort:
         return _failed(words, KeyboardInterrupt())
@@ -121,7 +121,7 @@ def _say_what_is_imported() -> None:
 
 
 def _failed(words: Sequence[str], error: BaseException) -> int:
-    """Tell what went wrong, to people and to programs."""
+    """Report an error to people and, if requested, as JSON."""
     if not output_was_taken():
         return _untold(words, DONE)
     status = report(error)
@@ -131,11 +131,11 @@ def _failed(words: Sequence[str], error: BaseException) -> int:
 
 
 def _untold(words: Sequence[str], status: int) -> int:
-    """The exit status of a command whose output nobody could read; in certify 1 is a check that failed, and no more."""
+    """The exit status if standard output could not be written: 1; in certify 3, unless a check failed."""
     return UNDECIDED if words[:1] == ["certify"] and status != FAILED else FAILED
 
 
 def _command_in(words: Sequence[str]) -> str | None:
-    """The command that was asked for, as "generate" or "train draft"."""
+    """The command, as "generate" or "train draft"."""
     named = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     return " ".join(named[: 2 if named[:1] in (["train"], ["certify"]) else 1]) or None

@@ -1,7 +1,7 @@
-"""Show where each token of an answer came from: colours on a terminal, brackets elsewhere.
+"""Shows the origin of each token of an answer: by colour on a terminal, by brackets elsewhere.
 
-Without colours a recovered token stands in ⟦ ⟧ and a bonus token in ⟨ ⟩; accepted drafts stand bare. Control characters
-are written out, but for line breaks and tabs: a terminal would obey them.
+Without colours a recovered token is in ⟦ ⟧ and a bonus token in ⟨ ⟩; accepted drafts have no mark. Control characters
+except line breaks and tabs are written as escapes, because a terminal would interpret them.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ _MEANINGS = {
 
 
 class TokenPainter:
-    """Turns the pieces of one answer into marked text.
+    """Converts the pieces of one answer to marked text.
 
-    A character of several tokens is marked as the token that completes it.
+    A character of several tokens gets the mark of the token that completes it.
 
     Args:
-        tokenizer: of the target; None shows ids.
-        colour: whether the reader shows colours.
+        tokenizer: None shows ids.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, colour: bool) -> None:
         self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
         self._colour = colour
-        self._parts: deque[tuple[str, Origin]] = deque()  # text of tokens, not yet in a piece's text
-        self._text = ""  # of pieces, whose tokens have not come yet
+        self._parts: deque[tuple[str, Origin]] = deque()  # tokens with text that no piece has so far
+        self._text = ""  # of pieces, without its tokens so far
         self._last = Origin.BONUS
 
     def paint(self, piece: Piece) -> str:
-        """The piece's text, each token marked by its origin."""
         if self._detokenizer is None:
             return "".join(
                 _marked(str(token), origin, self._colour) + " "
@@ -71,13 +69,12 @@ class TokenPainter:
         return rest
 
     def paint_answer(self, answer: Answer) -> str:
-        """A whole answer, each token marked by its origin."""
         from truedraft.engine import Piece
 
         return self.paint(Piece(answer.text or "", answer.token_ids, answer.origins, answer))
 
     def _take(self) -> str:
-        """Mark text whose tokens are known; where a stop text may begin, tokens and text come at different times."""
+        """Mark text with known tokens; around a possible stop text, tokens and text arrive at different times."""
         marked: list[str] = []
         while self._text and self._parts:
             part, origin = self._parts.popleft()
@@ -99,12 +96,12 @@ def _marked(text: str, origin: Origin, colour: bool) -> str:
 
 
 def legend(colour: bool) -> str:
-    """What the marks mean, in one line, itself marked."""
+    """The meaning of the marks in one line, itself marked."""
     return " · ".join(_marked(text, origin, colour) for origin, text in _MEANINGS.items())
 
 
 def writer(tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> Callable[[Piece], None]:
-    """What writes the pieces of one answer to standard output; without a tokenizer it writes ids."""
+    """A function that writes the pieces of one answer to standard output; without a tokenizer it writes ids."""
     if show_drafts:
         painter = TokenPainter(tokenizer, terminal.colour)
         return lambda piece: terminal.write(painter.paint(piece))

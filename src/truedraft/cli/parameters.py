@@ -1,4 +1,4 @@
-"""From a dataclass of options to a command: typer's parameters are made of its fields, and it of what was typed."""
+"""From a dataclass of options to a command: its fields become typer's parameters, and the parsed values a dataclass."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from truedraft.lazy import compile_ahead
 from truedraft.options import Group, Option
 
 Command = Callable[[Any], int]
-"""A command takes one dataclass of options, and gives its exit status."""
+"""A command: from one dataclass of options to an exit status."""
 Check = Callable[[str, Any], None]
-"""Refuses an option's value: of its name as it is typed, and the value."""
+"""Refuses invalid values; called with the option's name on the command line and the value."""
 Read = TypeVar("Read")
 _NOTHING = Group("")
 _ALL = "help_all"
 _FEW = 14
-"""Options of which a command's first help shows all."""
+"""A command with at most so many options shows all in its short help."""
 _FIRST = {
     "model", "drafter", "prompts", "prompt", "chat", "image", "system", "url", "max_tokens", "temperature", "top_p",
     "seed", "stop", "json", "compare", "show_drafts", "out", "data", "held_out", "minutes", "steps", "resume", "host",
     "port", "api_key_file", "served_model_name", "max_batch", "learn", "limit", "runs", "batch", "tokens",
 }  # fmt: skip
-"""Those that it shows where there are more."""
+"""The options in the short help of a command with more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,10 @@ class _Parameter:
     """One option of a command.
 
     Attributes:
-        name: of its field.
-        option: how it is typed.
-        type: of the field.
-        default: of this command; `MISSING` where it must be given.
-        heading: that it stands under.
-        bare: whether its value may also stand alone behind the command.
-        hidden: whether a command's first help leaves it out.
+        default: in this command; `MISSING` if it is required.
+        heading: its section in the help.
+        bare: whether its value may also be a positional argument.
+        hidden: whether the short help omits it.
     """
 
     name: str
@@ -61,21 +58,20 @@ class _Parameter:
 
     @property
     def typed_name(self) -> str:
-        """The option as it is typed: `--max-tokens`."""
+        """The option on the command line: `--max-tokens`."""
         return (self.option.name or f"--{self.name.replace('_', '-')}").partition("/")[0]
 
     @property
     def repeated(self) -> bool:
-        """Whether it may be given several times."""
         return typing.get_origin(self.type) is tuple
 
     @property
     def bare_name(self) -> str:
-        """Of what typer reads where the value stands alone."""
+        """typer's name of the positional argument."""
         return f"{self.name}_alone"
 
     def for_typer(self) -> Iterator[inspect.Parameter]:
-        """As typer reads the parameters of a function."""
+        """The function parameters that typer reads."""
         kind = inspect.Parameter.KEYWORD_ONLY
         declared: Any = self.type
         default = inspect.Parameter.empty if self.default is dataclasses.MISSING else self.default
@@ -83,7 +79,7 @@ class _Parameter:
             declared, default = declared | None, None
             argument = typer.Argument(metavar=self.name.upper(), help=f"As {self.typed_name}.", show_default=False)
             yield inspect.Parameter(self.bare_name, kind, default=None, annotation=Annotated[declared, argument])
-        if self.repeated:  # typer knows lists alone, and shows the default of one that is given as a list
+        if self.repeated:  # typer supports only lists, and would show a default list
             declared, default = list[typing.get_args(self.type)[0]] | None, None  # type: ignore[misc]
         more: dict[str, Any] = {"metavar": self.option.metavar, "help": self.option.meaning}
         told: Any
@@ -97,10 +93,10 @@ class _Parameter:
         yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, told])
 
     def value(self, typed: Any, check: Check) -> Any:
-        """The field's value of what typer read.
+        """The field's value, from typer's.
 
         Raises:
-            TruedraftError: no command can use it, or it must be given.
+            TruedraftError: it is invalid in any command, or required and missing.
         """
         if self.bare and typed is None:
             if self.default is dataclasses.MISSING:
@@ -118,14 +114,13 @@ class _Parameter:
 
 
 def command(run: Command, names: Mapping[str, str] | None = None, check: Check = words.check) -> Callable[..., int]:
-    """A function that typer makes a command of, with the options of the dataclass that `run` takes.
+    """A function for typer with the options of the dataclass that `run` takes.
 
-    An error that knows its field is told by the option's name as it is typed.
+    An error about a field gets the option's name on the command line.
 
     Args:
-        run: the command.
-        names: what else errors may be about, as it is called here.
-        check: refuses values that no command can use.
+        names: further names in errors, with their names on the command line.
+        check: refuses values that are invalid in any command.
     """
     kind = next(iter(_types(run).values()))
     parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
@@ -148,7 +143,7 @@ def command(run: Command, names: Mapping[str, str] | None = None, check: Check =
         except TruedraftError as error:
             error.call_fields({name: each.typed_name for name, each in parameters.items()} | dict(names or {}))
             raise
-        except KeyboardInterrupt as error:  # typer, depending on its version, would end silently
+        except KeyboardInterrupt as error:  # some versions of typer would exit silently
             raise InterruptedCommandError("interrupted") from error
 
     signature = [declared for each in parameters.values() for declared in each.for_typer()]
@@ -160,8 +155,6 @@ def command(run: Command, names: Mapping[str, str] | None = None, check: Check =
 
 
 def _help_all(hidden: int) -> inspect.Parameter:
-    """The option that shows all others."""
-
     def show(context: typer.Context, given: bool) -> None:
         if given:
             for each in context.command.params:
@@ -175,7 +168,7 @@ def _help_all(hidden: int) -> inspect.Parameter:
 
 
 def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
-    """Let a value that stood alone be the option's.
+    """Use a positional argument as the option's value.
 
     Raises:
         OptionError: both were given.
@@ -189,16 +182,15 @@ def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
 
 
 def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
-    """A dataclass of options from their values by name, as the command of that dataclass reads them.
+    """A dataclass of options from values by name, parsed as on the command line.
 
-    Files that they name are not looked for: who uses the options may do so on another machine.
+    Files are not checked, because the options may be used on another machine.
 
     Args:
-        kind: of options.
-        words: each value as it is typed, or a list of them where an option may be repeated, or whether a flag is given.
+        words: each value as on the command line, a list for repeated options, or a bool for flags.
 
     Raises:
-        OptionError: an option is not known, or its value cannot be used.
+        OptionError: an option is unknown, or its value invalid.
     """
     found: list[Read] = []
 
@@ -229,7 +221,7 @@ def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
 
 
 def _parameters(kind: type, within: Group) -> Iterator[_Parameter]:
-    """The options of a dataclass, and of the groups in it, in their order."""
+    """The options of a dataclass and its groups, in order."""
     hints = _types(kind)
     for each in dataclasses.fields(kind):
         inner: Group | None = each.metadata.get("group")
@@ -243,7 +235,6 @@ def _parameters(kind: type, within: Group) -> Iterator[_Parameter]:
 
 
 def _made(kind: type, within: Group, values: Mapping[str, Any]) -> Any:
-    """The dataclass of its options' values."""
     hints, fields = _types(kind), {}
     for each in dataclasses.fields(kind):
         inner: Group | None = each.metadata.get("group")
@@ -255,6 +246,5 @@ def _made(kind: type, within: Group, values: Mapping[str, Any]) -> Any:
 
 
 def _types(of: Any) -> dict[str, Any]:
-    """Annotations of a class or function, evaluated where it stands."""
     hints = typing.get_type_hints(of)
     return {name: hint for name, hint in hints.items() if name != "return" and not isinstance(hint, types.NoneType)}

@@ -1,4 +1,4 @@
-"""`truedraft plan`: which drafter, how many tokens and which tree; then run it, and hold the plan to what came."""
+"""`truedraft plan`: recommends a drafter, its number of tokens and its tree, then compares the plan with a run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 _FILE, _WHAT_IF, _FORMULAS = "plan.json", "what_if", "formulas"
 _LEAST_PROMPTS = 4
-"""Of so many prompts one is kept back to check the plan."""
+"""One prompt in so many is held out to check the plan."""
 _PARTS = 100
-_NO_INTERVAL = {"low": None, "high": None}  # of one prompt
+_NO_INTERVAL = {"low": None, "high": None}  # for a single prompt
 _LONGEST = 12
 _USUAL_CONTEXT = 128
-# Replaying a drafter takes about as long as the target's answers, and its costs so many seconds.
+# A replay of a drafter takes about as long as the target's answers; measuring its costs takes so many seconds.
 _REPLAYED, _MEASURED_S = 1.0, 3.0
 _MEGA, _MILLI = 1e6, 1e3
 
 
 @dataclass(frozen=True)
 class WhatToPlan:
-    """What is planned with."""
+    """What is planned."""
 
     drafter: tuple[str, ...] = option(
         (),
@@ -56,7 +56,7 @@ class WhatToPlan:
 
 @dataclass(frozen=True)
 class ClosedForms:
-    """Formulas alone, without a model."""
+    """Formulas only, without a model."""
 
     alpha: float | None = option(None, "Acceptance rate: formulas alone, no model is loaded. Needs --cost.", "A")
     cost: float | None = option(None, "Time of drafting one token over time of one target call.", "C")
@@ -65,7 +65,7 @@ class ClosedForms:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What if."""
+    """Another machine or drafter in place of the measured one."""
 
     simulate: Path | None = option(None, "A plan that --out wrote: what would it be if? No model is loaded.", "FILE")
     bandwidth: float = option(1.0, "If memory were read so many times faster.", "X")
@@ -74,7 +74,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class PlanReport(ReportOptions):
-    """What `truedraft plan` tells."""
+    """Output of `truedraft plan`."""
 
     out: Path | None = option(None, "Write plan and pictures: a folder, or a .json file.", "PATH")
 
@@ -109,7 +109,7 @@ def plan(options: PlanOptions) -> int:
 
 
 def _check_ways(options: PlanOptions) -> None:
-    """Refuse options of two ways at once, before anything is loaded."""
+    """Refuse options of two modes at once, before anything is loaded."""
     closed, what_if = options.closed, options.what_if
     if (closed.alpha is None) != (closed.cost is None):
         missing, given = ("alpha", "cost") if closed.alpha is None else ("cost", "alpha")
@@ -180,7 +180,6 @@ def _closed(options: PlanOptions) -> int:
 
 
 def _closed_lines(record: Mapping[str, Any]) -> list[str]:
-    """What follows from the formulas, in sentences."""
     alpha, length = record["alpha"], record["length"]
     at = (
         f"with {length} drafted tokens: {record['tokens_per_call']:.2f} tokens per call, speed-up "
@@ -291,10 +290,10 @@ def _plan(options: PlanOptions) -> int:
 
 
 def _prompts(options: PlanOptions) -> list[Any]:
-    """As many prompts as are wanted.
+    """The requested number of prompts.
 
     Raises:
-        OptionError: there are too few to keep one back.
+        OptionError: there are too few to hold one out.
     """
     from truedraft.measure.bench import spread
 
@@ -310,7 +309,7 @@ def _prompts(options: PlanOptions) -> list[Any]:
 def _split(
     options: PlanOptions, target: LanguageModel, asked: Sequence[Any]
 ) -> tuple[list[tuple[str, list[int], SamplingParams]], list[Group]]:
-    """Three prompts in four to plan with, and the fourth to check, in groups that are answered together."""
+    """Three of four prompts for the plan; the fourth to check it, in groups that are answered together."""
     from truedraft.cli.session import as_chat, encoded
     from truedraft.measure.bench import grouped
 
@@ -334,7 +333,7 @@ def _made(
     params: SamplingParams,
     terminal: Terminal,
 ) -> Plan:
-    """The plan; costs that were kept are held to some steps first."""
+    """The plan; cached costs are first checked against some steps."""
     from truedraft.engine import Engine
     from truedraft.engine.policy import StepCosts
     from truedraft.measure import fitting_drafters, make_plan, outdated
@@ -352,7 +351,7 @@ def _made(
         said = iter([_announced(options, drafters, len(prompts), costs.forwards()(1, [_USUAL_CONTEXT]))])
 
         def told(done: float, remark: str) -> None:
-            for sentence in said if done else ():  # the drafters are there
+            for sentence in said if done else ():  # the drafters are loaded
                 terminal.note(sentence)
             show(round(done * _PARTS), remark)
 
@@ -375,10 +374,9 @@ def _announced(options: PlanOptions, drafters: Sequence[str], prompts: int, step
     """What is done with how many prompts, and about how long it takes.
 
     Args:
-        options: as they were typed.
-        drafters: words of those that are tried.
-        prompts: to plan with; every third one more checks the plan.
-        step_s: seconds of a plain step.
+        drafters: specifications of the candidates.
+        prompts: number of prompts for the plan; a third as many check it.
+        step_s: seconds per plain step.
     """
     from truedraft.training.workspace import duration
 
@@ -392,7 +390,7 @@ def _announced(options: PlanOptions, drafters: Sequence[str], prompts: int, step
 
 
 def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, terminal: Terminal) -> Results:
-    """Plain decoding and a drafter in turns, on prompts that the plan has not seen."""
+    """Run plain decoding and a drafter in alternation on held-out prompts."""
     from truedraft.drafters.specs import from_spec
     from truedraft.engine import Engine
     from truedraft.measure.bench import ENTROPY, PLAIN, OurEngine, run_all
@@ -408,7 +406,7 @@ def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, 
 
 
 def _check(results: Results, predicted: Prediction, target: LanguageModel, params: SamplingParams) -> dict[str, Any]:
-    """Predicted against measured, over the prompts that both ways answered; measured is None where none has tokens."""
+    """Predicted and measured speedup, over prompts that both answered; measured is None if none has tokens."""
     from truedraft.core.stats import Counters
     from truedraft.measure import ratio_of_rates
     from truedraft.measure.bench import PLAIN, Row
@@ -442,12 +440,12 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
 
 
 def _rate(rows: Sequence[Any]) -> tuple[float, float]:
-    """Tokens behind the first ones in the run of median speed, and its seconds for them."""
+    """Tokens after the first in the run of median speed, and their seconds."""
     median = sorted(rows, key=lambda row: row.decode_tokens_per_s)[(len(rows) - 1) // 2]
     return round(median.decode_tokens_per_s * median.decode_s), median.decode_s
 
 
-# ------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------- output
 
 
 def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> None:
@@ -513,7 +511,6 @@ def _print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
 
 
 def _print_recommended(made: Plan, run: Prediction, terminal: Terminal) -> None:
-    """What the plan comes to, once its best drafter was run."""
     found, words = made.recommended(), run.option.drafter
     why = ""
     if found != words:
@@ -525,7 +522,6 @@ def _print_recommended(made: Plan, run: Prediction, terminal: Terminal) -> None:
 
 
 def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) -> dict[str, Any]:
-    """For programs."""
     from truedraft.measure import prediction_record
 
     measured = checked["speedup"]
@@ -561,7 +557,7 @@ def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) 
 
 
 def _draw(made: Plan, best: Sequence[Prediction], output: PlanOutput) -> None:
-    """Survival by depth, cost curves, and speed-up over batch size, of each drafter's best size."""
+    """Draw survival by depth, cost curves, and speedup by batch size, of each drafter's best size."""
     survival = {
         each.drafting.drafter: [(float(depth), share) for depth, share in enumerate(each.drafting.survival, 1)]
         for each in best

@@ -1,4 +1,4 @@
-"""`truedraft plan --load`: what drafting brings as load grows, and how many replicas a load needs."""
+"""`truedraft plan --load`: the gain of drafting as the load grows, and the number of replicas for a load."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from truedraft.options import check_positive, option
 if TYPE_CHECKING:
     from truedraft.measure import Level, Plan, WhatIf
 
-_USUAL_BATCH = 32  # as of `truedraft serve`
+_USUAL_BATCH = 32  # the default of `truedraft serve`
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What comes in."""
+    """The load."""
 
     load: float | None = option(None, "Requests a second: how many replicas answer so many, drafting or not?", "R")
     prompt_tokens: int | None = option(
@@ -34,10 +34,10 @@ class LoadOptions:
     )
 
     def check(self, with_curves: bool) -> None:
-        """Refuse what says nothing without a load, and a load without curves, before anything is planned.
+        """Refuse options without effect, and a load without curves, before anything is planned.
 
         Raises:
-            OptionError: it names the option.
+            OptionError: names the option.
         """
         if self.load is not None and not with_curves:
             raise OptionError(
@@ -53,17 +53,13 @@ class LoadOptions:
 def tell_load(
     made: Plan, asked: LoadOptions, terminal: Terminal, output: PlanOutput | None, what_if: WhatIf | None = None
 ) -> dict[str, Any]:
-    """Print what a load needs, and draw it; gives what is found for the record, nothing where no load was asked about.
+    """Print and draw the results for a load; returns them for the record, empty if no load was given.
 
     Args:
-        made: the plan whose curves are taken.
-        asked: the load.
-        terminal: to print to.
-        output: for the picture, if any.
-        what_if: another machine or drafter.
+        output: for the picture; None draws none.
 
     Raises:
-        OptionError: a number that is out of range.
+        OptionError: a number is out of range.
     """
     from truedraft.measure import Traffic, levels, load_record
 
@@ -87,7 +83,7 @@ def tell_load(
 
 
 def _print_levels(found: Sequence[Level], measured: int, terminal: Terminal) -> None:
-    """A line for each doubling of the requests, and for the most."""
+    """Print a line for each doubling of the requests, and for the most."""
     shown = {found[2**power - 1].requests for power in range(len(found).bit_length())} | {found[-1].requests}
     rows = [
         (
@@ -109,7 +105,7 @@ def _print_levels(found: Sequence[Level], measured: int, terminal: Terminal) -> 
 
 
 def _sentences(record: Mapping[str, Any]) -> list[str]:
-    """Where drafting stops to pay, and how many replicas the load needs."""
+    """The load at which drafting stops to gain, and the number of replicas, in sentences."""
     stops, most = record["stops_to_pay"], record["levels"][-1]["requests"]
     if stops is None:
         said = f"drafting pays up to {most} open requests, the most of a replica"
@@ -136,7 +132,6 @@ def _needed(found: Mapping[str, Any] | None) -> str:
 
 
 def _assumed(record: Mapping[str, Any], found: Sequence[Level], measured: int) -> str:
-    """Under what all this holds."""
     beyond = any(level.rows > measured for level in found)
     return (
         "assumed: requests are shared evenly, and a replica is asked for "

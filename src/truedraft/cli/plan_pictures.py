@@ -1,6 +1,6 @@
-"""The pictures of a plan, PNG and SVG: survival by depth, cost curves, speed-up over batch size; and closed forms.
+"""Pictures of a plan, as PNG and SVG: survival by depth, cost curves, speedup by batch size, and closed forms.
 
-Light: `truedraft plan --alpha` draws without torch.
+Imports no torch, so that `truedraft plan --alpha` is fast.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from truedraft.pictures import Line, can_draw, check_drawing, line_chart, save
 
 
 class PlanOutput:
-    """Where a plan goes: a folder with `plan.json` and pictures, or a .json file with pictures beside it.
+    """The output of a plan: a folder with `plan.json` and pictures, or a .json file with pictures next to it.
 
     Args:
-        out: as it was typed.
-        file: what the record is called in a folder.
+        file: name of the record in a folder.
 
     Raises:
         DataError: it cannot be written.
-        MissingExtraError: it is a folder, and pictures cannot be drawn here.
+        MissingExtraError: it is a folder, and no plotting library is installed.
     """
 
     def __init__(self, out: Path, file: str) -> None:
@@ -34,7 +33,7 @@ class PlanOutput:
             self.record = out if is_file else out / file
             self._prefix = f"{out.stem}-" if is_file else ""
             self.record.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:  # the latter: the home of nobody
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
             raise DataError(f"cannot write {str(out)!r}: {getattr(error, 'strerror', None) or error}") from error
 
     def write(self, text: str) -> None:
@@ -51,14 +50,13 @@ class PlanOutput:
     def draw(
         self, name: str, lines: Mapping[str, Line], labels: tuple[str, str, str], log: bool = False, even: bool = False
     ) -> None:
-        """Draw lines as `name`.png and `name`.svg, where that is possible here.
+        """Draw lines as `name`.png and `name`.svg, if a plotting library is installed.
 
         Args:
-            name: of the files.
-            lines: points by the name of each.
-            labels: heading, what is along, what is up.
-            log: whether doublings are as far apart as doublings.
-            even: whether a line at 1 says where nothing is gained.
+            lines: by their names in the legend.
+            labels: heading, x axis, y axis.
+            log: whether the x axis is logarithmic to base 2.
+            even: whether to draw a line at 1, where nothing is gained.
 
         Raises:
             DataError: a file cannot be written.

@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, standard input, or a file."""
+"""Reads prompts from the command line, standard input, or a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HELDOUT = "heldout"
 
 _OPTIONS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
-# What a line cannot decide here: options of the command, and options of other programs that it does not have.
+# Keys that a line cannot set: options of the command, and options of other programs.
 _OF_THE_COMMAND = (
     "model pad_to weights tensor_parallel merge_adapter adapters drafter rule chat compare show_drafts dtype device "
     "threads no_fast_paths"
@@ -32,21 +32,19 @@ _OF_OTHERS = (
     "messages system n best_of tools max_new_tokens max_completion_tokens do_sample num_beams stop_sequences "
     "response_format"
 )
-_COUNTS = ("n_tokens", "num_tokens")  # what data files say of a text, and no misspelt options
+_COUNTS = ("n_tokens", "num_tokens")  # counts in data files, which are not misspelt options
 _REFUSED = frozenset(f"{_OF_THE_COMMAND} {_OF_OTHERS}".split())
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """A prompt and what reports call it.
+    """A prompt and its name in reports.
 
     Attributes:
         name: the object's id in a file, else its number from 1.
-        prompt: text, or token ids.
-        options: sampling options that its line gives; they go before those of the command.
-        images: files of pictures.
-        seen: what the model's processor made of text and pictures, where there are any.
-        said: the user's message, where the prompt is a chat.
+        options: sampling options of its line, which override those of the command.
+        seen: the output of the model's processor for text and pictures; None without pictures.
+        said: the user's message, if the prompt is a chat.
     """
 
     name: str
@@ -58,13 +56,12 @@ class NamedPrompt:
 
     @property
     def whole(self) -> str | list[int] | MultimodalPrompt:
-        """What is answered."""
         return self.prompt if self.seen is None else self.seen
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """What is answered."""
+    """The prompts."""
 
     prompt: str | None = option(None, "The prompt; - reads it from standard input.", "PROMPT", name="PROMPT")
     prompts: str | None = option(
@@ -79,7 +76,7 @@ class PromptOptions:
 
 
 Asked: TypeAlias = tuple[NamedPrompt, SamplingParams]
-"""A prompt and how its answer is drawn."""
+"""A prompt and its sampling options."""
 
 
 def read_prompts(
@@ -88,16 +85,13 @@ def read_prompts(
     """The prompts of a command: its argument, `-` for standard input, or a file; piped input needs no `-`.
 
     Args:
-        argument: as it was typed.
-        file: likewise.
-        own_options: whether an object of a file may give sampling options of its own, as "max_tokens" and "seed",
-            and pictures.
-        images: files of pictures for the argument, as they were typed.
+        own_options: whether an object of a file may have its own sampling options, as "max_tokens" and "seed", and
+            pictures.
 
     Raises:
-        OptionError: both an argument and a file, or neither and nobody to read from.
-        PromptError: an empty prompt.
-        DataError: a file that cannot be read or used; says which line.
+        OptionError: both an argument and a file are given; or neither, and standard input is a terminal.
+        PromptError: a prompt is empty.
+        DataError: a file cannot be read or used; gives the line.
     """
     if argument is not None and file is not None:
         raise OptionError("give either a PROMPT or --prompts FILE, not both")
@@ -124,7 +118,7 @@ def _read_argument(argument: str | None) -> str:
 
 
 def _read_stdin() -> str:
-    """Standard input without its byte order mark and its last line break, so that `echo TEXT |` means TEXT."""
+    """Standard input without byte order mark and last line break, so that `echo TEXT |` means TEXT."""
     if sys.stdin is None:
         raise PromptError("standard input is closed; give the PROMPT itself, or a file to read it from")
     try:
@@ -161,7 +155,6 @@ def _text_lines(content: str) -> list[NamedPrompt]:
 
 
 def _json_lines(content: str, file: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The objects of lines, and where each stands."""
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             place = f"{file}, line {number}"
@@ -169,7 +162,7 @@ def _json_lines(content: str, file: str) -> Iterator[tuple[Mapping[str, Any], st
 
 
 def _json_list(content: str, file: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The entries of a list, of which texts and lists of token ids are prompts alone, and where each stands."""
+    """The entries of a list with their places; an entry that is a text or a list of token ids is a prompt itself."""
     entries = json_in(content, f"the prompts file {file!r}", "for an object a line name it .jsonl")
     if not isinstance(entries, list):
         raise DataError(f'the prompts file {file!r} must hold a list, as ["a prompt", {{"prompt": "another"}}]')
@@ -200,7 +193,6 @@ def _from_record(record: Mapping[str, Any], place: str, number: int, own_options
 
 
 def _images(record: Mapping[str, Any], place: str, allowed: bool) -> tuple[str, ...]:
-    """The files that an object names as its pictures."""
     found = record.get("images")
     if found is None:
         return ()
@@ -212,7 +204,7 @@ def _images(record: Mapping[str, Any], place: str, allowed: bool) -> tuple[str, 
 
 
 def _options(record: Mapping[str, Any], place: str, allowed: bool) -> dict[str, Any]:
-    """The sampling options among an object's fields; null leaves one to the command."""
+    """The sampling options of an object; null is the command's value."""
     for name in record:
         near = [] if name in _COUNTS else difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.8)
         if name in _REFUSED or (near and name not in _OPTIONS):
@@ -230,7 +222,7 @@ def _options(record: Mapping[str, Any], place: str, allowed: bool) -> dict[str, 
 
 
 def _check_text(text: str, source: str) -> None:
-    """Half characters cannot be tokenized; a shell passes bytes that are not UTF-8 as such."""
+    """Refuse lone surrogates, which cannot be tokenized; the shell's bytes that are not UTF-8 become such."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""What answers came to: a line for people and records for programs."""
+"""Summaries of answers: a line for people and records for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[SamplingParams]) -> str:
-    """What a finished command did, in one line."""
+    """Summary of a finished command, in one line."""
     tokens = sum(map(emitted, answers))
     stats = sum((answer.stats for answer in answers), Counters())
     parts = [
@@ -40,8 +40,8 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[Sampl
 
 
 def undrafted_line(engine: Engine, stats: Counters) -> str | None:
-    """Why a drafter drafted little or nothing, and what has it draft always; None where it did, or there is none."""
-    if stats.undrafted is None or stats.drafted_calls >= stats.target_calls / 2:  # of several answers one had none
+    """Why a drafter drafted in less than half of the calls, with advice; None otherwise, or without a drafter."""
+    if stats.undrafted is None or stats.drafted_calls >= stats.target_calls / 2:  # only one of several answers had none
         return None
     advice = "; --controller fixed drafts always" if engine.controller.weighs_costs else ""
     told = f"drafted in {stats.drafted_calls} of {stats.target_calls} calls" if stats.drafted_calls else "not drafted"
@@ -51,7 +51,7 @@ def undrafted_line(engine: Engine, stats: Counters) -> str | None:
 def answers_record(
     names: Sequence[str], answers: Sequence[Answer], params: Sequence[SamplingParams], elapsed_s: float
 ) -> dict[str, Any]:
-    """The part of the JSON record that answers bring."""
+    """The answers' part of the JSON record."""
     tokens = sum(map(emitted, answers))
     return {
         "tokens_per_s": tokens / elapsed_s if elapsed_s else 0.0,
@@ -81,7 +81,7 @@ def _answer_record(name: str, answer: Answer, params: SamplingParams) -> dict[st
 
 
 def circumstances_record(engine: Engine, stack: StackOptions, params: SamplingParams) -> dict[str, Any]:
-    """The part of the JSON record that says what was run and where."""
+    """The JSON record's part on what was run and where."""
     return target_record(engine.target, stack) | {
         "drafter_kind": engine.drafter.name,
         "drafters": list(engine.drafter.members),
@@ -94,7 +94,7 @@ def circumstances_record(engine: Engine, stack: StackOptions, params: SamplingPa
 
 
 def drafter_lines(engine: Engine) -> list[str]:
-    """What drafters report of themselves, a line each; none where they have nothing to report."""
+    """Remarks of drafters, a line each."""
     reports = ((name, each.report) for name, each in engine.drafter.members.items())
     return [
         f"{name}: " + " · ".join(f"{number.replace('_', ' ')} {value:.4g}" for number, value in report.items())
@@ -104,7 +104,7 @@ def drafter_lines(engine: Engine) -> list[str]:
 
 
 def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:
-    """The part of that which does not hang on an engine."""
+    """The part of `circumstances_record` that needs no engine."""
     return {
         "model": target.name,
         "pad_to": stack.pad_to,
@@ -120,7 +120,7 @@ def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:
 
 
 def emitted(answer: Answer) -> int:
-    """Tokens that the target emitted, the prefill's included; stop tokens are not."""
+    """Number of tokens that the target emitted, including the prefill's, without stop tokens."""
     return answer.stats.emitted_tokens + answer.stats.prefill_tokens
 
 
@@ -135,7 +135,7 @@ def decode_tokens_per_s(answer: Answer) -> float:
 
 
 def counts_dict(stats: Counters) -> dict[str, Any]:
-    """Counts and the rates that follow from them, for the JSON record; divergences are null after a lossless rule."""
+    """Counts and their rates, for the JSON record; divergences are null for a lossless rule."""
     rates = {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": stats.draft_acceptance_rate,
@@ -148,7 +148,7 @@ def counts_dict(stats: Counters) -> dict[str, Any]:
 
 
 def divergence_words(stats: Counters) -> str:
-    """How far emitted tokens' distributions were from the target's, beside greedy decoding; "" where they were not."""
+    """Divergence of emission distributions from the target's, with greedy decoding's for comparison; "" if unknown."""
     means = stats.mean_total_variation, stats.mean_kl, stats.mean_total_variation_greedy, stats.mean_kl_greedy
     distance, kl, greedy_distance, greedy_kl = means
     if distance is None or kl is None or greedy_distance is None or greedy_kl is None:

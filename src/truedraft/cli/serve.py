@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from truedraft.training.online import Learner
 
 _CACHE_SHARE = 0.75
-"""Of the memory that is free once all is loaded, for keys and values where --max-cache-bytes is not given."""
+"""Share of the free memory after loading for the KV cache, without --max-cache-bytes."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def serve(options: ServeOptions) -> int:
     check_options(options.server)
     app, service = loaded(options)
     gc.collect()
-    gc.freeze()  # full collections need not look through all that was loaded, in the middle of somebody's answer
+    gc.freeze()  # so that full collections during answers need not scan all loaded objects
     try:
         from truedraft.drafters.prediction import REQUESTS_OWN
 
@@ -89,7 +89,7 @@ def serve(options: ServeOptions) -> int:
     finally:
         if service.engine.learner is not None:
             service.engine.learner.close()
-        gc.unfreeze()  # else libraries tell at exit of what was never collected
+        gc.unfreeze()  # otherwise libraries warn at exit about uncollected objects
     return DONE
 
 
@@ -97,7 +97,7 @@ def replicas(options: ServeOptions) -> Application:
     """Replicas as an application for Ray Serve, whatever `ray` says.
 
     Raises:
-        OptionError: how many there are to be cannot be read.
+        OptionError: the number of replicas is invalid.
     """
     from truedraft.server.cluster.replicas import application
 
@@ -113,11 +113,10 @@ def _size(options: ServeOptions) -> Size:
 
 
 def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, Service]:
-    """Load what answers in this process, and make its application.
+    """Load the engine in this process, and make its application.
 
     Args:
-        options: as they were typed.
-        number: of the replica that this is; None where there is one server.
+        number: of this replica; None if there is one server.
 
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
@@ -126,14 +125,14 @@ def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, S
     from truedraft.server import application
 
     _log_to_standard_error()
-    if number is not None and (folder := options.learning.learn_folder) is not None:  # each learns for itself
+    if number is not None and (folder := options.learning.learn_folder) is not None:  # each replica learns separately
         options = replace(options, learning=replace(options.learning, learn_folder=folder / f"replica-{number}"))
     share = _CACHE_SHARE if number is None else _CACHE_SHARE * _share_of_node(options.machine.device)
     return application(_engine(options, Terminal().err, share), options.server, options.stack.model)
 
 
 def _share_of_node(device: str) -> float:
-    """What of a node's memory a replica may count on: all of its GPU's, or as much as it has of the processors."""
+    """The share of a node's memory for a replica: all of its GPU's, or its share of the processors."""
     import torch
 
     from truedraft.machine import pick_device
@@ -144,7 +143,7 @@ def _share_of_node(device: str) -> float:
 
 
 def _engine(options: ServeOptions, console: Console, cache_share: float) -> Engine:
-    """The engine, with what requests may bring along to draft from."""
+    """The engine; it can draft from predictions and grammars in requests."""
     from truedraft.cli.session import load_engine, planned_drafter
     from truedraft.core.params import SamplingParams
 
@@ -164,10 +163,10 @@ def _engine(options: ServeOptions, console: Console, cache_share: float) -> Engi
 
 
 def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None:
-    """What learns beside the engine, if anything is to.
+    """The online learner, if one is requested.
 
     Raises:
-        OptionError: learning is not asked for, and how it is to be done is; or tenants are not told apart.
+        OptionError: options of learning without `learn`; or learning per tenant without API keys.
     """
     if not learning.learn:
         given = next((each.name for each in fields(learning) if getattr(learning, each.name) != each.default), None)
@@ -188,7 +187,7 @@ def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None
 
 
 def _log_to_standard_error() -> None:
-    """One line a request, and what the engine has to say, with tracebacks."""
+    """Log one line per request and the engine's messages, with tracebacks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     levels = {

@@ -1,4 +1,4 @@
-"""From the words of the command line to an engine that can answer."""
+"""From the command line's values to an engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _PATIENCE_S = 2.0
 
 @dataclass(frozen=True)
 class StackOptions(ModelOptions):
-    """What answers: target, drafter and rule."""
+    """Target, drafter and rule."""
 
     tensor_parallel: int = option(1, TOGETHER_HELP, "N", least=1)
     merge_adapter: Path | None = option(None, "An adapter that peft wrote, merged into the model's weights.", "DIR")
@@ -78,7 +78,7 @@ class StackOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What a command tells."""
+    """Output of a command."""
 
     json: bool = flag("End standard output with one line, a JSON object.")
 
@@ -87,12 +87,12 @@ Named = TypeVar("Named", bound=ModelOptions)
 
 
 def with_model(options: Named) -> Named:
-    """Options whose model has a name, see `named_model`."""
+    """The options with the model of `named_model`."""
     return replace(options, model=named_model(options.model))
 
 
 def named_model(typed: str) -> str:
-    """The model that was named; without one `smollm2` if it is installed, else the embedded target, and says which."""
+    """The named model; by default `smollm2` if it is installed, else the embedded target, with a line that names it."""
     if typed != UNNAMED:
         return typed
     from truedraft.models import smollm2
@@ -105,7 +105,7 @@ def named_model(typed: str) -> str:
 
 
 def sampling_of_each(prompts: Sequence[Asked]) -> list[Asked]:
-    """Each prompt with its options: the command's, and before them those of its own line."""
+    """Each prompt with the command's sampling options, overridden by its own."""
     return [(prompt, replace(params, **dict(prompt.options))) for prompt, params in prompts]
 
 
@@ -115,15 +115,13 @@ def derived_seed(base: int, number: int) -> int:
 
 
 def check_rule(spec: str, params: SamplingParams, field: str = "seed") -> None:
-    """Refuse a promise that the rule cannot keep, before anything is loaded.
+    """Refuse guarantees that the rule cannot keep, before anything is loaded.
 
     Args:
-        spec: words of the rule.
-        params: of the requests.
-        field: the option that gave them a seed.
+        field: the option with the seed.
 
     Raises:
-        OptionError: there is no such rule; or a seed with a lossy one.
+        OptionError: there is no such rule, or a seed is given with a lossy one.
     """
     from truedraft.verification.specs import rule_from_spec
 
@@ -133,16 +131,11 @@ def check_rule(spec: str, params: SamplingParams, field: str = "seed") -> None:
 
 
 def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams) -> str:
-    """The words of the drafter that a plan recommends; warns where answers are drawn in another way than it looked at.
-
-    Args:
-        plan: its file.
-        drafters: as they were typed, or their default.
-        params: how answers are drawn.
+    """The specification of a plan's recommended drafter; warns if the sampling options differ from the plan's.
 
     Raises:
         OptionError: a drafter was named as well.
-        DataError: the file is no plan.
+        DataError: the file is not a plan.
     """
     if list(drafters) != ["auto"]:
         raise OptionError(
@@ -163,7 +156,7 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
 
 
 def plan_for(file: Path | None, target: LanguageModel) -> Plan | None:
-    """The plan in a file, if one is named.
+    """The plan in a file; None without a file.
 
     Raises:
         CompositionError: it was made for another model, machine or version; says which.
@@ -191,19 +184,14 @@ def load_engine(
 ) -> Engine:
     """Load the target and compose it with drafter, rule and controller.
 
-    Where the controller neither weighs costs nor takes all sizes, a drafter whose number of nodes was left open gets as
-    many as pay on this machine, and a line on the console says so.
+    If the controller neither weighs costs nor tries all sizes, a drafter without a given number of nodes gets the best
+    one for this machine, and the console shows it.
 
     Args:
-        stack: what answers, as it was typed.
-        machine: on what, likewise.
-        console: shows what is being waited for.
         params: of the requests to come; None is greedy.
-        requests: that will be answered together.
-        own_drafts: whether requests may bring along what is drafted from: predictions, and forms of their answers.
-        cache_share: of the memory that is free once all is loaded, for keys and values where no bytes were typed; None
-            is no limit.
-        more: of `Engine`.
+        own_drafts: whether requests may have their own drafts: predictions, and grammars of their answers.
+        cache_share: on a CPU, the share of free memory for the KV cache if no bytes were given; None is no limit.
+        more: further arguments of `Engine`.
 
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
@@ -241,7 +229,7 @@ def load_engine(
 
 
 def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
-    """The target by itself, on as many threads as were asked for.
+    """The target only, on the requested number of threads.
 
     Raises:
         TruedraftError: it does not exist, cannot be loaded, or an option of it is unusable.
@@ -261,10 +249,10 @@ def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
 
 
 def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
-    """Adapters by their names.
+    """Adapters by name.
 
     Raises:
-        OptionError: one is not of the form NAME=DIR, or a name is there twice.
+        OptionError: one is not of the form NAME=DIR, or a name occurs twice.
     """
     found: dict[str, Path] = {}
     for each in typed:
@@ -276,11 +264,11 @@ def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
 
 
 def _tell_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Console) -> None:
-    """Say which sizes were chosen, by member, and hold the steps to the costs that they were chosen by."""
+    """Print the chosen sizes by member, and start the check of the costs that chose them."""
     if not budgets:
         return
     budget = next(iter(budgets.values()))
-    if (check := budget.costs.check()) is not None:  # all were chosen by the same costs
+    if (check := budget.costs.check()) is not None:  # all sizes have the same costs
         engine.listeners.append(check)
     for warning in budget.costs.warnings:
         warn(warning)
@@ -292,10 +280,10 @@ def _tell_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Cons
 
 
 def set_threads(threads: int | None) -> None:
-    """Let torch compute with so many CPU threads; None leaves its choice.
+    """Set the number of torch's CPU threads; None keeps its choice.
 
     Raises:
-        OptionError: so many that the system could not start them.
+        OptionError: the system could not start so many.
     """
     if threads is None:
         return
@@ -310,12 +298,10 @@ def set_threads(threads: int | None) -> None:
 
 
 def as_chat(target: LanguageModel, prompts: Sequence[Asked], *, trust_control_tokens: bool) -> list[Asked]:
-    """Each prompt as the one message of a user, by the model's chat template; those with pictures stay as they are.
+    """Format each prompt as one user message by the model's chat template; those with pictures are unchanged.
 
     Args:
-        target: that answers.
-        prompts: as they were read.
-        trust_control_tokens: as of `Tokenizer.chat`.
+        trust_control_tokens: see `Tokenizer.chat`.
 
     Raises:
         PromptError: the model has no tokenizer or no template, or a prompt is token ids.
@@ -336,15 +322,13 @@ def as_chat(target: LanguageModel, prompts: Sequence[Asked], *, trust_control_to
 
 
 def with_pictures(target: LanguageModel, prompts: Sequence[Asked], *, chat: bool) -> list[Asked]:
-    """Prompts, those with pictures as the model's processor makes them.
+    """The prompts; those with pictures are converted by the model's processor.
 
     Args:
-        target: that answers.
-        prompts: as they were read.
-        chat: give each as the one message of a user, by the model's chat template.
+        chat: format each of these as one user message by the model's chat template.
 
     Raises:
-        PromptError: the model or its processor does not take them, or a file is no picture.
+        PromptError: the model or its processor does not accept them, or a file is not a picture.
         ModelError: the model has no processor.
         MissingExtraError: Pillow is not installed.
     """
@@ -366,7 +350,7 @@ def _seeing(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedProm
 
 
 def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tuple[list[Group], list[Failure]]:
-    """Prompts as token ids, so that all systems get the same, in groups; and those that the target cannot take."""
+    """Prompts as token ids, so that all systems get the same, in groups; and those that the target refuses."""
     from truedraft.engine.prompts import encode_prompt
     from truedraft.measure.bench import Failure, grouped
 
@@ -379,17 +363,17 @@ def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tupl
         except TruedraftError as error:
             failures.append(Failure("", (each.name,), str(error)))
             continue
-        given[each.name] += 1  # two prompts of one id are two prompts, not two runs of one
+        given[each.name] += 1  # two prompts with one id are not two runs of one prompt
         kept.append((each.name if given[each.name] == 1 else f"{each.name} ({given[each.name]})", ids, params))
     return grouped(kept, batch), failures
 
 
 @contextlib.contextmanager
 def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being waited for; gives a function that changes the message.
+    """Show a message on a terminal during the block; yields a function that changes it.
 
-    So are the stages that are told meanwhile, see `told_stage`. Elsewhere, as where output goes into a file, each is
-    said in a line once it takes some seconds.
+    Stages that are reported inside the block (see `told_stage`) replace the message. Without a terminal, each message
+    is printed as a line once it has lasted some seconds.
     """
     with contextlib.ExitStack() as held:
         show: Callable[[str], None]
@@ -417,7 +401,7 @@ class _Shown(logging.Handler):
 
 @contextlib.contextmanager
 def _said_late() -> Iterator[Callable[[str], None]]:
-    """Says a message where none takes its place for some seconds."""
+    """Print a message that is not replaced within some seconds."""
     timers: list[threading.Timer] = []
 
     def show(message: str) -> None:
@@ -436,7 +420,7 @@ def _said_late() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keep the hub's remarks on each of its attempts off standard error; what came of them is told by an error."""
+    """Suppress the hub's warnings about single attempts; an error reports the result."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""The standard streams, whatever state and encoding a command finds them in, and text as it is shown and typed there.
+"""The standard streams in any state and encoding, and text that is shown or typed there.
 
-A terminal obeys control characters, so they are written out; who types may write escapes.
+A terminal interprets control characters, so they are written as escapes; typed text may have escapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _IN_JSON = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x20
 
 
 def visible(text: str) -> str:
-    r"""The text with its control characters written out, but for line breaks and tabs.
+    r"""The text with its control characters as escapes, except line breaks and tabs.
 
     >>> visible("a\x1b[31mb\r\n")
     'a\\x1b[31mb\\x0d\n'
@@ -33,17 +33,16 @@ def visible(text: str) -> str:
 
 
 def from_escapes(typed: str, option: str) -> str:
-    r"""The text that somebody typed with backslash escapes.
+    r"""The text of a typed string with backslash escapes.
 
     >>> from_escapes(r"\n\u20ac\\", "--stop")
     '\n€\\'
 
     Args:
         typed: may hold \n, \r, \t, \\ and \uXXXX, where two of these may make one character.
-        option: for messages.
 
     Raises:
-        OptionError: another escape, or half a character.
+        OptionError: another escape, or a lone surrogate.
     """
 
     def meant(found: re.Match[str]) -> str:
@@ -65,7 +64,7 @@ def from_escapes(typed: str, option: str) -> str:
 
 
 def typed_text(word: str) -> str:
-    """A text of the command line, as UTF-8 also where a locale that knows ASCII alone has read it."""
+    """A text of the command line, as UTF-8 even if an ASCII locale has decoded it."""
     try:
         return os.fsencode(word).decode("utf-8") if any("\udc80" <= char <= "\udcff" for char in word) else word
     except UnicodeError:
@@ -73,27 +72,27 @@ def typed_text(word: str) -> str:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """A JSON object as one line, break included, without raw characters that end a line or steer a terminal."""
+    """A JSON object as one line, including the break, without raw control characters."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_IN_JSON) + "\n"
 
 
 def say(message: str) -> None:
-    """One line on standard error, whatever line breaks and control characters the message holds."""
+    """Print one line on standard error, with line breaks and control characters as escapes."""
     sys.stderr.write(f"truedraft: {visible(' '.join(message.split()))}\n")
     sys.stderr.flush()
 
 
 def prepare_streams() -> None:
-    """UTF-8 in and out under any locale; a closed descriptor becomes one that swallows everything.
+    """Use UTF-8 under any locale, and replace closed descriptors by the null device.
 
-    Otherwise the next file that is opened would take its number, and whoever writes to standard error would write
-    there. Half characters are written out, as \\udcff, which in JSON is what they are.
+    Otherwise the next opened file would get the descriptor's number, and output to standard error would go there. Lone
+    surrogates are written as \\udcff, which is also their form in JSON.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - open as long as the process
     for stream in (sys.stdout, sys.stderr):
@@ -104,16 +103,16 @@ def prepare_streams() -> None:
 
 
 def output_is_open() -> bool:
-    """Whether there is a standard output; says so on standard error if not."""
+    """Whether standard output is open; prints on standard error if not."""
     if sys.stdout is None:
         say("error: standard output is closed; send it to a file, or to /dev/null")
     return sys.stdout is not None
 
 
 def output_was_taken() -> bool:
-    """Whether standard output took all that was written; says so on standard error if not, unless its reader left.
+    """Whether standard output could be flushed; prints on standard error if not, unless its reader closed it.
 
-    What it did not take is given up, else the interpreter would try again at its end, and fail in its own words.
+    The rest is discarded, because otherwise the interpreter would try again at exit and print its own error.
     """
     try:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Writing: answers to standard output, everything about them to standard error."""
+"""Output: answers to standard output, all else to standard error."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ _PATIENCE_S = 2.0
 
 
 class Terminal:
-    """The two streams of a command.
+    """The two output streams of a command.
 
     Attributes:
-        out: for people who read standard output.
-        err: for people who read standard error.
-        patience_s: how long a command may take before it shows a bar.
+        patience_s: seconds before a bar is shown.
     """
 
     def __init__(self) -> None:
@@ -41,46 +39,44 @@ class Terminal:
         return self.out.is_terminal and self.out.color_system is not None and not self.out.no_color
 
     def write(self, text: str) -> None:
-        """Write a part of an answer at once; control characters in it are the caller's own."""
+        """Write a part of an answer at once; control characters in it are not escaped."""
         if text:
-            self._at_line_start = False  # first, as Ctrl-C may come in between
+            self._at_line_start = False  # first, because Ctrl-C may interrupt the write
             sys.stdout.write(text)
             sys.stdout.flush()
             self._at_line_start = text.endswith("\n")
 
     def dim(self, text: str) -> None:
-        """Write text that is no part of the answer."""
+        """Write text that is not part of the answer."""
         text = visible(text)
         self.write(Style(dim=True).render(text, color_system=ColorSystem.STANDARD) if self.colour else text)
 
     def end_line(self) -> None:
-        """Begin a new line of standard output, unless it has begun."""
+        """End the current line of standard output, if it is not empty."""
         if not self._at_line_start:
             self.write("\n")
 
     def note(self, text: str) -> None:
-        """A line about the answer, on standard error."""
+        """Print a line about the answer on standard error."""
         self.err.print(visible(text), style="dim", soft_wrap=True)
 
     def json(self, record: dict[str, Any]) -> None:
-        """The last line of standard output."""
+        """Write the last line of standard output."""
         self.end_line()
         self.write(json_line(record))
 
     def progress(self, what: str, total: int, beside_output: bool = False) -> AbstractContextManager[Progress]:
-        """A bar on standard error, if that is a terminal and it takes over two seconds.
+        """A bar on standard error, if that is a terminal and the work takes over `patience_s`.
 
         Args:
-            what: stands before the bar.
-            total: how much there is to do.
-            beside_output: whether answers are written meanwhile; where they go to a terminal there is no bar.
+            beside_output: whether answers are written at the same time; then there is no bar if they go to a terminal.
         """
         wanted = self.err.is_terminal and not (beside_output and self.out.is_terminal)
         return progress_bar(self.err, what, total, wanted=wanted, patience_s=self.patience_s)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], to: Console) -> None:
-    """Print a table without cutting cells: a terminal that is too narrow breaks the lines instead."""
+    """Print a table without truncating cells: a narrow terminal wraps the lines instead."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)

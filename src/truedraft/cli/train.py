@@ -1,4 +1,4 @@
-"""`truedraft train`: draft models, Medusa heads, recurrent heads and tables of n-grams."""
+"""`truedraft train`: draft models, Medusa heads, recurrent heads and n-gram tables."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from truedraft.training.tracking import Tracker
     from truedraft.training.workspace import TimeBudget
 
-_KEPT = ("answers.json", "questions.json")  # of what the target wrote to train on
-_QUIET_S = 120.0  # between two lines on one kind of work, where there is no terminal
-_LENGTH, _DECAY_LENGTH, _DECAY_SHARE = 512, 2048, 0.2  # of a draft
+_KEPT = ("answers.json", "questions.json")  # of the target's text for training
+_QUIET_S = 120.0  # between two lines on one kind of work, without a terminal
+_LENGTH, _DECAY_LENGTH, _DECAY_SHARE = 512, 2048, 0.2  # of a draft model
 
-# What the library's configurations call otherwise than it is typed here.
+# The names in the library's configurations where they differ from the command line's.
 _NAMES = {
     "target": "the fingerprint of --model",
     "schedule.warmup_steps": "the warm-up of --steps",
@@ -101,7 +101,7 @@ def draft(options: DraftOptions) -> int:
 
 
 def _lengths(run: DraftRunOptions) -> tuple[int, int]:
-    """Tokens of a sequence, before and in the decay; where left open, the longest that a step holds a whole number of.
+    """Tokens per sequence, before and in the decay; by default the longest lengths that divide the tokens of a step.
 
     Raises:
         OptionError: a length does not divide the tokens of a step.
@@ -119,7 +119,7 @@ def _lengths(run: DraftRunOptions) -> tuple[int, int]:
 
 
 def heads(word: str) -> Callable[[Any], int]:
-    """The command that trains heads of a kind, by its word: a function of options."""
+    """The training command of a kind of heads, by its name: a function of options."""
     trains: Trains = dotted(KINDS[word].trains)
 
     def train(options: HeadOptions) -> int:
@@ -184,10 +184,10 @@ def ngram(options: NgramOptions) -> int:
 
 
 def _elsewhere(options: DraftOptions | HeadOptions | NgramOptions, model: str) -> Elsewhere | None:
-    """Who writes the text by the target; None is this process.
+    """The cluster that generates the target's text; None is this process.
 
     Raises:
-        MissingExtraError: Ray is to, and is not installed.
+        MissingExtraError: Ray is requested and not installed.
     """
     if not options.job.ray:
         return None
@@ -198,7 +198,7 @@ def _elsewhere(options: DraftOptions | HeadOptions | NgramOptions, model: str) -
 
 
 def _checked_model(kind: str, job: JobOptions, check: Callable[[], None]) -> str:
-    """The target's name, where there is something to train on."""
+    """The target's name, after a check that there is something to train on."""
     if job.clean:
         return job.model
     check()
@@ -214,18 +214,16 @@ def _run(
     train: Callable[[str, Callbacks, TimeBudget, str], Any],
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Train or clean up, report, and give the exit status: that of a failure where what was promised is not served.
+    """Train or clean up, report, and return the exit status, see `kept_promise`.
 
     Args:
-        kind: of drafter, as it is typed.
-        options: as they were typed.
-        train: is given the target, whom to tell, the time for all of it, and a device.
-        check: refuses options of this kind that cannot be used.
+        train: is called with the target, the callbacks, the time limit and the device.
+        check: refuses unusable options of this kind.
 
     Raises:
         TruedraftError: it cannot be trained.
     """
-    job, model = options.job, _checked_model(kind, options.job, check)  # before what takes seconds to import
+    job, model = options.job, _checked_model(kind, options.job, check)  # before imports that take seconds
     from truedraft.training.workspace import WORK, TimeBudget
 
     budget = TimeBudget(options.run.minutes)
@@ -270,7 +268,7 @@ def _run(
 
 
 def _finish(job: JobOptions, tracker: Tracker | None, result: Any) -> None:
-    """Tell the tracker what came of it, and remove what is of no more use."""
+    """Report the result to the tracker, and remove files of no further use."""
     from truedraft.training.workspace import finish_work
 
     if tracker is not None:
@@ -288,7 +286,7 @@ def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks
 
 
 def _register(terminal: Terminal, folder: Path) -> bool:
-    """Note a trained drafter where `auto` looks, and say so; whether that was possible."""
+    """Register a trained drafter for `auto`, and print it; returns whether that was possible."""
     from truedraft.drafters.registry import Registry, TrainedDrafter
 
     made = TrainedDrafter.read(folder)
@@ -298,7 +296,7 @@ def _register(terminal: Terminal, folder: Path) -> bool:
     try:
         registry = Registry()
         problem = registry.add(made)
-    except OptionError as error:  # the cache folder is nobody's; what was trained is there all the same
+    except OptionError as error:  # no cache folder can be used; the trained drafter exists regardless
         problem = f"{folder} could not be noted: {error}"
     if problem is not None:
         warn(problem)
@@ -311,10 +309,10 @@ def _register(terminal: Terminal, folder: Path) -> bool:
 
 
 def _check_folder(kind: str, job: JobOptions) -> None:
-    """Refuse a folder that holds other things than what is asked to go on with.
+    """Refuse a folder that holds other files than the training to be resumed.
 
     Raises:
-        OptionError: says what is in the way: also another process that is training there.
+        OptionError: says what is there, such as another process that is training.
     """
     from truedraft.drafters.registry import TABLE
     from truedraft.training.workspace import WORK, refuse_busy
@@ -339,7 +337,7 @@ def _check_folder(kind: str, job: JobOptions) -> None:
 
 
 def _check_stage(job: JobOptions, stage: int) -> None:
-    """Refuse to go on in the folder of the other stage."""
+    """Refuse to resume in the folder of the other stage."""
     out, second = job.out, (job.out / "stage-1").is_dir()
     if job.resume and stage == 1 and second:
         raise OptionError(
@@ -354,7 +352,7 @@ def _check_stage(job: JobOptions, stage: int) -> None:
 
 
 def _clean(job: JobOptions, report: ReportOptions) -> int:
-    """Remove working files, say what that freed, and give the exit status.
+    """Remove working files, print the freed bytes, and return the exit status.
 
     Raises:
         OptionError: there are none, or a process is training there.
@@ -371,12 +369,12 @@ def _clean(job: JobOptions, report: ReportOptions) -> int:
 
 
 def _notes(terminal: Terminal) -> Callable[[str], None]:
-    """Says a sentence about a training on standard error, above the bar if there is one."""
+    """A function that prints notes of a training on standard error, above the bar if there is one."""
     return lambda sentence: terminal.err.print(f"truedraft: note: {' '.join(sentence.split())}", soft_wrap=True)
 
 
 def _checkpoint_lines(terminal: Terminal) -> Callable[[Saved], None]:
-    """Says a line for each checkpoint where there is no terminal; one shows a bar."""
+    """A function that prints a line for each checkpoint, unless standard error is a terminal with a bar."""
     from truedraft.training.workspace import duration
 
     def line(saved: Saved) -> None:
@@ -394,8 +392,7 @@ def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
     """What is kept of an interrupted training, and how to use it.
 
     Args:
-        job: what was typed.
-        keeps_answers: whether answers of the target are kept where there is no checkpoint yet.
+        keeps_answers: whether the target's answers are kept even before the first checkpoint.
     """
     from truedraft.training.loop import CHECKPOINT, checkpoint_of
     from truedraft.training.workspace import PLACES, WORK
@@ -417,7 +414,7 @@ def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
 
 
 class _Bars:
-    """One bar after another: each kind of work has its own."""
+    """One bar after another, one for each kind of work."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -433,7 +430,6 @@ class _Bars:
         self._stack.close()
 
     def show(self, what: str, done: int, total: int, remark: str) -> None:
-        """How far a kind of work has come."""
         if what != self._what:
             self._stack.close()
             self._update = self._stack.enter_context(self._terminal.progress(what, total))

@@ -1,4 +1,4 @@
-"""What users type behind `truedraft train KIND`."""
+"""The options of `truedraft train KIND`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "He
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What is trained, on what, and where to."""
+    """What is trained, on which data, and the output folder."""
 
     model: str = option(UNNAMED, f"The target: {MODEL_HELP}", "M", shown_default=UNNAMED_HELP)
     data: tuple[Path, ...] = option(
@@ -71,7 +71,7 @@ class NgramJobOptions(JobOptions):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How long a training takes at most."""
+    """Time limit of a training."""
 
     minutes: float | None = option(
         None,
@@ -122,7 +122,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What trainings of heads beside a target that stays as it is have in common."""
+    """Options that trainings of heads on a frozen target share."""
 
     job: JobOptions = group(_WHAT)
     text: TextOptions = group(_TEXT)
@@ -133,7 +133,7 @@ class HeadOptions:
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
     more: ClassVar[Any] = None
-    """Options of one kind alone."""
+    """Options of only one kind."""
 
 
 def options_of(word: str, trains: Trains) -> type[HeadOptions]:

@@ -1,4 +1,4 @@
-"""What `truedraft train` says when it is done: what was trained, how often it is right, and what it brings."""
+"""The report of `truedraft train`: what was trained, its acceptance and its gain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def record_of(kind: str, model: str, result: DraftResult | HeadResult | NgramResult) -> dict[str, Any]:
-    """For JSON."""
+    """The JSON record."""
     fixed = {"command": f"train {kind}", "model": model, "out": str(result.folder)}
     return fixed | result.as_dict() | {"machine": machine_facts()}
 
@@ -97,7 +97,7 @@ def _try_it(terminal: Terminal, model: str, drafter: str, evaluations: Sequence[
 
 
 def kept_promise(terminal: Terminal, kind: str, model: str, result: Any) -> int:
-    """The exit status: of a failure where heads serve other than was promised, which is said with what to do."""
+    """The exit status: 1, with advice, if measured tokens per call depart from the promised ones beyond chance."""
     departures = getattr(result.report, "departures", ()) if hasattr(result, "report") else ()
     for sentence in departures:
         _say(terminal, f"promise not kept: {sentence}, which chance among prompts does not explain")
@@ -111,12 +111,11 @@ def kept_promise(terminal: Terminal, kind: str, model: str, result: Any) -> int:
 
 
 def _say(terminal: Terminal, line: str) -> None:
-    """A line of standard output that a terminal may wrap."""
     terminal.out.print(line, soft_wrap=True)
 
 
 def show(terminal: Terminal, kind: str, model: str, result: Any) -> None:
-    """Print the result of a kind, for a model of this name."""
+    """Print the result of a kind, for the target of this name."""
     if KINDS[kind].trains:
         _heads(kind, terminal, model, result)
     elif kind == "draft":

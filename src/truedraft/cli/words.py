@@ -1,6 +1,6 @@
-"""What options may say, looked at before anything is imported that takes seconds, and before a model is loaded.
+"""Checks of option values before slow imports and before a model is loaded.
 
-Whoever uses a value reads it again, and refuses what only a model or a device can tell.
+The code that uses a value parses it again, and refuses what depends on a model or a device.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LAST_PORT = 65_535
 
 
 def check(name: str, value: Any) -> None:
-    """Refuse a value that no command can use.
+    """Refuse a value that is invalid in any command.
 
     Args:
-        name: of the option, as it is typed, and behind a space what its value is called.
-        value: as it is typed; None where it is not given.
+        name: of the option on the command line, followed by a space and its metavar.
+        value: as on the command line; None if it is not given.
 
     Raises:
-        TruedraftError: it is unknown, or a file that it names is not there.
+        TruedraftError: it is unknown, or its file does not exist.
     """
     found = _CHECKS.get(name) or _CHECKS.get(name.partition(" ")[0])
     if found is not None and value is not None:
@@ -95,7 +95,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "--controller": controller_from_spec,
     "--data": _data,
     "--device": _device,
-    "--drafter D": check_drafter_words,  # elsewhere it is a path
+    "--drafter D": check_drafter_words,  # in other commands it is a path
     "--drafters-dir": refuse_no_folder,
     "--dtype": lambda value: _one_of("dtype", "auto", *DTYPE_NAMES)(value.removeprefix("torch.")),
     "--for": _one_of("engine", *ENGINES),

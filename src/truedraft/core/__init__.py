@@ -1,1 +1,1 @@
-"""Pure mathematics of speculative decoding: no model, tokenizer, I/O, clock or global random state."""
+"""Mathematics of speculative decoding: no model, tokenizer, I/O, clock or global random state."""

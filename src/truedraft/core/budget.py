@@ -1,4 +1,4 @@
-"""How much may be drafted in one step, what a controller sees of a request, and what it decides. Needs no torch."""
+"""Limits on drafting in one step, a controller's view of a request, and its decision. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from truedraft.core.stats import Counters
 from truedraft.errors import OptionError
 from truedraft.options import check_whole
 
-_LEAST_PROBABILITY = 0.0025  # nearer to 0 or 1 a drafter's word is taken as this
+_LEAST_PROBABILITY = 0.0025  # draft probabilities are clamped to this distance from 0 and 1
 MOST_NODES = 1024
-"""Most nodes of a tree that options may ask for: the target reads each of them, and there is a distribution for
-each."""
+"""Most nodes of a tree that options may set: the target reads each, with a distribution for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Upper limits on one proposal; a drafter's own options lie below them.
+    """Upper limits on one proposal, in addition to a drafter's own limits.
 
     Attributes:
         depth: most tokens on one path.
         width: most draws at one inner node.
-        nodes: most nodes in the tree; 0 means: do not draft, which makes the step plain decoding.
-        min_probability: drafting stops after a token whose draft probability is below this. The token
-            just drawn is kept: whether a draw exists must not depend on the token it drew.
-        floor: drafting stops, likewise, after a token whose survival is estimated to be below this.
-        odds: how a drafter's probability q of a token gives its chance c of being accepted: logit c = odds[0] + odds[1]
-            logit q. The survival of a token is the product of the chances on its path.
+        nodes: most nodes in the tree; 0 disables drafting, which makes the step plain decoding.
+        min_probability: drafting stops after a token with a draft probability below this. The token itself is kept:
+            whether a draw exists must not depend on the token that it drew.
+        floor: drafting stops after a token with an estimated survival below this, which is kept as well.
+        odds: maps a drafter's probability q of a token to its chance c of acceptance: logit c = odds[0] + odds[1] logit
+            q. The survival of a token is the product of the chances on its path.
     """
 
     depth: int
@@ -40,7 +39,6 @@ class Budget:
     odds: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        """Refuse negative limits."""
         if min(self.depth, self.width, self.nodes) < 0 or not 0.0 <= self.min_probability <= 1.0:
             raise OptionError(f"a budget's limits are 0 or more and min_probability lies in [0, 1], got {self}")
 
@@ -65,15 +63,15 @@ class Budget:
 
     @property
     def looks(self) -> bool:
-        """Whether the drafter's probabilities say where drafting stops."""
+        """Whether the drafter's probabilities determine where drafting stops."""
         return self.min_probability > 0.0 or self.floor > 0.0
 
     def goes_on(self, probability: float, survival: float) -> bool:
-        """Whether anything is drafted below a token of this probability, where its path survives with `survival`."""
+        """Whether to draft below a token of this probability, on a path with this survival."""
         return probability >= self.min_probability and survival >= self.floor
 
     def chance(self, probability: float) -> float:
-        """That a token is accepted to which the drafter gave this probability."""
+        """The chance that a token with this draft probability is accepted."""
         q = min(max(probability, _LEAST_PROBABILITY), 1.0 - _LEAST_PROBABILITY)
         return 1.0 / (1.0 + math.exp(-self.odds[0]) * ((1.0 - q) / q) ** self.odds[1])
 
@@ -84,36 +82,35 @@ NO_DRAFT = Budget(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What may be drafted for one request, within what its engine drafts.
+    """Limits on drafting for one request, in addition to those of its engine.
 
     Attributes:
-        drafters: those that may draft for it, by name; None are all, and () is none, which makes it plain decoding.
+        drafters: names of the drafters to use; None uses all, and () is plain decoding.
         num_speculative_tokens: most tokens on a drafted path; None leaves that to the drafters' own options.
 
     Raises:
-        OptionError: the number is no whole number of 1 or more.
+        OptionError: the number is not a whole number of 1 or more.
     """
 
     drafters: tuple[str, ...] | None = None
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a number out of range."""
         if self.num_speculative_tokens is not None:
             check_whole("num_speculative_tokens", self.num_speculative_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What a drafter knows of its next proposal before it makes it, from committed tokens alone.
+    """A drafter's information on its next proposal before it makes it, from committed tokens only.
 
     Attributes:
-        kind: proposals of one kind are about equally good: for prompt lookup the length of the n-gram that was found.
-        behind: committed tokens that it has not read and must catch up with before it drafts.
+        kind: proposals of one kind are about equally good: for prompt lookup the length of the matched n-gram.
+        behind: committed tokens that it must read before it drafts.
         finds: whether there is anything to propose.
-        confident: whether it can say how probable it finds its tokens, and stop by that (`Budget.floor`).
-        guessed: share of a chain's tokens, its first apart, that are expected to take no level of drafting, for a
-            drafter of its own guesses them.
+        confident: whether it can estimate the probability of its tokens, and stop by that (`Budget.floor`).
+        guessed: expected fraction of a chain's tokens after the first that take no drafting level, because an inner
+            drafter guesses them.
     """
 
     kind: int = 0
@@ -128,20 +125,19 @@ NOTHING_FOUND = Hint(finds=False)
 
 @dataclass(slots=True, eq=False)
 class RequestView:
-    """What a controller may look at before a step, of one request that may be drafted for.
+    """A controller's view of one request that may be drafted for, before a step.
 
-    No two requests without a seed share noise in an engine, and tokens of one with a seed hang on no budget. So what
-    becomes of a request's drafts may decide how much is drafted for others (docs/concepts.md, predictable choice).
+    No two requests without a seed share noise in an engine, and tokens of a request with a seed do not depend on
+    budgets. So the results of a request's drafts may determine how much is drafted for others (docs/concepts.md,
+    predictable choice).
 
     Attributes:
         id: unique in this process.
-        params: sampling options.
         context: tokens in the target's cache.
-        remaining: tokens that may still be emitted; whatever is decided, no path is drafted beyond them.
-        limits: for each drafter by name the most that it drafts. One that failed for the request, or that has no room
-            in memory, is not among them.
-        counters: of the request so far; to be read only.
-        hints: for each drafter by name a function that says what it knows before it drafts, see `Hint`.
+        remaining: tokens that may still be emitted; paths are always cut to this.
+        limits: each drafter's own limits, by name, without drafters that failed for the request or lack memory.
+        counters: of the request so far; read-only.
+        hints: for each drafter by name a function that returns its `Hint`.
     """
 
     id: int
@@ -155,15 +151,14 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which drafter drafts for a request in the next step, and how much; `NO_DRAFT` makes it plain decoding.
+    """The drafter of a request in the next step, and its budget; `NO_DRAFT` makes it plain decoding.
 
     Attributes:
-        drafter: by name.
-        budget: of it.
-        merged: further drafters, whose proposals are merged behind the first one's into one tree, in this order.
-        reason: why, in a word or two, for `--explain`.
-        expected_tokens: that the request's step is expected to emit; None where nobody estimated it.
-        speedup: estimated factor over plain decoding, of the step with all its requests; likewise.
+        drafter: name.
+        merged: further drafters, with proposals merged into the first one's tree in this order.
+        reason: a word or two, for `--explain`.
+        expected_tokens: estimate of the tokens that the step emits for the request; None without an estimate.
+        speedup: estimated factor over plain decoding, of the step with all its requests; None without an estimate.
     """
 
     drafter: str
@@ -192,7 +187,7 @@ class Decision:
 
 
 def check_nodes(option: str, value: int) -> None:
-    """Refuse a number of drafted tokens below 1, or more than `MOST_NODES`, which no step drafts.
+    """Refuse a number of drafted tokens below 1 or above `MOST_NODES`.
 
     Raises:
         OptionError: names the option and its value.
@@ -202,10 +197,10 @@ def check_nodes(option: str, value: int) -> None:
 
 
 def nodes_of(branching: Sequence[int]) -> int:
-    """Nodes of the tree in which each node at depth 0, 1, ... has so many children: 3 + 6 + 6 for (3, 2, 1).
+    """Nodes of the tree with a given number of children per node at depth 0, 1, ...: 3 + 6 + 6 for (3, 2, 1).
 
     Raises:
-        OptionError: a width below 1, none at all, or more than `MOST_NODES` nodes.
+        OptionError: a width below 1, no widths, or more than `MOST_NODES` nodes.
     """
     if not branching or min(branching) < 1:
         raise OptionError(f"branching holds the children at each depth, 1 or more each, got {tuple(branching)}")

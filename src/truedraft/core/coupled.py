@@ -1,19 +1,17 @@
 """The tokens with the largest log p + G of a distribution under keyed noise (docs/concepts.md, coupled sampling).
 
-The definition is `choices_by_definition`: noise for the whole vocabulary, and two logarithms for each token of it. A
-device does just that, for all rows at once. On the CPU it would cost more than a small model's forward, so there
-`coupled_choices` works it out only for tokens that may win, and gives the same tokens.
+The definition is `choices_by_definition`: noise for the whole vocabulary, and two logarithms for each token. A device
+does exactly that, for all rows at once. On the CPU it would cost more than a small model's forward, so there
+`coupled_choices` computes it only for tokens that may win, with the same result.
 
-Which tokens may have the largest log p + G of a distribution, found without a logarithm for most of the vocabulary.
+With G = -log E and E = -log U, the largest log p(v) + G(v) is the smallest E(v) / p(v): a race of exponential clocks. E
+>= 1 - U, so once some token has E / p = t, only tokens with p / (1 - U) >= 1 / t can be before it: about t of them, for
+any size of the vocabulary. So the filter needs U to a few digits, which costs the integer arithmetic of the hash and
+one division, in float32.
 
-With G = -log E and E = -log U, the largest log p(v) + G(v) is the smallest E(v) / p(v): a race of exponential clocks.
-E >= 1 - U, so once some token has E / p = t, only tokens with p / (1 - U) >= 1 / t can be before it, and these are a
-handful: about t of them, whatever the size of the vocabulary. So the filter needs U to a few digits, which costs the
-integer arithmetic of the hash and one division, in float32.
-
-Everything is rounded so that no token is left out that would win in float64; the tokens that are kept are then judged
-by the definition. It works on the CPU, in blocks that stay in the processor's cache, with numpy, whose integer
-arithmetic is twice as fast as torch's there.
+Roundings never exclude a token that would win in float64; the definition then decides among the tokens left. The filter
+works in blocks that fit the processor's cache, with numpy, because its integer arithmetic is twice as fast as torch's
+on the CPU.
 """
 
 from __future__ import annotations
@@ -45,29 +43,29 @@ from truedraft.core.noise import (
 from truedraft.core.probs import by_rows
 
 Place = tuple[Noise, int]
-"""The noise of a request, and the depth at which it decides."""
+"""The noise of a request, and the depth of its decision."""
 
 _FEW = 1024
-"""So many tokens are judged by the definition at once: finding those that may win would cost more."""
+"""Up to this many tokens the definition is cheaper than the filter."""
 _FEW_OF = 8
-"""Likewise one token in eight: the definition costs so much more for a token than the filter."""
+"""The same for one token in eight of the vocabulary: the definition costs that much more per token than the filter."""
 _WORD = 8
-"""Tokens whose flags are looked at together: bytes of a 64-bit word."""
+"""Tokens with flags checked together: bytes of a 64-bit word."""
 
 
 def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int = 1) -> Tensor:
-    """The `count` tokens with the largest log p(v) + G(v) of each row, in falling order; the lowest id among equals.
+    """The `count` tokens with the largest log p(v) + G(v) of each row, in descending order; the lowest id among equals.
 
-    What is chosen in a row depends on no other row. On a device nothing waits.
+    A row's result depends on no other row. Never waits for a device.
 
     Args:
-        probs: `[rows, vocab]` each, float32 or float64, all on one device, one behind another; at least one.
-        places: for each row of all of them, whose noise is added to it.
+        probs: at least one `[rows, vocab]`, float32 or float64, all on one device.
+        places: the noise of each row, over all of `probs`.
         count: tokens to choose, at least 1.
 
     Returns:
-        Token ids `[total rows, count]`, int64, on the device of the distributions. Where fewer tokens have mass, and
-        throughout a row with NaN, the size of the vocabulary stands for none.
+        Token ids `[total rows, count]`, int64, on the device of the distributions. Entries are the vocabulary size
+        where fewer tokens have mass, and throughout a row with NaN.
     """
     if not transfers.waits(probs[0].device):
         return _choose_here(probs, places, count)
@@ -82,24 +80,24 @@ def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int
 
 
 def choices_by_definition(dist: Tensor, places: Sequence[Place], count: int = 1) -> Tensor:
-    """The same for distributions `[rows, vocab]` on any device, from the noise of the whole vocabulary."""
+    """`coupled_choices` of `[rows, vocab]` on any device, from the noise of the whole vocabulary."""
     keys = [gumbel_key(*place) for place in places]
     known = [signed(key) for key in keys if key is not None]
-    if len(known) == len(keys):  # they go up in one copy
+    if len(known) == len(keys):  # uploaded in one copy
         return choices_by_keys(dist, transfers.upload(known, dist.device), count)
     noise = [noise.gumbel(depth, dist.shape[-1], dist.device) for noise, depth in places]
     return choices_by_noise(dist, torch.stack(noise), count)
 
 
 def choices_by_keys(dist: Tensor, keys: Tensor, count: int = 1) -> Tensor:
-    """The same with the noise of keys `[rows]`, the int64 with the same bits."""
+    """`choices_by_definition` with the noise of keys `[rows]`, as the int64 with the same bits."""
     tokens = torch.arange(dist.shape[-1], device=dist.device)
     (chosen,) = by_rows(lambda own, key: (choices_by_noise(own, gumbel_of(key[:, None], tokens), count),), dist, keys)
     return chosen
 
 
 def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
-    """The same with Gumbel noise `[rows, vocab]`, float64."""
+    """`choices_by_definition` with Gumbel noise `[rows, vocab]`, float64."""
     vocab = dist.shape[-1]
     scores = torch.log(dist.double()).add_(noise)
     best = scores.argmax(dim=-1, keepdim=True) if count == 1 else scores.topk(min(count, vocab), dim=-1).indices
@@ -114,7 +112,7 @@ def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
 
 @dataclass(slots=True)
 class _Row:
-    """A distribution `[vocab]`, its noise, what was found in it (ids in rising order), and where the answer goes."""
+    """A distribution `[vocab]`, its noise, candidate ids in ascending order, and the output."""
 
     dist: NDArray[Any]
     place: Place
@@ -124,12 +122,12 @@ class _Row:
 
 
 def _choose_here(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
-    """For each row the tokens that may win, then the scores of all of them at once."""
+    """Find candidates for each row, then compute the scores of all of them at once."""
     given = [row for dist in probs for row in dist.detach().numpy()]
     chosen = np.empty((len(given), count), np.int64)
     rows = [_Row(dist, place, gumbel_key(*place), out) for dist, place, out in zip(given, places, chosen, strict=True)]
     finder = _Finder(count)
-    # Rows with one key one behind another: they share the noise.
+    # Rows with one key in sequence: they share the noise.
     for row in sorted(rows, key=lambda row: row.key or 0):
         finder.look(row)
     finder.finish()
@@ -146,8 +144,7 @@ def _choose_here(probs: Sequence[Tensor], places: Sequence[Place], count: int) -
 
 
 class _Finder:
-    """Finds the tokens that may be among the best of distributions; keeps its memory for distributions over the same
-    vocabulary."""
+    """Finds tokens that may be among the best of distributions; reuses memory for distributions over one vocabulary."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -158,7 +155,7 @@ class _Finder:
         self._sparse: list[tuple[_Row, NDArray[np.int64], NDArray[np.uint64]]] = []
 
     def look(self, row: _Row) -> None:
-        """Find the tokens of a row, or begin to: `finish` does the rest. With NaN in a distribution one is among
+        """Find the candidates of a row, or begin to: `finish` does the rest. With NaN in a distribution one is among
         them."""
         dist = row.dist
         if row.key is None:
@@ -181,7 +178,7 @@ class _Finder:
         self._sparse.append((row, words, self._words[words]))
 
     def finish(self) -> None:
-        """From words with mass to tokens, for all rows at once."""
+        """Map words with mass to tokens, for all rows at once."""
         if not self._sparse:
             return
         words = np.concatenate([each for _, each, _ in self._sparse])
@@ -193,7 +190,7 @@ class _Finder:
 
 
 def _settle(rows: Sequence[_Row]) -> None:
-    """Write the best of the tokens that were found in each row, by the operations of the definition."""
+    """Write the best candidates of each row, by the operations of the definition."""
     counts = [len(row.found) for row in rows]
     ends = list(itertools.accumulate(counts))
     ids = np.concatenate([row.found for row in rows])
@@ -209,7 +206,7 @@ def _settle(rows: Sequence[_Row]) -> None:
 
 
 def _best(scores: NDArray[np.float64], ids: NDArray[np.int64], out: NDArray[np.int64]) -> None:
-    """Write the ids of the largest scores in falling order, as many as there are above -inf; none beside NaN."""
+    """Write the ids of the largest scores above -inf, in descending order; none where there is NaN."""
     first = int(scores.argmax())  # the first NaN, if there is one
     if not scores[first] > -np.inf:
         return
@@ -224,42 +221,31 @@ def _best(scores: NDArray[np.float64], ids: NDArray[np.int64], out: NDArray[np.i
 _FULL = (1 << 64) - 1
 _BLOCK = 1 << 15
 _GROUPS = 1024
-"""Tokens with the same id modulo this are a group, and the best of each group is known."""
+"""Tokens with the same id modulo this are a group, of which the best is computed."""
 _SLACK = 1.0 - 2.0**-10
-"""More than all roundings of the filter together, which are a few of float32."""
+"""Covers all roundings of the filter together, which are a few of float32."""
 _LEAST_LOG_2 = 0.69
 """A little below log 2: E is larger where U < 1/2."""
 _LEAST_SCALE = 1e-30
-"""Below this float32 loses digits; a distribution never comes near it, as its largest entry is at least 1 / vocab."""
+"""Below this float32 loses digits; distributions do not reach it, as their largest entry is at least 1 / vocab."""
 
 
 class LazyGumbelMax:
-    """Finds the tokens that may win, for distributions over one vocabulary; it holds the memory that this takes.
-
-    Args:
-        vocab: size of the vocabulary.
-    """
+    """Finds the tokens that may win, for distributions over one vocabulary, with reused memory."""
 
     def __init__(self, vocab: int) -> None:
         self._block = min(_BLOCK, 1 << (vocab - 1).bit_length())
         self._ids = np.arange(min(vocab, self._block), dtype=np.uint64)
         self._bits, self._spare = np.empty_like(self._ids), np.empty_like(self._ids)
         self._lead = np.empty(vocab, np.float32)
-        # Whole rows of groups; what lies behind the vocabulary stays 0, which is never a candidate.
+        # Whole rows of groups; the padding after the vocabulary stays 0, which is never a candidate.
         self._ratios = np.zeros(-(-vocab // _GROUPS) * _GROUPS, np.float32)
         self._key: int | None = None
 
     def candidates(self, dist: NDArray[Any], key: int, count: int) -> NDArray[np.int64] | None:
-        """Tokens among which the `count` largest log p + G are, in rising order.
+        """A superset of the tokens with the `count` largest log p + G, in ascending order.
 
-        Args:
-            dist: `[vocab]`, float32 or float64.
-            key: of the noise, 64 bits.
-            count: how many tokens are looked for, at least 1.
-
-        Returns:
-            The ids, or None where the filter cannot say: too few tokens with mass and U >= 1/2, or no distribution at
-            all.
+        None where the filter fails: too few tokens with mass and U >= 1/2, or no valid distribution. `key` has 64 bits.
         """
         if key != self._key:
             self._fill_lead(key)
@@ -268,7 +254,7 @@ class LazyGumbelMax:
         found = self._distinct(count)
         if found is None:
             return None
-        # The bound: so many tokens as are looked for have at most this E / p.
+        # The bound: `count` tokens have at most this E / p.
         bound = max(_exponential(key, token) / float(dist[token]) for token in found.tolist())
         scale = _SLACK / (bound * 2.0**64)
         if not scale > _LEAST_SCALE:
@@ -276,14 +262,14 @@ class LazyGumbelMax:
         fast = ratios <= -scale
         least = _LEAST_LOG_2 / bound
         if least <= 1.0:
-            fast |= dist >= least  # U < 1/2 takes a probability that at most bound / log 2 tokens have
+            fast |= dist >= least  # a winner with U < 1/2 has a probability that at most bound / log 2 tokens have
         return fast.nonzero()[0]
 
     def _distinct(self, count: int) -> NDArray[np.int64] | None:
-        """The best tokens of the `count` best groups: near the best of all, and never one twice."""
+        """The best tokens of the `count` best groups: near the best of all, and distinct."""
         table = self._ratios.reshape(-1, _GROUPS)
         best = table.min(axis=0)
-        if count > _GROUPS or not best.min() < 0.0:  # which says no where there is NaN
+        if count > _GROUPS or not best.min() < 0.0:  # False where there is NaN
             return None
         groups = best.argpartition(count - 1)[:count] if count > 1 else best.argmin(keepdims=True)
         if not best[groups[-1]] < 0.0:
@@ -291,12 +277,12 @@ class LazyGumbelMax:
         return table[:, groups].argmin(axis=0) * _GROUPS + groups
 
     def _fill_lead(self, key: int) -> None:
-        """-2^64 (1 - U) of all tokens where U >= 1/2, not larger in size than it is; positive elsewhere.
+        """Compute -2^64 (1 - U) of all tokens where U >= 1/2, rounded towards 0; positive elsewhere.
 
-        The bits are those of `noise.gumbel_of`, but for the last 33: there they are ones, for the last step of the
-        finaliser, which only changes those, is left out.
+        The bits are those of `noise.gumbel_of`, except for the last 33, which are ones: the last step of the finaliser,
+        which only changes those, is left out.
         """
-        # The ids of a block differ in their low bits alone, so `ids ^ key` is the same in all blocks but a constant.
+        # The ids of a block differ only in their low bits, so `ids ^ key` differs between blocks by a constant.
         low = self._block - 1
         within = self._ids ^ np.uint64(key & low)
         for start in range(0, len(self._lead), self._block):

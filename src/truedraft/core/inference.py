@@ -1,4 +1,4 @@
-"""Without gradients, entered once."""
+"""Inference mode, entered at most once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Found = TypeVar("Found")
 
 
 def in_inference_mode(function: Callable[Asked, Found]) -> Callable[Asked, Found]:
-    """As `torch.inference_mode()`, for what a step calls many times: it is not entered where it holds already.
+    """Like `torch.inference_mode()`, for functions that a step calls often: it is not entered again where it is active.
 
-    To enter it once more takes 1.6 microseconds, to see that it holds 0.1.
+    Entering it again takes 1.6 microseconds, checking whether it is active 0.1.
     """
 
     @wraps(function)

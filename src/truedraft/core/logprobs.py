@@ -1,4 +1,4 @@
-"""Logarithms of probability of the tokens of an answer, from the very rows that they were judged by."""
+"""Log probabilities of the tokens of an answer, from the rows used for verification."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from truedraft.core import transfers
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one token.
+    """Log probabilities at one token.
 
     Attributes:
-        token: its id.
-        logprob: its natural logarithm of probability.
-        rank: one more than there are likelier tokens: 1 for the likeliest.
-        top: the likeliest tokens with theirs, the likeliest first, as many as were asked for.
+        logprob: natural logarithm of its probability.
+        rank: 1 for the likeliest.
+        top: the likeliest tokens with log probabilities, in descending order, as many as requested.
     """
 
     token: int
@@ -29,12 +28,12 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """Of one token a row.
+    """Log probabilities of one token per row.
 
     Args:
-        logits: `[rows, vocab]`, or logarithms of probabilities; not NaN.
-        tokens: one for each of the first rows; further rows are not looked at.
-        count: of the likeliest tokens that are told, at most the vocabulary.
+        logits: `[rows, vocab]`, or log probabilities; not NaN.
+        tokens: one for each of the first rows; further rows are ignored.
+        count: number of likeliest tokens to return, at most the vocabulary.
     """
     if not tokens:
         return ()

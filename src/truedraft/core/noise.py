@@ -1,9 +1,9 @@
-"""Keyed noise: every random number is a function of what it decides, never of when it was drawn.
+"""Keyed noise: every random number is a function of the decision that it makes, not of the order of draws.
 
-A draw is keyed (seed, sample, position, purpose, level, member, step, index). No key serves two decisions: noise reused
-after a rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token). The generator
-is 64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the CPU and on a
-GPU.
+A draw is keyed (seed, sample, position, purpose, level, member, step, index). No key serves two decisions, because
+noise reused after a rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token).
+The generator is 64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the
+CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
-_LEVEL = 1 << 62  # apart from any position
-_MEMBER_BITS = 8  # below them the purpose, so that member 0 keeps the bits of a drafter that is alone
+_LEVEL = 1 << 62  # different from any position
+_MEMBER_BITS = 8  # the purpose is in the lower bits, so that member 0 has the noise of a single drafter
 _FEW = 24
-"""So many numbers are faster made one by one than all at once."""
+"""Up to this many numbers are faster one by one than as an array."""
 
 
 class Purpose(IntEnum):
-    """What a random number decides."""
+    """Decisions that use random numbers."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -41,14 +41,14 @@ class Purpose(IntEnum):
 
 
 NoiseKey: TypeAlias = tuple[int, int, int, int, int]
-"""64 bits for seed, sample and the way down a cascade; position, step and member; 64 bits for seed and sample alone."""
+"""64 bits for seed, sample and cascade levels; position, step and member; 64 bits for seed and sample."""
 
 
 class Noise(Protocol):
     """The noise of one request at one step; depth 0 is the first token that the step decides."""
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
-        """A number in (0, 1) for one decision; `index` tells decisions of one purpose at one depth apart."""
+        """A number in (0, 1) for one decision; `index` distinguishes decisions of one purpose at one depth."""
         ...
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
@@ -56,18 +56,18 @@ class Noise(Protocol):
         ...
 
     def inside(self, turn: int, depth: int) -> Noise:
-        """The noise one level further down a cascade: other uniform numbers, and the Gumbel noise of all.
+        """The noise one level further down a cascade: other uniform numbers, and the same Gumbel noise.
 
         Args:
-            turn: counts what is decided there one after another in this step, so that no two share a number.
-            depth: where the first token that it decides stands, from the first that the step decides.
+            turn: sequence number of the inner decision in this step, so that no two share a number.
+            depth: of the first token that it decides, from the first that the step decides.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class UniformKeys:
-    """Decisions of a batch: of which request `[keys]`, at which depth, and which of those there; `[keys]` each."""
+    """Keys of the decisions of a batch: request, depth and index, `[keys]` each."""
 
     requests: NDArray[np.int64]
     depths: NDArray[np.int64]
@@ -75,7 +75,7 @@ class UniformKeys:
 
     @cached_property
     def listed(self) -> list[tuple[int, int, int]]:
-        """Request, depth and number of each."""
+        """Request, depth and index of each."""
         return list(zip(self.requests.tolist(), self.depths.tolist(), self.indices.tolist(), strict=True))
 
 
@@ -83,14 +83,13 @@ class KeyedNoise:
     """Noise of one request at one step.
 
     Args:
-        seed: the request's seed.
         position: absolute position of the first token that the step decides.
         step: the request's target calls so far.
-        sample: which of several answers to the same prompt.
-        member: which drafter of several draws with it; 0 is also the noise of verdicts.
+        sample: index among several answers to the same prompt.
+        member: index of the drafter among several; 0 is also the noise of verdicts.
 
     Attributes:
-        drew: whether a number was asked for that draws a draft, of this level alone, since a drafter was asked.
+        drew: whether a number for a draft of this level was used since the last call of `of_member`.
     """
 
     drew = False
@@ -105,7 +104,7 @@ class KeyedNoise:
 
     @classmethod
     def of_key(cls, key: NoiseKey) -> KeyedNoise:
-        """The noise that has a `key`: the same numbers, as in another process."""
+        """The noise with a `key`, for example in another process."""
         root, position, step, member, shared = key
         noise = cls(0, position, step, member=member)
         noise._root, noise._shared_root = root, shared
@@ -113,7 +112,7 @@ class KeyedNoise:
 
     @property
     def key(self) -> NoiseKey:
-        """What all numbers are keyed by."""
+        """The key of all numbers."""
         return self._root, self._position & _MASK, self._step & _MASK, self._member, self._shared_root
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
@@ -130,7 +129,7 @@ class KeyedNoise:
         return open_unit(mix(key, index))
 
     def of_member(self, member: int) -> KeyedNoise:
-        """The noise with which a drafter of several is asked: its own uniform numbers, and the Gumbel noise of all."""
+        """The noise of a drafter among several: its own uniform numbers, and the Gumbel noise of all."""
         if not member:
             self.drew = False
             return self
@@ -140,7 +139,7 @@ class KeyedNoise:
         return own
 
     def inside(self, turn: int, depth: int) -> KeyedNoise:
-        """The noise one level further down, which levels and turns before it key too."""
+        """The noise one level further down; its key includes the levels and sequence numbers above it."""
         own = copy.copy(self)
         own._root = mix(mix(self._root, _LEVEL), turn)
         own._position += depth
@@ -148,19 +147,19 @@ class KeyedNoise:
         return own
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
-        """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); kept for the step."""
+        """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); cached for the step."""
         place = (depth, vocab, device)
         if place not in self._gumbel:
             self._gumbel[place] = gumbel_of(self.gumbel_key(depth), torch.arange(vocab, device=device))
         return self._gumbel[place]
 
     def gumbel_key(self, depth: int) -> int:
-        """The key for which `gumbel_of` gives the Gumbel noise of a position, so that few tokens' can be worked out."""
+        """The argument of `gumbel_of` for the Gumbel noise of a position, to compute it for few tokens."""
         return mix(mix(self._shared_root, self._position + depth), int(Purpose.COUPLED))
 
 
 def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDArray[np.float64]:
-    """The numbers of some decisions `[keys]`, float64: those of `Noise.uniform`."""
+    """The numbers of `Noise.uniform` for some decisions: `[keys]`, float64."""
     if len(keys.listed) <= _FEW or not all(type(own) is KeyedNoise and not own.key[3] for own in noise):
         return np.array([noise[request].uniform(purpose, depth, index) for request, depth, index in keys.listed])
     roots, positions, steps, *_ = np.array([own.key for own in noise if isinstance(own, KeyedNoise)], np.uint64).T
@@ -177,7 +176,7 @@ def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDA
 
 
 def gumbel_key(noise: Noise, depth: int) -> int | None:
-    """The key of the Gumbel noise of a position; None for noise whose numbers are not those of a key."""
+    """The key of the Gumbel noise of a position; None for noise without keys."""
     if isinstance(noise, KeyedNoise) and type(noise).gumbel is KeyedNoise.gumbel:
         return noise.gumbel_key(depth)
     return None
@@ -185,7 +184,6 @@ def gumbel_key(noise: Noise, depth: int) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _root_of(seed: int, sample: int) -> int:
-    """Of all noise of a request: the same at each of its steps."""
     return mix(mix(GOLDEN, seed), sample)
 
 
@@ -195,7 +193,7 @@ def mix(state: int, part: int) -> int:
 
 
 def open_unit(bits: int) -> float:
-    """The number in (0, 1) that 64 bits stand for."""
+    """A number in (0, 1) from 64 bits."""
     # 52 bits and a half: with 53 the largest would round up to 1.
     return ((bits >> 12) + 0.5) * 2.0**-52
 
@@ -204,14 +202,14 @@ def gumbel_of(key: int | Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise of tokens, float64.
 
     Args:
-        key: 64 bits, or several keys as the int64 with the same bits, in a shape that goes together with `tokens`.
+        key: 64 bits, or several keys as the int64 with the same bits, in a shape that broadcasts with `tokens`.
         tokens: ids, int64.
     """
     return open_unit_of(mixed(tokens, signed(key) if isinstance(key, int) else key)).log_().neg_().log_().neg_()
 
 
 def mixed(states: Tensor, parts: Tensor | int) -> Tensor:
-    """`mix` for tensors of int64, which hold the same 64 bits, in shapes that go together."""
+    """`mix` for tensors of int64, which hold the same 64 bits; shapes broadcast."""
     return _finalise((states ^ parts).add_(signed(GOLDEN)))
 
 
@@ -223,8 +221,8 @@ def open_unit_of(bits: Tensor) -> Tensor:
 def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """The numbers of `gumbel_of` on the CPU, for each token `[tokens]` under its own key `[tokens]`.
 
-    For a few tokens most of the time goes into calls, which cost numpy a third of what they cost torch. The logarithms
-    are torch's, so that no last digit differs.
+    For a few tokens call overhead dominates, and numpy's is a third of torch's. The logarithms are torch's, so that all
+    bits agree.
     """
     uniform = open_units(mixed_each(keys, tokens.view(np.uint64)))
     numbers: NDArray[np.float64] = torch.from_numpy(uniform).log_().neg_().log_().neg_().numpy()
@@ -232,7 +230,7 @@ def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArr
 
 
 def mixed_each(states: NDArray[np.uint64], parts: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
-    """`mix` for arrays, in shapes that go together."""
+    """`mix` for arrays; shapes broadcast."""
     bits = (states ^ parts) + np.uint64(GOLDEN)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(MIX_1)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(MIX_2)
@@ -240,7 +238,7 @@ def mixed_each(states: NDArray[np.uint64], parts: NDArray[np.uint64] | np.uint64
 
 
 def open_units(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """`open_unit` for arrays: numbers strictly between 0 and 1, from the upper 52 bits."""
+    """`open_unit` for arrays: numbers in (0, 1), from the upper 52 bits."""
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
@@ -251,18 +249,19 @@ def _finalise_int(z: int) -> int:
 
 
 def _finalise(z: Tensor) -> Tensor:
-    """Scramble `z`; a vocabulary's worth of temporaries would cost more than the arithmetic, so there is one."""
-    # int64 products wrap around, as products modulo 2^64 do; only the shifts must be told to bring in zeros.
+    """The splitmix64 finaliser for `z`, in place where possible: temporaries of vocabulary size would cost more than
+    the arithmetic."""
+    # int64 products wrap around, as products modulo 2^64 do; only the shifts must fill with zeros.
     z = (z ^ _shift_right(z, 30)).mul_(signed(MIX_1))
     z.bitwise_xor_(_shift_right(z, 27)).mul_(signed(MIX_2))
     return z.bitwise_xor_(_shift_right(z, 31))
 
 
 def _shift_right(z: Tensor, count: int) -> Tensor:
-    """Logical right shift of int64; torch's own is arithmetic and would copy the sign bit."""
+    """Logical right shift of int64; torch's own is arithmetic and copies the sign bit."""
     return (z >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def signed(value: int) -> int:
-    """The number in the range of int64 that has the same 64 bits."""
+    """The int64 with the same 64 bits."""
     return value - (1 << 64) if value >= 1 << 63 else value

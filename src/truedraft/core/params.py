@@ -1,4 +1,4 @@
-"""How a request wants its tokens drawn. Needs no torch."""
+"""Sampling options of a request. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _Pairs: TypeAlias = tuple[tuple[int, float], ...]
 _Words: TypeAlias = tuple[str | tuple[int, ...], ...]
 
 TEXT_OPTIONS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "allowed_token_ids")
-"""Options that look at the text, which replay, peers and certificates know nothing of yet."""
+"""Options that depend on the text, which replay, peers and certificates do not support yet."""
 
 
 STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar")
-"""Kinds of forms that an answer can be made to have."""
+"""Kinds of structured output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """A form that an answer has, whatever the model would have written.
+    """A form that constrains an answer.
 
     Attributes:
         kind: one of `STRUCTURED`.
-        value: of "json_schema" the schema, as JSON or as an object; the answer stands on one line, one space behind
-            commas and colons, unless the schema's "x-guidance" says else. Of "regex" a regular expression that the
-            whole answer matches; of "choice" texts of which it is one; of "grammar" a grammar in Lark's notation; of
-            "json_object" nothing.
+        value: for "json_schema" the schema, as JSON or as an object; the answer is on one line, with one space after
+            commas and colons, unless the schema's "x-guidance" overrides this. For "regex" a regular expression that
+            the whole answer matches; for "choice" a list of texts, one of which is the answer; for "grammar" a grammar
+            in Lark's notation; for "json_object" nothing.
 
     Raises:
         OptionError: there is no such kind, or the value is not of that form.
@@ -45,7 +45,7 @@ class Structured:
     value: Any = True
 
     def __post_init__(self) -> None:
-        """Refuse values of another type; keep a schema as text, and choices as a tuple."""
+        """Validate the value; store a schema as text, and choices as a tuple."""
         if self.kind not in STRUCTURED:
             raise UnknownOptionError.nearest("structured", self.kind, STRUCTURED)
         value = self.value
@@ -69,16 +69,16 @@ class Structured:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """Where an answer holds the reasoning of a model, and how long that may be.
+    """The place of a model's reasoning in an answer, and its maximum length.
 
     Attributes:
-        opening: the mark before it; the answer begins with it, or has no reasoning.
-        closing: the mark behind it.
-        inside: whether the prompt ends behind the opening mark, so that the answer begins with reasoning.
-        budget: most tokens between the marks, after which the closing one comes; None is no limit.
+        opening: the mark before it; an answer that does not begin with it has no reasoning.
+        closing: the mark after it.
+        inside: whether the prompt ends with the opening mark, so that the answer begins with reasoning.
+        budget: most tokens between the marks, after which the closing mark is forced; None is no limit.
 
     Raises:
-        OptionError: a mark is empty, or the budget no whole number.
+        OptionError: a mark is empty, or the budget is not a whole number.
     """
 
     opening: str
@@ -87,7 +87,6 @@ class ReasoningSpan:
     budget: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         if not self.opening or not self.closing:
             raise OptionError("needs an opening and a closing mark, got an empty one", field="reasoning")
         if self.budget is not None:
@@ -96,48 +95,48 @@ class ReasoningSpan:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What to draw and when to stop, for one request.
+    """Sampling and stopping options of one request.
 
     Attributes:
         max_tokens: most new tokens to emit, at least 1.
         temperature: divides the logits; 0 is greedy (the argmax, ties to the lowest id).
         top_k: keep the k likeliest tokens, ties with the k-th included; 0 keeps all.
-        top_p: of what top-k left, keep the likeliest tokens until their mass reaches top_p, the crossing token
-            included, and scale them to sum 1; in (0, 1]. Greedy requests have no use for it, nor for top_k and min_p.
+        top_p: of the tokens that top-k keeps, keep the likeliest until their mass reaches top_p, the crossing token
+            included, and renormalise; in (0, 1]. Greedy requests ignore it, and top_k and min_p.
         min_p: drop tokens less likely than min_p times the likeliest; in [0, 1].
-        seed: the same seed, the same tokens: each is drawn by Gumbel noise keyed by (seed, position, token), which
-            drafters share, so tokens depend on model, prompt, options and seed alone, never on drafter, batch or
-            controller (coupled sampling, arXiv 2408.07978). None draws by fresh noise that no other request shares.
+        seed: makes tokens reproducible: each is drawn by Gumbel noise keyed by (seed, position, token), shared with
+            drafters, so tokens depend only on model, prompt, options and seed, never on drafter, batch or controller
+            (coupled sampling, arXiv 2408.07978). None draws by fresh noise that no other request shares.
         stop: texts that end the answer; the answer ends before them.
-        stop_token_ids: ids that end the answer; the answer ends before them, in the middle of a form too.
-        ignore_eos: go on past the end-of-text token.
-        presence_penalty: taken off the logit of every token that the answer holds; in [-2, 2].
-        frequency_penalty: taken off as often as the answer holds it; in [-2, 2].
+        stop_token_ids: ids that end the answer; the answer ends before them, even inside a structured form.
+        ignore_eos: continue after the end-of-text token.
+        presence_penalty: subtracted from the logit of every token in the answer; in [-2, 2].
+        frequency_penalty: subtracted once for each occurrence in the answer; in [-2, 2].
         repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
             (arXiv 1909.05858); above 0, 1 changes nothing.
         logit_bias: added to the logits of these tokens, in [-100, 100]: a mapping from ids, or pairs.
-        min_tokens: no end-of-text or stop token before so many tokens, and no look at stop texts.
+        min_tokens: no end-of-text or stop token before this many tokens, and stop texts are ignored until then.
         bad_words: texts, or lists of ids, that prompt and answer together never end with.
-        allowed_token_ids: no other tokens; empty allows all.
-        logprobs: for each token of the answer its logarithm of probability, and those of so many likeliest ones; None
-            asks for none.
-        prompt_logprobs: the same for each token of the prompt but the first.
-        logprobs_mode: "raw" ones are the model's own; "processed" ones are of the distribution that the token was
-            drawn from, at temperature 0 of the logits that the argmax was taken of.
-        n: answers to the same prompt, each drawn with noise of its own, so that they are independent.
-        structured: a form that the answer has; a `Structured`, or a JSON schema as an object. It ends where the form
-            does, and has it whenever the finish reason is "stop" and no stop text cut it.
-        reasoning: marks between which the model reasons before it answers, and most tokens between them; `structured`
-            begins behind them.
-        prediction: text, or token ids, that the answer is expected to repeat in large parts: a drafter that knows it
-            copies from it, and whatever it says changes nothing of the answer.
-        adapter: answer with this one of the target's adapters; None is the target itself.
+        allowed_token_ids: the only tokens allowed; empty allows all.
+        logprobs: return the log probability of each token of the answer, and of this many likeliest tokens; None
+            returns none.
+        prompt_logprobs: the same for each token of the prompt except the first.
+        logprobs_mode: "raw" is the model's own distribution; "processed" is the distribution that the token was drawn
+            from, or at temperature 0 that of the logits before the argmax.
+        n: independent answers to the same prompt.
+        structured: a form of the answer; a `Structured`, or a JSON schema as an object. The answer ends at the end of
+            the form, and is complete whenever the finish reason is "stop" and no stop text cut it.
+        reasoning: marks of the model's reasoning before the answer, and most tokens between them; `structured` applies
+            after them.
+        prediction: text or token ids that the answer is expected to repeat in large parts. Drafters that support it
+            copy from it; it never changes the answer.
+        adapter: name of one of the target's adapters; None is the target itself.
 
     `reasoning`, `structured` and all from `presence_penalty` to `allowed_token_ids` change logits before temperature,
     top-k, top-p and min-p, in this order: allowed_token_ids, bad_words, min_tokens, structured, logit_bias, repetition,
     frequency and presence penalty. In a token tree the text is that of a node's own path.
 
-    Numbers of numpy are taken like Python's own, and kept as these.
+    Numbers of numpy are accepted and converted to Python's.
 
     Raises:
         OptionError: a value is out of its range, or of another type.
@@ -180,7 +179,7 @@ class SamplingParams:
     adapter: str | None = option(None, "Answer with this adapter.", "NAME")
 
     def __post_init__(self) -> None:
-        """Refuse values out of range; accept one stop text, and lists for tuples."""
+        """Validate all values; accept one stop text, and lists for tuples."""
         checked = {
             "stop": _texts(self.stop),
             "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids),
@@ -230,17 +229,17 @@ class SamplingParams:
 
     @property
     def seeded(self) -> bool:
-        """Whether a seed decides its tokens; at temperature 0 it has nothing to decide."""
+        """Whether a seed determines its tokens; at temperature 0 it has no effect."""
         return self.seed is not None and not self.greedy
 
     @property
     def probs_key(self) -> tuple[float, int, float, float]:
-        """What the distribution of a node depends on, beside its logits: equal keys share one computation."""
+        """The options of a node's distribution; equal keys share one computation."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether logits are changed before a distribution is made of them: see `truedraft.core.shaping`."""
+        """Whether logits are changed before the distribution is computed: see `truedraft.core.shaping`."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         form = self.structured or (self.reasoning is not None and self.reasoning.budget is not None)
         banned = self.min_tokens or self.bad_words or self.allowed_token_ids or form
@@ -248,7 +247,7 @@ class SamplingParams:
 
 
 def _form(given: object) -> Structured | None:
-    """A form; a JSON schema stands for itself."""
+    """A form; a mapping is a JSON schema."""
     if given is None or isinstance(given, Structured):
         return given
     if not isinstance(given, Mapping):
@@ -267,13 +266,12 @@ def _number(name: str, value: object, valid: Callable[[float], bool], expected: 
 
 
 def _truth(name: str, value: object) -> bool:
-    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "bool":  # as numpy's own is
+    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "bool":  # numpy's bool
         raise OptionError(f"must be True or False, got {value!r}", field=name)
     return bool(value)
 
 
 def _texts(given: object) -> tuple[str, ...]:
-    """Stop texts as a tuple; one text stands for itself."""
     texts = (given,) if isinstance(given, str) else given
     if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts):
         raise OptionError(f"must be a text or a list of texts, got {given!r}", field="stop")
@@ -283,7 +281,6 @@ def _texts(given: object) -> tuple[str, ...]:
 
 
 def _ids(name: str, given: object) -> tuple[int, ...]:
-    """A list of token ids as a tuple."""
     if not isinstance(given, tuple | list | set | frozenset):
         raise OptionError(f"must be a list of token ids, got {given!r}", field=name)
     return tuple(check_whole(name, token, 0) for token in given)
@@ -294,12 +291,11 @@ def _is_penalty(value: float) -> bool:
 
 
 def _count(name: str, given: object) -> int | None:
-    """How many of the likeliest tokens are told; None asks for nothing."""
     return None if given is None else check_whole(name, given, 0)
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:
-    """Ids and what is added to their logits, by rising id."""
+    """Ids and what is added to their logits, by ascending id."""
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
         found = {check_whole("logit_bias", int(token), 0): value for token, value in pairs}  # type: ignore[attr-defined]
@@ -310,7 +306,6 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
 
 
 def _words(given: object) -> tuple[str | tuple[int, ...], ...]:
-    """Texts and lists of ids as tuples; one text stands for itself."""
     words = (given,) if isinstance(given, str) else given
     if not isinstance(words, tuple | list):
         raise OptionError(f"must be a list of texts or of lists of token ids, got {given!r}", field="bad_words")

@@ -1,14 +1,14 @@
-"""Distributions over the vocabulary, and what verification needs of them.
+"""Distributions over the vocabulary, and the operations of verification on them.
 
 A distribution is a tensor `[..., vocab]` of float32 or float64 that sums to 1 along its last axis.
 
-The nucleus (top-p): the likeliest tokens whose mass reaches p, the crossing one included; ties: lowest id first.
-
-Which tokens these are is said by the distribution sorted in falling order, equal ones by id: the first n of them, n the
-least with mass >= p (all of them where rounding leaves less than p). The mass of a prefix is its sum in that order, in
-float64, so it does not depend on how many tokens stand behind it, and a row's nucleus not on its neighbours.
-`nucleus_by_sorting` does just that. On a CPU, sorting the vocabulary costs more than a small model's forward, so
-`nucleus_by_candidates` finds the same bits from the few tokens above a threshold."""
+The nucleus (top-p) is the likeliest tokens with mass of at least p, the crossing one included; ties: lowest id first.
+It is defined by the distribution sorted in descending order, equal entries by id: the first n tokens, n the least with
+mass >= p (all of them where rounding leaves less than p). The mass of a prefix is its sum in that order, in float64, so
+it does not depend on the number of tokens after it, and a row's nucleus not on other rows. `nucleus_by_sorting` does
+exactly that. On a CPU, sorting the vocabulary costs more than a small model's forward, so `nucleus_by_candidates`
+computes the same bits from the few tokens above a threshold.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ from truedraft.core.params import SamplingParams
 
 _BELOW_ONE = 1.0 - 2.0**-53
 _AT_ONCE = 1 << 23
-"""Numbers of rows that are worked on together: of a vocabulary of 150,000 all rows of a large batch, of 64 bits each
-and with what is needed on the way, would take gigabytes."""
+"""Entries processed together: a large batch with a vocabulary of 150,000 would take gigabytes of temporaries at
+once."""
 
 
 def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that `params` makes of logits, in the order of Hugging Face: temperature, top-k, top-p, min-p.
+    """The distribution of logits under `params`, in the order of Hugging Face: temperature, top-k, top-p, min-p.
 
     A row's distribution does not depend on the other rows.
 
     Args:
-        logits: `[rows, vocab]`, any floating dtype; a row may hold -inf, but not NaN, +inf, or -inf alone.
-        params: sampling options. At temperature 0 the distribution is one-hot at the lowest id among the largest
-            logits.
+        logits: `[rows, vocab]`, any floating dtype; a row may contain -inf, but not NaN, +inf, or only -inf.
+        params: at temperature 0 the distribution is one-hot at the lowest id among the largest logits.
 
     Returns:
-        Distributions `[rows, vocab]` in float32, or float64 when the logits are float64, without gradient. Other rows
+        Distributions `[rows, vocab]` in float32, or float64 when the logits are float64, without gradient. Invalid rows
         give one that is not finite.
     """
     logits = logits.detach() if logits.dtype == torch.float64 else logits.detach().float()
     if params.greedy:
         choice = most_likely(logits)[..., None]
-        # A row without a finite largest logit has no distribution: NaN says so, as softmax does at other temperatures.
+        # A row without a finite largest logit has no distribution: NaN, as with softmax at other temperatures.
         mass = torch.where(logits.gather(-1, choice).isfinite(), 1.0, torch.nan).to(logits.dtype)
         return torch.zeros_like(logits).scatter_(-1, choice, mass)
     dist = torch.softmax(_divided(logits, params.temperature), dim=-1)
@@ -63,7 +62,7 @@ def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
-    """Logits over the temperature, up to a constant in each row."""
+    """Logits over the temperature, up to a constant per row."""
     if temperature == 1.0:
         return logits
     # The largest becomes 0 first: a tiny temperature would overflow anything else.
@@ -71,21 +70,17 @@ def _divided(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _keep(dist: Tensor, scores: Tensor, least: Tensor) -> Tensor:
-    """A distribution `[..., vocab]`, changed in place: no mass where the score is below `least` `[..., 1]`, scaled to
-    1."""
+    """Remove entries of `[..., vocab]` with a score below `least` `[..., 1]` in place, and renormalise."""
     # A product with ones and zeros, because torch's masked operations are an order slower on the CPU.
     dist.mul_(torch.ge(scores, least, out=torch.empty_like(dist)))
     return dist.div_(dist.sum(dim=-1, keepdim=True))
 
 
 def most_likely(scores: Tensor) -> Tensor:
-    """The token with the largest score in each row, the lowest id among equals.
+    """The token with the largest of scores `[..., vocab]`, the lowest id among equals: ids `[...]`, int64, on their
+    device.
 
-    Args:
-        scores: `[..., vocab]`, any floating dtype: distributions, logits, or anything that orders tokens as they do.
-
-    Returns:
-        Token ids `[...]`, int64, on the device of the scores. In a row with NaN the first NaN's.
+    Any scores in the order of probabilities serve, as logits. In a row with NaN it is the first NaN's token.
     """
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
@@ -98,12 +93,11 @@ def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]
     """Distributions of a packed batch: consecutive groups of rows, each with its own options.
 
     Args:
-        logits: `[total_rows, vocab]`, the groups' rows one behind another.
-        rows: for each group its options and its number of rows; without options its logits stay what they are.
+        logits: `[total_rows, vocab]`, the groups' rows in order.
+        rows: for each group its options and its number of rows; with None its logits are returned unchanged.
 
     Returns:
-        For each group its distributions `[rows of the group, vocab]`. Neighbouring groups with equal distributions
-        share one computation.
+        `[rows of the group, vocab]` each. Neighbouring groups with equal distributions share one computation.
     """
     probs: list[Tensor] = []
     start = 0
@@ -118,14 +112,14 @@ def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]
 
 
 def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What a function gives whose rows depend on the same rows of its arguments alone, of few rows at a time.
+    """Call a function on a few rows at a time; its rows must depend only on the same rows of its arguments.
 
     Args:
-        function: of tensors `[some, ...]`, gives tensors `[some, ...]`.
+        function: maps tensors `[some, ...]` to tensors `[some, ...]`.
         tensors: `[rows, ...]` each, the first one `[rows, vocab]`.
     """
     rows, vocab = tensors[0].shape
-    # Never one row alone: several threads sum it in another order than among others.
+    # Never a single row: several threads sum it in another order than among other rows.
     blocks = min(-(-rows * vocab // _AT_ONCE), rows // 2)
     if blocks <= 1:
         return function(*tensors)
@@ -143,17 +137,17 @@ def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tu
 def sound_rows(logits: Tensor) -> Tensor | None:
     """Which rows of logits `[rows, vocab]` give a distribution, bool `[rows]`; None if all surely do.
 
-    Those do not where one is NaN or +inf, or all are -inf.
+    Invalid rows contain NaN or +inf, or only -inf.
     """
-    # -inf is a legal logit, so where the sum is no number rows must be looked at.
+    # -inf is a valid logit, so where the sum is not finite rows must be checked.
     if not transfers.waits(logits.device) and math.isfinite(logits.sum().item()):
         return None
-    sound = logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
+    sound = logits.amax(dim=-1).isfinite()  # amax of a row with NaN is NaN
     return sound if transfers.waits(logits.device) or not sound.all() else None
 
 
 def usable_rows(logits: Tensor, sound: Tensor) -> Tensor:
-    """Logits `[rows, vocab]` with rows that give no distribution, not `sound` `[rows]`, made one-hot at token 0."""
+    """Logits `[rows, vocab]` with the rows that are not `sound` `[rows]` made one-hot at token 0."""
     usable = logits.masked_fill(~sound[:, None], -torch.inf)
     usable[:, 0].masked_fill_(~sound, 0.0)
     return usable
@@ -162,20 +156,16 @@ def usable_rows(logits: Tensor, sound: Tensor) -> Tensor:
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """The distribution after q's token was rejected: norm(max(0, p - q)), and p itself where no mass is left.
 
-    Leviathan et al. 2211.17192, algorithm 1. No mass is left only where p = q up to rounding, and there a
-    rejection has probability 0 up to rounding.
-
-    Args:
-        p: target distribution `[..., vocab]`.
-        q: draft distribution `[..., vocab]`.
+    Leviathan et al. 2211.17192, algorithm 1; p is the target's distribution and q the draft's, `[..., vocab]` each. No
+    mass is left only where p = q up to rounding, and there a rejection has probability 0 up to rounding.
     """
     return _scaled((p - q).clamp_min_(0.0), p)
 
 
 def _scaled(weights: Tensor, otherwise: Tensor | None = None) -> Tensor:
-    """Weights `[..., vocab]`, changed in place to sum to 1; where they have no mass `otherwise` (None: they stay)."""
+    """Normalise weights `[..., vocab]` in place; rows without mass become `otherwise`, or stay if that is None."""
     mass = weights.sum(dim=-1, keepdim=True)
-    # Arithmetic in place of a choice: no answer has to come from the device, and torch.where is slow on the CPU.
+    # Arithmetic instead of a branch: it does not wait for the device, and torch.where is slow on the CPU.
     empty = (mass <= 0.0).to(weights.dtype)
     weights.div_(mass + empty)
     return weights if otherwise is None else weights.addcmul_(otherwise, empty)
@@ -192,52 +182,44 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
 
 
 def draw(dist: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token from each distribution by inverting its cumulative sum, in float64.
+    """Draw a token from each of `[rows, vocab]` by inverting its cumulative sum, in float64, with `uniform` in [0, 1).
 
     Worked example: the distribution [0.2, 0, 0.8] has the cells [0, 0.2) for token 0 and [0.2, 1) for token 2; u = 0.2
     draws token 2, and no u draws token 1.
 
-    Args:
-        dist: `[rows, vocab]`.
-        uniform: `[rows]` in [0, 1), float64.
-
     Returns:
-        Token ids `[rows]`, int64; never one of mass 0. A row without mass, or not finite, gives `vocab`.
+        Token ids `[rows]`, int64, never of mass 0; `vocab` for a row without mass, or not finite.
     """
     cumulative = dist.cumsum(dim=-1, dtype=torch.float64)
-    # Below 1 the product stays below the total, which would point past the last token that has mass.
+    # Below 1 the product stays below the total, which would point past the last token with mass.
     threshold = cumulative[..., -1:] * uniform[..., None].clamp_max(_BELOW_ONE)
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
 def without_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
-    """Distributions `[..., vocab]` that lost tokens `[..., tokens]`, scaled to sum to 1, without a look at the tokens.
+    """Distributions `[..., vocab]` without tokens `[..., tokens]`, renormalised; the token ids are not read by the
+    host.
 
-    A token that is named twice is taken out once. All zeros where nothing else had mass.
+    Repeated tokens count once. All zeros where nothing else had mass.
     """
     return _scaled(probs.scatter(-1, tokens, 0.0))
 
 
 _USUAL_COUNT = 2048
-"""Tokens at (1 - p) / 2048 or more hold the nucleus of most distributions that a language model gives, and are few."""
+"""Tokens at (1 - p) / 2048 or more contain the nucleus of most distributions of a language model, and are few."""
 
 
 def keep_nucleus(dist: Tensor, top_p: float) -> Tensor:
-    """Distributions `[..., vocab]` cut to their nucleus of mass `top_p` and scaled to sum to 1. May change `dist` in
-    place.
+    """Distributions `[..., vocab]`, contiguous, cut to their nucleus and renormalised. May change `dist` in place.
 
-    A row that is not finite gives one that is not finite.
-
-    Args:
-        dist: distributions that the caller gives away, contiguous.
-        top_p: in (0, 1).
+    `top_p` is in (0, 1). A row that is not finite gives one that is not finite.
     """
-    # Elsewhere a sort is cheap, and looking at what it found would wait for the device.
+    # Elsewhere a sort is fast, and reading numbers would wait for the device.
     return nucleus_by_candidates(dist, top_p) if dist.device.type == "cpu" else nucleus_by_sorting(dist, top_p)
 
 
 def nucleus_by_sorting(dist: Tensor, top_p: float) -> Tensor:
-    """The definition, on any device, without a host decision; see `keep_nucleus`."""
+    """The definition, on any device, without host decisions; see `keep_nucleus`."""
     ordered, order = dist.sort(dim=-1, descending=True, stable=True)
     reached = ordered.cumsum(dim=-1, dtype=torch.float64)
     last = (reached < top_p).sum(dim=-1, keepdim=True).clamp_max(dist.shape[-1] - 1)  # place of the crossing token
@@ -256,9 +238,10 @@ def nucleus_by_candidates(dist: Tensor, top_p: float) -> Tensor:
 def _cut(row: NDArray[Any], top_p: float) -> None:
     """Cut one distribution `[vocab]` to its nucleus.
 
-    All tokens above a threshold, ties included, are a prefix of the sorted distribution: where their mass reaches
-    `top_p` they decide. Tokens below (1 - p) / vocab hold less than 1 - p together, so the second threshold can fail by
-    rounding only; then every token is looked at."""
+    All tokens above a threshold, ties included, are a prefix of the sorted distribution, which decides if its mass
+    reaches `top_p`. Tokens below (1 - p) / vocab have less than 1 - p together, so the second threshold can fail only
+    by rounding; then every token is sorted.
+    """
     for least in ((1.0 - top_p) / _USUAL_COUNT, (1.0 - top_p) / len(row), 0.0):
         ids = (row >= least).nonzero()[0]  # rising
         values = row[ids]

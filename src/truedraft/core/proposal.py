@@ -32,10 +32,9 @@ class Draw(NamedTuple):
     """One draw at a tree row.
 
     Attributes:
-        child: node that carries the drawn token. Two draws of one tree row may name one child: both count.
+        child: node of the drawn token. Two draws of one tree row may have one child: both count.
         dist: row of `Proposal.probs` that the token was drawn from, before any removal; -1 for a one-hot distribution.
-        kind: how it was drawn. Without replacement, the distribution loses the tokens that earlier draws of the same
-            distribution took.
+        kind: without replacement, the distribution loses the tokens of earlier draws from the same distribution.
     """
 
     child: int
@@ -45,14 +44,13 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter guesses for one request.
+    """A drafter's proposal for one request.
 
     Attributes:
-        tree: the drafted tokens.
         draws: for each tree row (the root, then each node) its draws, in the order in which they are judged. The order
             is fixed before anything is drawn.
-        probs: `[probs, vocab]`: the very tensor that was sampled from, or None when every draw is deterministic.
-        confidence: the drafter's own probability of each node's token, where it was worked out.
+        probs: `[probs, vocab]`: the tensor that was sampled from, or None when every draw is deterministic.
+        confidence: the drafter's own probability of each node's token, where computed.
     """
 
     tree: TokenTree
@@ -61,7 +59,6 @@ class Proposal:
     confidence: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Every node hangs on a draw of its parent, and every draw has its distribution."""
         if len(self.draws) != len(self.tree) + 1:
             nodes = len(self.tree)
             raise ValueError(f"a tree of {nodes} nodes has {nodes + 1} tree rows, got {len(self.draws)}")
@@ -72,17 +69,16 @@ class Proposal:
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """The kinds of draws that occur."""
         return frozenset(draw.kind for draws in self.draws for draw in draws)
 
     def without_draws(self, rows: Collection[int]) -> Proposal:
-        """The same tree, without the draws of some tree rows: their nodes stay, but no rule looks at them."""
+        """The same tree, without the draws of some tree rows: their nodes stay, but rules ignore them."""
         draws = tuple(() if row in rows else own for row, own in enumerate(self.draws))
         return Proposal(self.tree, draws, self.probs)
 
     @classmethod
     def empty(cls) -> Proposal:
-        """Guess nothing: the step is plain decoding."""
+        """No nodes: the step is plain decoding."""
         return _EMPTY
 
     @classmethod
@@ -98,15 +94,11 @@ class Proposal:
 
 @lru_cache(maxsize=1024)
 def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> frozenset[DrawKind]:
-    """The kinds of draws that occur; shapes recur at every step, so a check once passed costs a look-up.
-
-    Args:
-        shape: of the tree.
-        draws: of each tree row.
-        probs: how many distributions there are to draw from.
+    """Check the draws of each tree row against a shape and a number of distributions; returns their kinds. Cached,
+    because shapes recur at every step.
 
     Raises:
-        ValueError: a tree row's draws name other nodes than its children, or a distribution that is not there.
+        ValueError: a tree row's draws have other nodes than its children, or a distribution that does not exist.
     """
     for row, own in enumerate(draws):
         if {draw.child for draw in own} != set(shape.children[row]):
@@ -120,17 +112,14 @@ def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: in
 
 
 def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozenset[DrawKind], vocab: int) -> None:
-    """Refuse what a rule would judge wrongly, or a budget forbids; ids are looked at by `check_ids`.
+    """Refuse a proposal that a rule would judge wrongly, or that exceeds a budget; `check_ids` checks the ids.
 
     Args:
-        name: of the drafter.
-        proposal: that it made.
-        budget: that it was given.
-        judged: the kinds of draws that the rule judges.
-        vocab: token ids of whoever judges.
+        judged: the kinds of draws that the rule verifies.
+        vocab: size of the verifier's vocabulary.
 
     Raises:
-        DrafterError: says what is wrong.
+        DrafterError: describes the problem.
         ValueError: draws and tree contradict each other.
     """
     tree = proposal.tree
@@ -156,10 +145,10 @@ def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozen
 
 
 def check_ids(name: str, tree: TokenTree, vocab: int) -> None:
-    """Refuse ids that do not exist; those on a device are waited for.
+    """Refuse ids that do not exist; waits for ids on a device.
 
     Raises:
-        DrafterError: says which there are.
+        DrafterError: lists the ids.
     """
     ids = tree.host_ids
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
@@ -172,7 +161,7 @@ def _chain_draws(length: int, kind: DrawKind) -> tuple[tuple[Draw, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def deterministic_draws(shape: TreeShape) -> tuple[tuple[Draw, ...], ...]:
-    """The draws of each tree row where every node is a candidate that was chosen."""
+    """The draws of each tree row where every node is a chosen candidate."""
     return tuple(tuple(map(_candidate, nodes)) for nodes in shape.children)
 
 
@@ -182,25 +171,21 @@ def _candidate(child: int) -> Draw:
 
 
 _ROUNDING = 1e-4
-"""How far the sum of a distribution in single precision may lie from 1; half precision adds its own unit."""
+"""Largest distance from 1 of the sum of a distribution in single precision; half precision adds its own unit."""
 
 
 class DrawCheck:
-    """Whether draws could have been made as they say: what a rule trusts, worked out on a device.
+    """Checks on a device whether draws could have been made as they claim, which rules rely on.
 
-    Draws of other kinds are judged without a distribution, so theirs is not looked at; nor is one that no draw names.
-
-    Args:
-        proposals: those with distributions are looked at, all over one vocabulary. Ids on the host exist; those
-            still on a device, where they do not, count as their nearest.
-        device: where these are brought together.
+    Draws of other kinds are judged without a distribution, so theirs is not checked; nor is one without draws. Ids on
+    the host must exist; ids on a device are clamped to the vocabulary, which all proposals share.
 
     Attributes:
         wanted: what the host must read: the sums and least entries of the distributions, and the drawn tokens' entries.
     """
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
-        self._drawn: list[tuple[int, int, int]] = []  # of each draw from one: proposal, tree row, distribution of all
+        self._drawn: list[tuple[int, int, int]] = []  # for each checked draw: proposal, tree row, distribution
         self.wanted: Sequence[Tensor] = ()
         nodes: list[int] = []
         tables: list[Tensor] = []
@@ -222,11 +207,11 @@ class DrawCheck:
             probs = tables[0] if len(tables) == 1 else torch.cat(tables)
             sum_in, self._slack = _precision(probs.dtype)
             given = probs.take(self._places(nodes, trees, probs))
-            # Of a distribution with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
+            # With NaN in a distribution its least entry is NaN, and with infinity its sum is not near 1.
             self.wanted = probs.sum(dim=-1, dtype=sum_in), probs.amin(dim=-1), given
 
     def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], probs: Tensor) -> Tensor:
-        """Where the entries of the drawn tokens are in all tables `[dists, vocab]`, one behind another."""
+        """Indices of the drawn tokens' entries in the concatenated, flattened tables."""
         vocab, device = probs.shape[-1], probs.device
         if not any(tree.on_device for tree in trees):
             ids = [token for tree in trees for token in tree.host_ids]
@@ -236,7 +221,7 @@ class DrawCheck:
         return dists * vocab + drafted_tokens(trees, vocab, device)[at]
 
     def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
-        """From the numbers in `wanted`: by proposal, the tree rows whose draws were not so made."""
+        """From the numbers in `wanted`: by proposal, the tree rows with draws that cannot have been made as claimed."""
         found: dict[int, set[int]] = {}
         if not self._drawn:
             return found
@@ -248,7 +233,7 @@ class DrawCheck:
 
 
 def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device) -> Tensor:
-    """The tokens of some trees `[nodes]`; ids still on a device are the nearest that exist."""
+    """The tokens of some trees `[nodes]`; ids on a device are clamped to the vocabulary."""
     parts = [
         tree.tokens.to(device).clamp(0, vocab - 1) if tree.on_device else transfers.upload(tree.host_ids, device)
         for tree in trees
@@ -258,7 +243,7 @@ def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device)
 
 @lru_cache
 def _precision(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """In what distributions are summed, and how far from 1 the sum may be."""
+    """The dtype in which distributions are summed, and the largest distance of a sum from 1."""
     return torch.promote_types(dtype, torch.float32), _ROUNDING + torch.finfo(dtype).eps
 
 
@@ -268,15 +253,15 @@ _EMPTY = Proposal(TokenTree.empty(), ((),))
 def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]]]:
     """Merge proposals for one request into one tree; at each tree row the draws of earlier proposals come first.
 
-    Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is
-    judged. Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Which nodes are
-    equal depends on the tokens, so those of proposals on a device are waited for.
+    Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is judged.
+    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Equality of nodes depends
+    on their tokens, so this waits for tokens on a device.
 
-    Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name
-    it, and its children 1 = 7 and 2 = 8; the nodes of the first became (0, 1) and those of the second (0, 2).
+    Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name it, and
+    its children 1 = 7 and 2 = 8; the nodes of the first became (0, 1) and those of the second (0, 2).
 
     Returns:
-        The merged proposal, and for each given one the nodes that its own became.
+        The merged proposal, and for each given one its nodes in the merged tree.
 
     Raises:
         ValueError: no proposals.

@@ -1,12 +1,12 @@
-"""Trees of ranks: which guesses of each head are candidates, fixed before any head has guessed or chosen at each step.
+"""Trees of ranks: the guesses of each head that are candidates, fixed in advance or chosen at each step.
 
-A *rank path* (r_1, ..., r_d) stands for the token of rank r_1 (from 0) of the first head's guesses, below it the token
-of rank r_2 of the second head's, and so on (Medusa 2401.10774, section 2.1.2). A `RankTree` is fixed before a request
-starts; at each step the heads' guesses fill in its tokens.
+A *rank path* (r_1, ..., r_d) is the token of rank r_1 (from 0) of the first head's guesses, below it the token of rank
+r_2 of the second head's, and so on (Medusa 2401.10774, section 2.1.2). A `RankTree` is fixed before a request starts;
+at each step the heads' guesses fill in its tokens.
 
-`likeliest_paths` makes a tree for each step, by what the heads say at that step. A path's score is the sum of the log
-probabilities that the heads give to its tokens, as if they erred independently. They do not, but they know at which
-steps they are sure, which a tree that was fixed before does not.
+`likeliest_paths` makes a tree for each step, from the heads' probabilities at that step. A path's score is the sum of
+the log probabilities of its tokens, as if heads erred independently. They do not, but unlike a fixed tree this uses the
+heads' confidence at each step.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ _SHAPES = 1024
 class RankTree:
     """Rank paths in an order in which each comes after its parent, so that the first n of them are a tree too.
 
-    Worked example: the paths (0), (0, 0), (1), (0, 1) are node 0 below the root, node 1 below it, node 2 below the
-    root and node 3 below node 0: parents (-1, 0, -1, 0), depths (1, 2, 1, 2).
+    Worked example: the paths (0), (0, 0), (1), (0, 1) are node 0 below the root, node 1 below it, node 2 below the root
+    and node 3 below node 0: parents (-1, 0, -1, 0), depths (1, 2, 1, 2).
 
     Attributes:
         paths: one for each node.
-        survival: for each node the probability that it is accepted, as counted; empty where nobody counted.
+        survival: for each node the measured probability that it is accepted; empty without measurements.
 
     Raises:
-        OptionError: a path comes twice, before its parent, or holds a negative rank; or there are not as many
-            probabilities as paths.
+        OptionError: a path is repeated, comes before its parent, or has a negative rank; or the number of probabilities
+            differs from that of paths.
     """
 
     paths: tuple[RankPath, ...]
     survival: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Every path has its parent before it."""
         known: set[RankPath] = {()}
         for path in self.paths:
             if not path or min(path) < 0 or path in known or path[:-1] not in known:
@@ -66,12 +65,11 @@ class RankTree:
             raise OptionError(f"{len(self.paths)} rank paths need as many probabilities, got {len(self.survival)}")
 
     def __len__(self) -> int:
-        """Number of nodes."""
         return len(self.paths)
 
     @classmethod
     def counted(cls, frequencies: Mapping[RankPath, float]) -> RankTree:
-        """The order in which a greedy choice takes paths: the most frequent first.
+        """Paths in the order of a greedy choice: the most frequent first.
 
         A path is never more frequent than its parent, so the first n are the tree of n nodes with the most expected
         tokens (Medusa 2401.10774, section 2.3.3). Among equals the shorter path comes first, then the lower ranks.
@@ -84,7 +82,7 @@ class RankTree:
         """All paths of `branching[d]` ranks at each depth d, level by level: (2, 3) makes 2 + 6 nodes.
 
         Raises:
-            OptionError: a width below 1, or none, or too many nodes.
+            OptionError: a width below 1, no widths, or too many nodes.
         """
         nodes_of(branching)
         levels = (itertools.product(*map(range, branching[: depth + 1])) for depth in range(len(branching)))
@@ -92,10 +90,10 @@ class RankTree:
 
     @classmethod
     def listed(cls, paths: Iterable[Sequence[int]]) -> RankTree:
-        """Paths written by hand, in any order; what they continue must be among them.
+        """Given paths in any order; their parents must be among them.
 
         Raises:
-            OptionError: a path comes twice, or its parent is missing.
+            OptionError: a path is repeated, or its parent is missing.
         """
         return cls(tuple(sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))))
 
@@ -119,37 +117,31 @@ class RankTree:
 
     @cached_property
     def depth(self) -> int:
-        """Length of the longest path: how many heads it needs."""
+        """Length of the longest path: the heads that it needs."""
         return max(map(len, self.paths), default=0)
 
     @cached_property
     def width(self) -> int:
-        """One more than the largest rank: how many guesses of a head it needs."""
+        """One more than the largest rank: the guesses per head that it needs."""
         return max((max(path) for path in self.paths), default=-1) + 1
 
     @cached_property
     def branching(self) -> tuple[int, ...]:
-        """The most nodes that hang below one of depth 0, 1, ..."""
+        """The most children of a node at depth 0, 1, ..."""
         return tuple(
             max(count for path, count in self.children.items() if len(path) == depth) for depth in range(self.depth)
         )
 
     @cached_property
     def children(self) -> Counter[RankPath]:
-        """How many nodes hang below each path; () is the root."""
+        """The number of children of each path; () is the root."""
         return Counter(path[:-1] for path in self.paths)
 
     def fill(self, guesses: Tensor) -> Tensor:
-        """The nodes' tokens, by what each head guesses.
-
-        Args:
-            guesses: `[depth or more, width or more]`: in row d the tokens that head d ranks first, second, ...
-
-        Returns:
-            `[nodes]`, of the dtype and on the device of `guesses`.
-        """
+        """The nodes' tokens `[nodes]`, on the device of `guesses` `[depth or more, width or more]`, of which row d has
+        the tokens that head d ranks first, second, ..."""
         places = self._places.get(guesses.device)
-        if places is None:  # once for each device, for a copy to it would be waited for
+        if places is None:  # once for each device, because a copy to it would wait
             heads = torch.tensor([len(path) - 1 for path in self.paths], dtype=torch.int64)
             ranks = torch.tensor([path[-1] for path in self.paths], dtype=torch.int64)
             places = self._places[guesses.device] = heads.to(guesses.device), ranks.to(guesses.device)
@@ -157,12 +149,12 @@ class RankTree:
 
     @cached_property
     def _places(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        """Which guess each node takes, `[nodes]` heads and `[nodes]` ranks, on each device where it was asked for."""
+        """For each device heads `[nodes]` and ranks `[nodes]` of the guesses."""
         return {}
 
     @property
     def expected_tokens(self) -> float:
-        """Tokens per target call that the counts promise: 1 + the sum of `survival`. NaN where nobody counted."""
+        """Tokens per target call by the measurements: 1 + the sum of `survival`. NaN without measurements."""
         return 1.0 + math.fsum(self.survival) if self.survival or not self.paths else math.nan
 
     def as_dict(self) -> dict[str, Any]:
@@ -171,10 +163,10 @@ class RankTree:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> RankTree:
-        """What `as_dict` wrote.
+        """Read the result of `as_dict`.
 
         Raises:
-            OptionError: it is something else.
+            OptionError: the record has another form.
         """
         try:
             paths = tuple(tuple(int(rank) for rank in path) for path in record["paths"])
@@ -185,11 +177,9 @@ class RankTree:
 
 @dataclass(frozen=True, slots=True)
 class ChosenPaths:
-    """A tree for each row; its nodes stand by depth, then by their ranks.
+    """A tree for each row, with nodes ordered by depth and then by ranks.
 
-    Attributes:
-        places: `[rows, nodes]`, int64: for each node the place of its guess, head * ranks + rank.
-        shapes: `[rows]`: how the nodes hang together.
+    `places` `[rows, nodes]`, int64, are the indices of the nodes' guesses, head * ranks + rank.
     """
 
     places: Numbers
@@ -197,25 +187,24 @@ class ChosenPaths:
 
 
 class CandidatePaths:
-    """The rank paths that can be among the `nodes` likeliest, whatever the heads say; what is chosen from at each step.
+    """The rank paths that can be among the `nodes` likeliest for any probabilities; each step chooses among them.
 
     No path (q_1, ..., q_e) with e <= d and each q_i <= r_i is less likely than (r_1, ..., r_d): it has fewer factors,
     and none is smaller. Those are the sum over e of (r_1 + 1) ... (r_e + 1) paths, itself among them, and they come
-    first; so only paths whose sum is at most `nodes` are candidates. A parent's sum is a part of its child's.
+    first; so only paths with a sum of at most `nodes` are candidates. A parent's sum is a part of its child's.
 
     Worked example: with 2 heads, 3 ranks and 3 nodes the candidates are (0), (1), (2), (0, 0) and (0, 1); (1, 0) is
-    none, for (0), (1) and (0, 0) come first.
+    none, because (0), (1) and (0, 0) come first.
 
     Args:
-        depth: heads, 1 or more.
-        ranks: guesses of each head, 1 or more.
-        nodes: of a tree, 1 or more.
+        depth: number of heads.
+        ranks: guesses of each head.
 
     Attributes:
-        nodes: as given, or the number of candidates if that is less.
+        nodes: limited to the number of candidates.
         paths: the candidates: shorter ones first, then those of lower ranks. So a child comes after its parent.
-        parents: `[candidates]`, int64: which candidate each one continues; -1 for those of a single rank.
-        places: `[candidates]`, int64: where its last guess is, head * ranks + rank.
+        parents: `[candidates]`, int64: index of the parent; -1 for paths of a single rank.
+        places: `[candidates]`, int64: index of the last guess, head * ranks + rank.
 
     Raises:
         OptionError: an argument below 1.
@@ -233,18 +222,16 @@ class CandidatePaths:
         starts = np.searchsorted(lengths, np.arange(1, lengths[-1] + 2))
         levels = [slice(first, end) for first, end in itertools.pairwise(starts)]
         self._levels = [(level, self.parents[level], last[level]) for level in levels]
-        self._widths = np.array(widths)  # children of the root, then of each candidate; these stand side by side
+        self._widths = np.array(widths)  # children of the root, then of each candidate; siblings are consecutive
         self._first_child = np.cumsum(self._widths) - self._widths
 
     def scores(self, log_probs: Numbers) -> Numbers:
         """Log probabilities of the candidates, heads taken as independent: `[rows, candidates]`, float32.
 
         Rounding is the same for all, so no candidate scores more than its parent, or than one of lower ranks.
-
-        Args:
-            log_probs: `[depth, rows, ranks]`, float32, falling in each row; NaN counts as 0.
+        `log_probs` are `[depth, rows, ranks]`, float32, descending in each row; NaN counts as 0.
         """
-        log_probs = np.fmin(log_probs, np.float32(0.0))  # a rounded one may be above 0, and a child above its parent
+        log_probs = np.fmin(log_probs, np.float32(0.0))  # by rounding it may be above 0, and a child above its parent
         found = np.empty((log_probs.shape[1], len(self.paths)), dtype=np.float32)
         for head, (level, parents, last) in enumerate(self._levels):
             own = log_probs[head].take(last, axis=1)
@@ -252,11 +239,7 @@ class CandidatePaths:
         return found
 
     def chosen(self, scores: Numbers) -> Numbers:
-        """The likeliest `nodes` candidates: `[rows, nodes]`, int64, rising; of equal scores the first candidates.
-
-        Args:
-            scores: `[rows, candidates]`, by `scores`.
-        """
+        """The likeliest `nodes` candidates: `[rows, nodes]`, int64, ascending; of equal scores the first candidates."""
         rows, count = scores.shape
         if count == self.nodes:
             return np.broadcast_to(np.arange(count), scores.shape)
@@ -271,19 +254,16 @@ class CandidatePaths:
         chosen = self.chosen(self.scores(log_probs))
         rows = np.arange(len(chosen))[:, None]
         node_of = np.empty((len(chosen), len(self.paths) + 1), dtype=np.int64)
-        node_of[:, -1] = -1  # where a parent of -1 looks
+        node_of[:, -1] = -1  # the entry of a parent of -1
         node_of[rows, chosen] = np.arange(self.nodes)
         parents = node_of[rows, self.parents[chosen]]
         return ChosenPaths(self.places[chosen], [_shape(tuple(each)) for each in parents.tolist()])
 
     def find(self, ranks: Numbers) -> Numbers:
-        """Which candidate the first 1, 2, ... ranks of a path are: `[rows, depth]`, int64; -1 where they are none.
-
-        Args:
-            ranks: `[rows, depth]`, int64, 0 or more each.
-        """
+        """The candidates that are the first 1, 2, ... of the ranks: `[rows, depth]`, int64, like `ranks`; -1 for
+        none."""
         found = np.full(ranks.shape, -1)
-        above = np.zeros(len(ranks), dtype=np.int64)  # places in `_widths`; the root's is 0
+        above = np.zeros(len(ranks), dtype=np.int64)  # indices into `_widths`; the root's is 0
         alive = np.ones(len(ranks), dtype=bool)
         for depth in range(min(ranks.shape[1], len(self._levels))):
             alive &= ranks[:, depth] < self._widths[above]
@@ -294,11 +274,11 @@ class CandidatePaths:
 
 
 def _candidates(depth: int, ranks: int, nodes: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Paths, the parent of each, and how many children the root and each of them has."""
+    """Paths, the parent of each, and the number of children of the root and of each path."""
     paths: list[tuple[int, ...]] = []
     parents: list[int] = []
     widths: list[int] = []
-    # Of each path on the last level its number, itself, its sum, and how many of its own length are in that.
+    # For each path on the last level its number, itself, its sum, and the part of the sum of its own length.
     level: list[tuple[int, tuple[int, ...], int, int]] = [(-1, (), 0, 1)]
     for _ in range(depth):
         below = []
@@ -316,25 +296,25 @@ def _candidates(depth: int, ranks: int, nodes: int) -> tuple[list[tuple[int, ...
 
 @lru_cache(maxsize=64)
 def candidate_paths(depth: int, ranks: int, nodes: int) -> CandidatePaths:
-    """The candidates for trees of `nodes` nodes; they recur at every step. Arguments as in `CandidatePaths`."""
+    """The candidates for trees of `nodes` nodes, cached because they recur at every step. Arguments as in
+    `CandidatePaths`."""
     return CandidatePaths(depth, ranks, nodes)
 
 
 def likeliest_paths(log_probs: Numbers, nodes: int) -> ChosenPaths:
     """For each row the tree of the most probable rank paths, heads taken as independent.
 
-    Of equally probable paths shorter ones come first, then those of lower ranks; so a tree is one of its heads' word
-    alone, closed under parents. Its nodes stand by depth and then by rank, not by probability: few shapes then recur
-    often, and what is derived from a shape is kept with it.
+    Of equally probable paths shorter ones come first, then those of lower ranks; so a tree depends only on its row of
+    probabilities, and is closed under parents. Its nodes are ordered by depth and then by rank, not by probability: so
+    few shapes occur, and their derived properties are cached.
 
-    Worked example: two heads that give their first two guesses 0.6 and 0.3, and 0.5 and 0.4, make paths (0) of 0.6,
-    (0, 0) and (1) of 0.3 each, (0, 1) of 0.24, (1, 0) of 0.15 and (1, 1) of 0.12. Three nodes are (0), (1), (0, 0):
-    parents -1, -1, 0, places 0, 1, 2; four have (0, 1) too: parents -1, -1, 0, 0, places 0, 1, 2, 3.
+    Worked example: two heads with probabilities 0.6 and 0.3, and 0.5 and 0.4, of their first two guesses make paths (0)
+    of 0.6, (0, 0) and (1) of 0.3 each, (0, 1) of 0.24, (1, 0) of 0.15 and (1, 1) of 0.12. Three nodes are (0), (1), (0,
+    0): parents -1, -1, 0, places 0, 1, 2; four have (0, 1) too: parents -1, -1, 0, 0, places 0, 1, 2, 3.
 
     Args:
-        log_probs: `[depth, rows, ranks]`, float32: in each row the logs of the probabilities that a head gives to its
-            guesses, falling.
-        nodes: of a tree, 1 or more; a tree has fewer where there are not as many paths.
+        log_probs: `[depth, rows, ranks]`, float32: in each row the log probabilities of a head's guesses, descending.
+        nodes: of a tree, 1 or more; a tree has fewer if there are fewer paths.
 
     Raises:
         OptionError: no head, no rank or no node.

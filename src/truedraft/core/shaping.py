@@ -1,8 +1,8 @@
-"""What a request's options do to logits before a distribution is made of them: bans, biases and penalties.
+"""Changes of logits by a request's options before the distribution is computed: bans, biases and penalties.
 
-All of it is a function of the text that a row of logits continues. At a node of a token tree that is the committed text
-and the tokens on the node's own path, so a tree is judged by the very distributions that plain decoding would have
-come to: the same operations on the same numbers give the same bits.
+All are functions of the text that a row of logits continues. At a node of a token tree that is the committed text and
+the tokens on the node's own path, so a tree is verified with exactly the distributions of plain decoding: the same
+operations on the same numbers give the same bits.
 
 In order: allowed_token_ids, bad_words, min_tokens, the form of a structured answer, logit_bias, then the repetition,
 frequency and presence penalties.
@@ -26,18 +26,18 @@ from truedraft.core.tree import TokenTree
 
 _SIGN, _INFINITY = -(2**31), 0x7F800000  # bits of a float32
 Path: TypeAlias = Sequence[int]
-"""Tokens behind the committed text."""
+"""Tokens after the committed text."""
 
 
 class Form(Protocol):
-    """How far the answer of one request, whose tokens somebody else grows, has come in the form that it must have."""
+    """The state of one request's answer in its structured form; its owner appends the tokens."""
 
     def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
-        """Which tokens may follow behind some paths `[paths, vocab]`; all behind one that leaves the form."""
+        """Which tokens may follow some paths, `[paths, vocab]`; all of them after a path that leaves the form."""
         ...
 
     def allows(self, path: Path, token: int) -> bool:
-        """Whether a token may follow behind a path: what `masks` says of it; a mask need not be made."""
+        """Whether a token may follow a path, as in `masks`, possibly without computing a mask."""
         ...
 
     def legal(self, path: Path) -> int:
@@ -45,33 +45,29 @@ class Form(Protocol):
         ...
 
     def forced(self) -> Sequence[int]:
-        """Tokens that write what the form leaves no choice about next; other tokens may write the same text."""
+        """Tokens of the text that the form determines next; other tokens may write the same text."""
         ...
 
     def recalls(self) -> bool:
-        """Whether the first of these is how the answer began the same text before."""
+        """Whether the first of these is the token with which the answer began the same text before."""
         ...
 
     def problem(self) -> str:
-        """Why the form can be followed no further, where it allows no token next; "" where it can."""
+        """Why the form allows no token next; "" where it allows some."""
         ...
 
 
 class Shaping:
-    """What one request's options do to logits.
+    """Changes logits by one request's options.
 
     Args:
-        params: its options.
-        tokens: prompt and answer so far, which somebody else owns and grows.
-        prompt_tokens: how many of these, the first, are the prompt.
+        tokens: prompt and answer so far; the owner appends to it.
+        prompt_tokens: length of the prompt.
         ends: ids that end the answer.
-        bad_words: token ids of each text that must not be.
-        vocab_size: of the target; a draft may know more ids, whose logits stay as they are.
+        bad_words: token ids of each forbidden text.
+        vocab_size: of the target; logits of further ids of a draft are not changed.
         form: of a structured answer.
-        first: tokens before this one are an encoder's text, which is none of the decoder's.
-
-    Attributes:
-        form: as given.
+        first: tokens before this one are an encoder's text, which the decoder does not see.
     """
 
     def __init__(
@@ -100,24 +96,16 @@ class Shaping:
         self._changes = bool(banned or params.logit_bias or penalised)
         self._subtracts = bool(params.presence_penalty or params.frequency_penalty)
         self._counts: dict[int, int] = {}  # of the answer's tokens
-        self._counted = prompt_tokens  # so many of `tokens` were looked at
+        self._counted = prompt_tokens  # tokens counted so far
         self._tables: dict[tuple[torch.device, torch.dtype], _Tables] = {}
 
     @property
     def reads_paths(self) -> bool:
-        """Whether it looks at which tokens are on a path, and not only at how many."""
+        """Whether it needs the tokens of a path, and not only their number."""
         return bool(self.form is not None or self._words or self._subtracts or self._repetition != 1.0)
 
     def of_paths(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
-        """Logits behind some paths.
-
-        Args:
-            logits: `[paths, vocab]`.
-            paths: one for each row.
-
-        Returns:
-            `[paths, vocab]`, float32, or float64 where the logits are; the given ones stay as they are.
-        """
+        """Logits `[paths, vocab]` after some paths, as a copy in float32, or float64 where they are."""
         wide = _wide(logits)
         self._change(wide, [len(path) for path in paths], paths)
         if self.form is not None:
@@ -125,7 +113,7 @@ class Shaping:
         return wide
 
     def _change(self, wide: Tensor, depths: Sequence[int], paths: Sequence[Path]) -> None:
-        """Do all that options ask for in place, but for the form: what that forbids stays forbidden by any order."""
+        """Apply all options except the form, in place; the order does not matter for tokens that the form forbids."""
         if not self._changes:
             return
         self._count()
@@ -145,7 +133,7 @@ class Shaping:
             self._penalise(rows, paths, tables)
 
     def _ban_words(self, rows: Tensor, paths: Sequence[Path]) -> None:
-        """No last token of a bad word where the others stand right before it."""
+        """Ban the last token of a bad word after its other tokens."""
         longest = max(map(len, self._words), default=0) - 1
         banned: list[tuple[int, int]] = []
         for row, path in enumerate(paths if self._words else ()):
@@ -158,17 +146,17 @@ class Shaping:
             rows[at, ids] = -math.inf
 
     def _penalise(self, rows: Tensor, paths: Sequence[Path], tables: _Tables) -> None:
-        """Penalties for the committed text in all rows, and in each what its own path adds to that.
+        """Apply the penalties of the committed text to all rows, and to each those of its own path.
 
-        Worked example: with a frequency penalty of 1 and an answer "a b", the row behind the path "a" loses 2 at a and
-        1 at b.
+        Worked example: with a frequency penalty of 1 and an answer "a b", the row after the path "a" loses 2 at a and 1
+        at b.
         """
         own = [(row, token, path.count(token)) for row, path in enumerate(paths) for token in dict.fromkeys(path)]
         if own:
             at, ids = transfers.upload([*(each[0] for each in own), *(each[1] for each in own)], rows.device).view(
                 2, -1
             )
-            ids = ids.clamp(0, self._vocab - 1)  # those that do not exist are found later
+            ids = ids.clamp(0, self._vocab - 1)  # ids that do not exist are reported later
             lost = [self._lost(self._counts.get(token, 0) + count) for _, token, count in own]
             fixed = self._repeated(rows[at, ids]) - transfers.upload(lost, rows.device, rows.dtype)
         if tables.seen is not None:
@@ -179,17 +167,14 @@ class Shaping:
             rows[at, ids] = fixed
 
     def _repeated(self, logits: Tensor) -> Tensor:
-        """Of tokens that occurred."""
         if self._repetition == 1.0:
             return logits
         return torch.where(logits > 0.0, logits / self._repetition, logits * self._repetition)
 
     def _lost(self, count: int) -> float:
-        """What a token's logit loses that the answer holds so often."""
         return self._params.presence_penalty + self._params.frequency_penalty * count
 
     def _count(self) -> None:
-        """Take note of tokens that were committed since."""
         new = self._tokens[self._counted :]
         if not new:
             return
@@ -229,22 +214,21 @@ class Shaping:
 def shaped_trees(
     logits: Tensor, trees: Sequence[TokenTree], shapings: Sequence[Shaping | None], argmax: Sequence[bool]
 ) -> Tensor:
-    """Logits at the rows of the token trees of several requests, as the options of each change them.
+    """Logits at the rows of the token trees of several requests, changed by the options of each.
 
     Args:
-        logits: `[rows, vocab]`, of one tree behind another: row 0 behind its committed text, row i + 1 behind node i.
-        trees: their tokens are read where they matter, so a device is waited for.
-        shapings: of each; None changes nothing.
-        argmax: of each, whether only the likeliest token of a row counts: where a form allows that, it need not be
-            worked out what else it allows.
+        logits: `[rows, vocab]`, of the trees in order: row 0 after the committed text, row i + 1 after node i.
+        trees: their tokens are read where necessary, which waits for the device.
+        shapings: one per tree; None changes nothing.
+        argmax: one per tree, whether only the likeliest token of a row matters: if the form allows that token, its mask
+            is not computed.
 
     Returns:
-        `[rows, vocab]`, float32, or float64 where the logits are, the given ones being left as they are; or the given
-        ones, where nothing is changed.
+        `[rows, vocab]`, float32, or float64 where the logits are, as a copy; the given tensor if nothing changes.
     """
     changes = any(shaping is not None and shaping._changes for shaping in shapings)
     wide = _wide(logits) if changes else logits
-    formed: list[tuple[Form, Sequence[Path], int, bool]] = []  # with the first row, and whether its argmax will do
+    formed: list[tuple[Form, Sequence[Path], int, bool]] = []  # with the first row, and whether its argmax suffices
     first = 0
     for tree, shaping, alone in zip(trees, shapings, argmax, strict=True):
         end = first + len(tree) + 1
@@ -275,9 +259,9 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _forbid(wide: Tensor, allowed: NDArray[np.bool_]) -> None:
-    """Set to minus infinity, in place, what masks `[rows, ids]` do not allow."""
-    # The smaller of a logit and plus or minus infinity, which differ in the sign bit: torch's masked operations take
-    # twice the time of all this on the CPU.
+    """Set logits not allowed by masks `[rows, ids]` to -inf, in place."""
+    # The minimum of a logit and plus or minus infinity, which differ in the sign bit: torch's masked operations take
+    # twice as long on the CPU.
     known = torch.from_numpy(allowed).to(wide.device, torch.int32)
     bounds = known.sub_(1).bitwise_and_(_SIGN).bitwise_or_(_INFINITY).view(torch.float32).to(wide.dtype)
     rows = wide[:, : allowed.shape[1]]
@@ -285,13 +269,13 @@ def _forbid(wide: Tensor, allowed: NDArray[np.bool_]) -> None:
 
 
 class _Tables:
-    """By token, what committed text and options alone decide, each `[vocab]`; None where nothing does.
+    """The changes that depend only on committed text and options, `[vocab]` each; None where there are none.
 
     Attributes:
         banned: bool.
-        bias: is added.
-        lost: is taken off.
-        seen: bool: whether prompt or answer hold it.
+        bias: to add.
+        lost: to subtract.
+        seen: bool: whether prompt or answer contain it.
     """
 
     def __init__(self) -> None:
@@ -301,7 +285,7 @@ class _Tables:
         self.seen: Tensor | None = None
 
     def take(self, tokens: Collection[int], lost: Callable[[int], float]) -> None:
-        """Tokens were committed."""
+        """Update for newly committed tokens."""
         if not tokens:
             return
         if self.lost is not None:

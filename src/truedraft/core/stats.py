@@ -1,4 +1,4 @@
-"""What speculation did, as counts: of one request in one step, of a step, of a request. Needs no torch."""
+"""Counts of speculation: of one request in one step, of a step, of a request. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ if TYPE_CHECKING:
 
 
 PROBE = "probe"
-"""The reason of decisions that are made to learn what they bring."""
+"""The reason of decisions made to measure drafters."""
 
 
 class WarmsUp(Protocol):
-    """Models or drafters: `warmups` counts forwards that took longer than others of their shape will."""
+    """A model or drafter: `warmups` counts forwards that took longer than later ones of their shape will."""
 
     @property
     def warmups(self) -> int: ...
 
 
 class Settling:
-    """Says whether what ran since it was made is settled: took as long as it will whenever it comes again.
+    """Detects whether all forwards of some models and drafters since its creation took as long as repeated ones will.
 
-    It is not where a forward ran as it will never run again. On a GPU the first forward of a shape runs kernel by
-    kernel, and the second is being recorded; only those that follow are replays. What such a forward took says nothing
-    of any other, so nothing is measured by it, learned from it or decided by it.
-
-    Args:
-        parts: models and drafters that may have run.
+    On a GPU the first forward of a shape runs kernel by kernel, and the second is recorded; only later ones are
+    replays. The time of such a forward predicts no other, so it is not used to measure, to learn or to decide.
     """
 
     def __init__(self, *parts: WarmsUp) -> None:
@@ -42,7 +38,7 @@ class Settling:
 
     @property
     def settled(self) -> bool:
-        """Whether it is, up to now."""
+        """Whether there was no such forward up to now."""
         return self._warmups() == self._before
 
     def _warmups(self) -> int:
@@ -51,16 +47,14 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class DraftShare:
-    """What one drafter did for one request in one step.
+    """The work of one drafter for one request in one step.
 
     Attributes:
-        drafter: by name.
-        nodes: that it proposed.
         depth: length of its longest path.
-        path: its nodes on the accepted path, from the root's child down, as long as they follow that path.
-        judged: drafted positions of it that the verdict came to: those accepted, and one more where its draws there
-            were rejected.
-        confidence: the drafter's own probability of the tokens there, of a chain where it was worked out.
+        path: its nodes on the accepted path, from the root's child down, until the path leaves its proposal.
+        judged: its drafted positions that were verified: accepted ones, and one more where its draws there were
+            rejected.
+        confidence: the drafter's own probabilities of the tokens of a chain, where computed.
     """
 
     drafter: str
@@ -73,16 +67,15 @@ class DraftShare:
 
 @dataclass(frozen=True, slots=True)
 class DraftTime:
-    """What asking one drafter took in a step.
+    """The time of one drafter in a step.
 
     Attributes:
-        drafter: by name.
-        requests: that it was asked for.
+        requests: number of requests that it drafted for.
         depth: of its deepest proposal.
-        nodes: of all of them.
-        behind: committed tokens that it caught up with, of all of them.
+        nodes: of all proposals together.
+        behind: committed tokens that it read first, of all requests.
         seconds: of `propose`.
-        levels: of drafting that it took, one behind another; None where these are as many as it is deep.
+        levels: sequential drafting levels; None where these equal the depth.
     """
 
     drafter: str
@@ -96,23 +89,18 @@ class DraftTime:
 
 @dataclass(slots=True, eq=False)
 class RequestStep:
-    """What one step did for one request.
+    """Counts of one request in one step.
 
     Attributes:
-        id: of the request.
         context: tokens in the target's cache before the step.
-        rows: tokens that the target was fed for it.
-        prefill: whether these were a part of its prompt. What such a step emits is the answer's first token.
-        nodes: drafted nodes.
+        rows: tokens fed to the target.
+        prefill: whether these were a chunk of its prompt. Such a step emits at most the answer's first token.
         depth: length of the proposal's longest path.
-        listed_tokens: tokens of all its paths, one behind another.
+        listed_tokens: tokens of all root-to-leaf paths, shared prefixes counted once per path.
         accepted: accepted tokens that were emitted (none past a stop).
-        emitted: all tokens that were emitted.
-        rejected: whether draws were judged and rejected below the accepted path.
+        rejected: whether draws below the accepted path were rejected.
         stop_tokens: 1 where an end-of-text or stop token ended the answer.
-        decision: what was decided for it; None where nobody was asked, as during its prompt.
-        shares: what each drafter did that drafted for it.
-        greedy: whether it is at temperature 0.
+        decision: the controller's; None where it was not called, as during prefill.
     """
 
     id: int
@@ -132,25 +120,25 @@ class RequestStep:
 
     @property
     def survival(self) -> tuple[bool, ...]:
-        """For each drafted position that the verdict came to, whether its token was accepted."""
+        """For each verified position, whether its token was accepted."""
         return (True,) * self.accepted + (False,) * self.rejected
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step of an engine did, and how long its parts took: what controllers, listeners and reports see.
+    """Counts and times of one step of an engine, for controllers, listeners and reports.
 
-    Seconds are those of the host; on a device that can time its own queue, those of the queue, but for `total_s`.
+    Seconds are those of the host. On a device that can time its own queue all but `total_s` are those of the queue.
 
     Attributes:
-        requests: what it did for each request that took part.
-        draft_s: asking the drafters, catch-up included.
-        target_s: the target's forward.
+        requests: one for each request of the step.
+        draft_s: drafting, catch-up included.
         verify_s: probabilities and verdicts.
-        total_s: the whole step: accepted tokens emitted, caches committed, drafters told.
-        decide_s: asking the controller.
-        drafting: what asking each drafter took that was asked; empty on a device, where that is only queued.
-        settled: whether its forwards took as long as they will, see `Settling`; else its seconds say nothing of others.
+        total_s: the whole step, with emitting tokens, committing caches and notifying drafters.
+        decide_s: the controller's decisions.
+        drafting: times of the drafters that were called; empty on a device, where drafting is only queued.
+        settled: whether its forwards took as long as repeated ones will, see `Settling`; else its seconds predict no
+            other step.
     """
 
     requests: tuple[RequestStep, ...]
@@ -162,11 +150,11 @@ class StepRecord:
     drafting: tuple[DraftTime, ...] = ()
     settled: bool = True
 
-    # Each is worked out once: a server asks for them once for every request of the step.
+    # Cached: a server reads them once for every request of the step.
 
     @cached_property
     def rows(self) -> int:
-        """Tokens that the target's forward was fed."""
+        """Tokens fed to the target's forward."""
         return sum(each.rows for each in self.requests)
 
     @cached_property
@@ -181,17 +169,18 @@ class StepRecord:
 
     @cached_property
     def prefill(self) -> bool:
-        """Whether a part of a prompt was among them."""
+        """Whether there was a chunk of a prompt."""
         return any(each.prefill for each in self.requests)
 
     @cached_property
     def numbers(self) -> Mapping[int, int]:
-        """Where in `requests` each request stands, by id."""
+        """Index in `requests`, by request id."""
         return {each.id: number for number, each in enumerate(self.requests)}
 
     @cached_property
     def seconds_of_each(self) -> tuple[float, ...]:
-        """Its seconds by request: what a drafter took goes to those that it was asked for, the rest in parts to all."""
+        """Seconds by request: a drafter's time is divided among the requests that it drafted for, the rest among
+        all."""
         requests = self.requests
         left = self.total_s
         each = [0.0] * len(requests)
@@ -208,7 +197,7 @@ class StepRecord:
 
     @property
     def counters(self) -> Counters:
-        """The counts of the step over all its requests, prefill apart."""
+        """The counts of the step over all its requests."""
         counters = Counters()
         for each in self.requests:
             counters.count(each)
@@ -220,11 +209,9 @@ class DrafterCounters:
     """Counts of one drafter.
 
     Attributes:
-        target_calls: forwards of the target that judged a proposal of it.
-        draft_tokens: nodes that it proposed.
-        accepted_tokens: emitted tokens that it proposed, as far as the accepted path was its own from the root down.
-            One that two drafters proposed counts for both, so of merged proposals the sum may exceed that of the
-            request.
+        target_calls: forwards of the target that verified its proposals.
+        accepted_tokens: emitted tokens that it proposed, up to where the accepted path leaves its proposal. A token
+            proposed by two drafters counts for both, so with merged proposals the sum may exceed that of the request.
     """
 
     target_calls: int = 0
@@ -244,28 +231,24 @@ class Counters:
     """Counts of one request, or the sum over several.
 
     Attributes:
-        target_calls: forwards of the target that judged this request's proposals (empty ones included).
-        prefill_calls: forwards of the target over parts of the prompt; the token that the last of them emits is
-            counted in `prefill_tokens` alone.
-        draft_tokens: nodes that were proposed.
+        target_calls: forwards of the target that verified this request's proposals (empty ones included).
+        prefill_calls: forwards of the target over chunks of the prompt.
         accepted_tokens: proposed tokens that were emitted.
         emitted_tokens: tokens emitted by target calls: accepted, recovered and bonus ones, stops excluded.
-        prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request, and 1 more for each time that it gave
-            its room back and was read again.
+        prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request, and 1 more for each preemption.
         accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
         tried_per_position: how often a path reached the k-th drafted position.
-        listed_tokens: tokens that the paths of the proposed trees would come to as a plain list, from the root to
-            each leaf; `draft_tokens` is what is left of them because shared prefixes are merged.
-        recoveries: how often a step or a proposal failed for several requests together and was done again for this
-            one alone or with fewer. The answer is none the worse, but something is broken and slow; it is 0 where
-            nothing is.
-        divergence: how far the emitted tokens' distributions were from the target's, where a lossy rule judged; None
-            where every token was emitted losslessly.
-        stop_tokens: tokens that target calls gave and that ended the answer without being part of it: an end-of-text
-            or stop token, or those of a stop text. What was drafted behind them is counted nowhere.
+        listed_tokens: tokens of all root-to-leaf paths of the proposed trees; `draft_tokens` is smaller because shared
+            prefixes are merged.
+        recoveries: how often a step or proposal failed for several requests together and was repeated for this one by
+            itself or with fewer. Answers are correct, but something is broken and slow; normally 0.
+        divergence: distance of the emitted tokens' distributions from the target's under a lossy rule; None where every
+            token was emitted losslessly.
+        stop_tokens: tokens of target calls that ended the answer without being part of it: an end-of-text or stop
+            token, or those of a stop text. Drafted tokens after them are not counted.
         by_drafter: the counts of each drafter that proposed something, by name.
-        drafted_calls: target calls that judged drafts, those apart that a controller had made to learn from.
-        undrafted: why there were none of these, or fewer than one in twenty, though there is a drafter, in words.
+        drafted_calls: target calls that verified drafts, except drafts made to measure drafters.
+        undrafted: why there were no such calls, or fewer than one in twenty, although there is a drafter; a sentence.
     """
 
     target_calls: int = 0
@@ -288,7 +271,7 @@ class Counters:
     def mean_acceptance_length(self) -> float:
         """Tokens per target call, the recovered or bonus token included (tau); 0 before any call.
 
-        The tokens that ended the answer count as well, for a call gave them, so that plain decoding has exactly 1.
+        Tokens that ended the answer count as well, so that plain decoding has exactly 1.
         """
         return (self.emitted_tokens + self.stop_tokens) / self.target_calls if self.target_calls else 0.0
 
@@ -299,23 +282,23 @@ class Counters:
 
     @property
     def mean_total_variation(self) -> float | None:
-        """Between the distribution of an emitted token and the target's, over the tokens of lossy rules; None without
-        any."""
+        """Mean total variation between the distribution of an emitted token and the target's; None without lossy
+        rules."""
         return self._mean(lambda sums: sums.total_variation)
 
     @property
     def mean_kl(self) -> float | None:
-        """KL(distribution of an emitted token || target's distribution) in nats, likewise."""
+        """Mean KL(distribution of an emitted token || target's distribution) in nats; None without lossy rules."""
         return self._mean(lambda sums: sums.kl)
 
     @property
     def mean_total_variation_greedy(self) -> float | None:
-        """What greedy decoding would have at the same places: the mean of 1 - max p."""
+        """The value for greedy decoding at the same places: the mean of 1 - max p."""
         return self._mean(lambda sums: sums.total_variation_greedy)
 
     @property
     def mean_kl_greedy(self) -> float | None:
-        """What greedy decoding would have at the same places, in nats: the mean of -log max p."""
+        """The value for greedy decoding at the same places, in nats: the mean of -log max p."""
         return self._mean(lambda sums: sums.kl_greedy)
 
     def _mean(self, of: Callable[[Divergence], float]) -> float | None:
@@ -323,7 +306,7 @@ class Counters:
         return of(sums) / sums.tokens if sums is not None and sums.tokens else None
 
     def count(self, step: RequestStep) -> None:
-        """Count what one step did for one request."""
+        """Add the counts of one request in one step."""
         if step.prefill:
             self.prefill_calls += 1
             self.prefill_tokens += step.emitted
@@ -358,7 +341,7 @@ def _grow(counts: list[int], length: int) -> None:
 
 
 def repeated_ngrams(token_ids: Sequence[int], size: int = 8) -> float | None:
-    """Share of n-grams that occurred before in the same tokens; None where there are none.
+    """Fraction of n-grams that occurred before in the same tokens; None without n-grams.
 
     >>> repeated_ngrams([1, 2, 1, 2, 1], size=2)
     0.5

@@ -10,11 +10,10 @@ Kind = TypeVar("Kind")
 
 
 def summed(left: Kind, right: Kind) -> Kind:
-    """The sum of two of a kind: of numbers, of lists place by place, of counts by name, of dataclasses field by field;
-    of texts the first.
+    """The sum of two values: of numbers, of lists by index, of counts by name, of dataclasses with slots by field; of
+    texts the first.
 
-    What one of them lacks (None) is nothing. The sum shares nothing that could be changed with either. Dataclasses have
-    slots.
+    None counts as nothing. The sum shares no mutable object with either.
     """
     one: Any = left
     other: Any = right

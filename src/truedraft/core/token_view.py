@@ -1,4 +1,4 @@
-"""A view of the tokens of a text that grows."""
+"""A read-only view of a growing list of tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from typing import NoReturn, overload
 
 
 class TokenView(Sequence[int]):
-    """A text that somebody else owns and grows: read like a list, never changed. A slice of it is a list of its own.
-
-    Args:
-        tokens: is looked at, not copied.
-    """
+    """A read-only view of a list with another owner, without a copy. Slices are new lists."""
 
     __slots__ = ("_tokens",)
 

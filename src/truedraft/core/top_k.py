@@ -1,4 +1,4 @@
-"""The most likely token ids of rows of logits, in an order that nothing but the logits decides."""
+"""The most likely token ids of rows of logits, in an order that depends only on the logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 _BLOCK = 64
 _FEW = 1024
-"""So many columns are ordered at once; of more, the blocks are found first that can hold what is looked for."""
+"""Up to this many columns are sorted at once; of more, the blocks that can contain the result are selected first."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -20,7 +20,7 @@ class TopK:
 
     Attributes:
         ids: `[..., count]`, int64.
-        log_probs: `[..., count]`, float32: logs of their probabilities under the whole distribution, at temperature 1.
+        log_probs: `[..., count]`, float32: log probabilities under the whole distribution, at temperature 1.
     """
 
     ids: Tensor
@@ -32,7 +32,7 @@ class TopK:
         logits = logits.float()
         ids = stable_topk(logits, count)
         best = logits.gather(-1, ids)
-        # One long row alone is summed in parts by several threads, and rounds otherwise than among others.
+        # A single long row is summed in parts by several threads, and rounds differently than among other rows.
         below = (logits if len(logits) > 1 else logits.expand(2, -1)) - best[:, :1]
         total = below.exp_().sum(dim=-1, keepdim=True).log_()[: len(ids)].add_(best[:, :1])
         return cls(ids, best - total)
@@ -45,11 +45,8 @@ class TopK:
 def stable_topk(values: Tensor, count: int) -> Tensor:
     """The columns of the `count` largest values of each row, the largest first; of equal ones the lowest column first.
 
-    In bfloat16 many logits are equal, and `topk` leaves their order open.
-
-    Args:
-        values: `[rows, n]`, of any floating dtype, compared in float32; NaN counts as the largest.
-        count: at most `n`.
+    In bfloat16 many logits are equal, and `topk` does not define their order. Values `[rows, n]` are compared in
+    float32; NaN counts as the largest.
 
     Returns:
         `[rows, count]`, int64.
@@ -61,7 +58,7 @@ def stable_topk(values: Tensor, count: int) -> Tensor:
     if width % _BLOCK:
         values = pad(values, (0, -width % _BLOCK), value=-torch.inf)
     blocks = values.view(rows, values.shape[1] // _BLOCK, _BLOCK)
-    # Whoever is among the `count` first is in one of the `count` first blocks, by their largest and then their number.
+    # The `count` first columns are in the `count` first blocks, by their largest values and then their numbers.
     chosen = _first_by_value(blocks.amax(dim=-1), min(count, blocks.shape[1]))
     kept = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
     columns = (chosen[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
@@ -69,20 +66,16 @@ def stable_topk(values: Tensor, count: int) -> Tensor:
 
 
 def _first_by_value(values: Tensor, count: int, names: Tensor | None = None) -> Tensor:
-    """The places of the `count` largest float32 values `[rows, n]` of each row; of equal ones the lowest name first.
+    """Indices of the `count` largest float32 values `[rows, n]` of each row; of equal ones the lowest name first.
 
-    An infinity counts as the largest finite number.
-
-    Args:
-        values: as said.
-        count: at most n.
-        names: `[rows, n]`, int64, 0 to 2^31 - 1, different ones in a row; None: the places themselves.
+    An infinity counts as the largest finite number. Names `[rows, n]`, int64, are 0 to 2^31 - 1, distinct in a row;
+    None uses the indices.
     """
-    # NaN may have a sign, which would bring it last; the sum makes -0 a 0.
+    # NaN may have a sign, which would order it last; the sum makes -0 a 0.
     bits = (values.nan_to_num(nan=torch.inf, posinf=_LARGEST, neginf=-torch.inf) + 0.0).view(torch.int32)
-    # As whole numbers, floats rise with their bits, but negative ones fall; their lower 31 bits are turned over.
+    # Bits of floats are ordered like the floats, and reversed for negative ones; their lower 31 bits are inverted.
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    # Below the value its name, turned over: words of 64 bits, the lower half first.
+    # Words of 64 bits: the inverted name in the lower half, the value in the upper half.
     if names is None:
         turned = torch.arange(-1, -1 - values.shape[1], -1, dtype=torch.int32, device=values.device).expand_as(rising)
     else:

@@ -1,8 +1,8 @@
-"""The one door between host and device in a step: numbers go up without waiting, and come back in one transfer.
+"""Transfers between host and device: uploads do not wait, and a step reads in one transfer.
 
-Reading a number from a device makes the host wait until all queued work is done; meanwhile it queues nothing, and
-afterwards the device has nothing to do. So a step on a device reads once, at its end. On the CPU reading costs
-nothing, and reading early spares work: there each number is looked at when it is needed.
+Reading a number from a device makes the host wait until all queued work is done; it queues nothing during that time,
+and the device is idle afterwards. So a step on a device reads once, at its end. On the CPU reading is free, and reading
+early saves work: there each number is read when it is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def waits(device: torch.device) -> bool:
-    """Whether reading a number from the device makes the host wait: everywhere but on the CPU."""
+    """Whether reading a number from the device makes the host wait: on all devices but the CPU."""
     return device.type != "cpu"
 
 
@@ -30,19 +30,16 @@ def upload(
     host = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else torch.tensor(numbers, dtype=dtype)
     if device.type == "cpu":
         return host
-    # Page-locked, so that the device can read it later; torch gives the block out again once it was read.
+    # Page-locked, so that the device can read it later; torch reuses the block once it was read.
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Read numbers in one transfer: the host waits once, or not at all if none is on a device.
+    """Read the numbers of each tensor, flat, in one transfer: the host waits once, or not at all if none is on a
+    device.
 
-    Args:
-        tensors: any shapes; of floats, bools, or integers below 2^53. Those on another device than the first one that
-            is waited for are brought there.
-
-    Returns:
-        For each the numbers in it, flat; integers and bools from a device as floats, which hold them exactly.
+    Tensors are of floats, bools, or integers below 2^53; the latter come from a device as floats, which represent them
+    exactly. Tensors on several devices are first copied to one.
     """
     there = [each for each in tensors if waits(each.device) and each.numel()]
     numbers: Iterator[float] = iter(())

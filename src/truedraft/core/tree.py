@@ -1,8 +1,8 @@
 """Token trees: drafted tokens that share prefixes. A chain is a tree with one path.
 
-The root is the last token of the context; it is not a node. Node i has parent `parents[i]`, which is an earlier
-node or -1 for the root. *Tree rows* are the places where the target gives a distribution: row 0 is the root, row i + 1
-is node i."""
+The root is the last token of the context; it is not a node. Node i has parent `parents[i]`, which is an earlier node or
+-1 for the root. *Tree rows* are the places with a distribution of the target: row 0 is the root, row i + 1 is node i.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from truedraft.core import transfers
 Path = TypeVar("Path")
 
 _MOST_KEPT = 512
-"""Tokens of a chain whose shape is kept: parts of prompts are longer, and come in many lengths."""
+"""Longest chain with a cached shape: chunks of prompts are longer, and have many lengths."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,11 @@ class TreeShape:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Parents come before their children."""
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}; a parent is an earlier node, or -1 for the root")
 
     def __len__(self) -> int:
-        """Number of nodes."""
         return len(self.parents)
 
     @cached_property
@@ -77,7 +75,7 @@ class TreeShape:
 
     @cached_property
     def listed(self) -> int:
-        """Tokens of all paths from the root to a leaf, one behind another: what a list of them would have to check."""
+        """Tokens of all paths from the root to a leaf, without sharing prefixes."""
         return sum(self.depths[leaf] for leaf in self.leaves)
 
     def path(self, node: int) -> tuple[int, ...]:
@@ -86,7 +84,7 @@ class TreeShape:
 
     @cached_property
     def rooted(self) -> TreeShape:
-        """The same tree with its root as node 0: what the target's forward packs."""
+        """The same tree with its root as node 0: the segment of the target's forward."""
         return chain_shape(len(self) + 1) if self.is_chain else TreeShape((-1, *(p + 1 for p in self.parents)))
 
 
@@ -113,19 +111,15 @@ _kept_chain = lru_cache(maxsize=None)(_new_chain)
 
 @lru_cache(maxsize=1024)
 def shape_of(parents: tuple[int, ...]) -> TreeShape:
-    """The shape with these parents; shapes recur at every step, so what is derived from them is kept."""
+    """The shape with these parents, cached with its derived properties, because shapes recur at every step."""
     return TreeShape(parents)
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens and how they hang together.
+    """Drafted tokens `[nodes]`, int64, and their tree shape.
 
-    The tokens may lie on a device until the step brings them to the host, all at once, for `keep_host_ids`.
-
-    Attributes:
-        tokens: `[nodes]`, int64.
-        shape: parents of the nodes.
+    The tokens may be on a device until the step reads all of them at once, for `keep_host_ids`.
     """
 
     tokens: Tensor
@@ -158,23 +152,22 @@ class TokenTree:
         return tree
 
     def __len__(self) -> int:
-        """Number of nodes."""
         return len(self.shape)
 
     @cached_property
     def host_ids(self) -> list[int]:
-        """The tokens on the host; reading them from a device waits for it, unless they were kept."""
+        """The tokens on the host; reading them from a device waits for it, unless they are cached."""
         ids: list[int] = self.tokens.tolist()
         return ids
 
     @property
     def on_device(self) -> bool:
-        """Whether the tokens lie on a device and the host has not read them: `host_ids` would wait for it."""
+        """Whether the tokens are on a device and the host has not read them, so that `host_ids` would wait."""
         return "host_ids" not in self.__dict__ and transfers.waits(self.tokens.device)
 
     def keep_host_ids(self, ids: Sequence[int]) -> None:
         """Set `host_ids`: the numbers in `tokens`, read elsewhere."""
-        self.__dict__["host_ids"] = list(ids)  # where cached_property would keep it; nothing else changes
+        self.__dict__["host_ids"] = list(ids)  # where cached_property stores it
 
     def first(self, nodes: int) -> TokenTree:
         """The tree of the first `nodes` nodes."""
@@ -183,7 +176,7 @@ class TokenTree:
         return TokenTree(self.tokens[:nodes], TreeShape(self.shape.parents[:nodes]))
 
     def along(self, text: Sequence[int]) -> list[int]:
-        """The nodes that a text follows from the root, as far as the tree has its tokens."""
+        """The nodes along a text from the root, as far as the tree has its tokens."""
         ids, row = self.host_ids, 0
         found: list[int] = []
         for token in text:
@@ -200,13 +193,8 @@ class TokenTree:
 
 
 class GrowingTree:
-    """Tokens that share prefixes while more of them come; -1 is the root.
-
-    Attributes:
-        tokens: of the nodes.
-        parents: of the nodes.
-        children: nodes by their parents and tokens.
-    """
+    """A tree that merges shared prefixes of paths as they are added; -1 is the root. `children` maps parent and token
+    to node."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -214,7 +202,7 @@ class GrowingTree:
         self.children: dict[tuple[int, int], int] = {}
 
     def add(self, path: Iterable[int], node: int = -1) -> int:
-        """The last node of a path below a node; what of it is not there is made."""
+        """Add a path below a node, reusing existing nodes; returns its last node."""
         for token in path:
             child = self.children.get((node, token))
             if child is None:
@@ -226,9 +214,9 @@ class GrowingTree:
 
 
 def merged_paths(paths: Sequence[Sequence[int]]) -> tuple[TokenTree, tuple[int, ...]]:
-    """The tree of `TokenTree.from_paths`, and the node where each path ends; -1 of a path without tokens.
+    """The tree of `TokenTree.from_paths`, and the last node of each path; -1 for an empty path.
 
-    Worked example: the paths 5 6, 5 and 5 7 are the nodes 5, 6 and 7, of which the last two hang on the first; they end
+    Worked example: the paths 5 6, 5 and 5 7 are the nodes 5, 6 and 7, the last two children of the first; the paths end
     at nodes 1, 0 and 2.
     """
     tree = GrowingTree()
@@ -237,7 +225,7 @@ def merged_paths(paths: Sequence[Sequence[int]]) -> tuple[TokenTree, tuple[int, 
 
 
 def narrowed(tree: TokenTree, width: int) -> TokenTree:
-    """A tree without the later children of nodes that have more than `width`, and what hangs on them."""
+    """A tree with at most the first `width` children of each node, and their descendants."""
     kept: list[int] = []
     number, taken = {-1: -1}, dict.fromkeys(range(-1, len(tree)), 0)
     for node, parent in enumerate(tree.shape.parents):
@@ -250,15 +238,15 @@ def narrowed(tree: TokenTree, width: int) -> TokenTree:
 
 
 def likeliest_tree(root: Path, following: Callable[[Path], Sequence[tuple[int, float, Path]]], nodes: int) -> TokenTree:
-    """The likeliest nodes of a tree, the likeliest first, and of equally likely ones that which was found first.
+    """The likeliest nodes of a tree, in descending order, equally likely ones in order of discovery.
 
-    Worked example: 5 has 0.6 and 6 has 0.3, and behind 5 come 7 with 0.54 and 8 with 0.06. The three likeliest nodes
-    are 5, 5 7 and 6.
+    Worked example: 5 has 0.6 and 6 has 0.3, and after 5 come 7 with 0.54 and 8 with 0.06. The three likeliest nodes are
+    5, 5 7 and 6.
 
     Args:
-        root: the path of no token.
-        following: tokens behind a path, how likely each is together with all above it, and the path that it ends; in
-            any order, and none where nothing is drafted below.
+        root: the empty path.
+        following: for a path its next tokens in any order, each with the probability of the extended path and that path
+            itself; empty where nothing is drafted below.
         nodes: at most.
     """
     order = count()

@@ -1,4 +1,4 @@
-"""Verdicts: what a rule decided about a proposal, and how far a lossy rule is from the target. Needs no torch."""
+"""Verdicts: a rule's decision about a proposal, and the divergence of a lossy rule from the target. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from truedraft.core.sums import summed
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far emitted tokens' distributions, each given the text before it, are from the target's p at their places.
+    """Divergence of emitted tokens' distributions, each given the text before it, from the target's p at their places.
 
-    Of one token, or the sums over all that a lossy rule judged, the prefill's token included.
+    Of one token, or the sums over all tokens of a lossy rule, the prefill's token included.
 
     Attributes:
-        tokens: how many.
+        tokens: number of tokens.
         total_variation: half the L1 distance of the two distributions, a fraction.
         kl: KL(emitted distribution || p), in nats.
-        total_variation_greedy: the same distance for greedy decoding, whose distribution is one-hot: 1 - max p.
-        kl_greedy: likewise: -log max p, in nats.
+        total_variation_greedy: total variation of greedy decoding, with its one-hot distribution: 1 - max p.
+        kl_greedy: KL of greedy decoding: -log max p, in nats.
     """
 
     tokens: int = 0
@@ -37,7 +37,7 @@ class Divergence:
 
     @classmethod
     def of_choice(cls, p_x: float, largest_p: float) -> Divergence:
-        """Where nothing was left to chance: a one-hot distribution at a token of probability `p_x`, above 0."""
+        """Of a deterministic choice: a one-hot distribution at a token of probability `p_x`, above 0."""
         return cls(1, *_of_a_point(p_x), *_of_a_point(largest_p))
 
     @classmethod
@@ -55,7 +55,7 @@ def _of_a_point(p_x: float) -> tuple[float, float]:
 
 
 class Origin(Enum):
-    """Where an emitted token came from."""
+    """How an emitted token was obtained."""
 
     ACCEPTED = "accepted"
     RECOVERED = "recovered"
@@ -64,16 +64,15 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome for one proposal: the accepted path, then one more token from the target.
+    """The result for one proposal: the accepted path, then one more token from the target.
 
     Attributes:
         path: accepted nodes, from the root's child down.
-        tokens: the path's tokens and the final token: what is emitted. The final one is missing where the target has
-            no distribution.
+        tokens: emitted: the path's tokens and the final token. The final one is missing where the target has no
+            distribution.
         final: RECOVERED when draws were rejected at the end of the path, BONUS when there were none to judge.
-        divergence: of a lossy rule, for each of `tokens`, how far its distribution was from the target's; None of a
-            lossless one. It is a measurement, not a part of the decision, so verdicts that differ in it alone are
-            equal.
+        divergence: of a lossy rule, one for each of `tokens`; None of a lossless one. It is a measurement, not a part
+            of the decision, so verdicts that differ only in it are equal.
     """
 
     path: tuple[int, ...]
@@ -87,7 +86,7 @@ class Verdict:
         return ((Origin.ACCEPTED,) * len(self.path) + (self.final,))[: len(self.tokens)]
 
     def within(self, nodes: Collection[int]) -> Verdict:
-        """The verdict up to its first token that is none of some nodes, which then is the final one.
+        """The verdict up to its first token outside some nodes, which is then the final one.
 
         Worked example: of the path (0, 2, 5) within the nodes 0 and 5 the path (0,) is left, and two tokens.
         """

@@ -1,6 +1,6 @@
-"""Drafters: they guess the next tokens; the target decides. Also what one written by hand is made of.
+"""Drafters guess the next tokens; the target decides. Also the parts for a drafter of your own.
 
-Each name loads on first use, so that the words for drafters load alone.
+Each name loads on first use, so that parsing specifications stays light.
 """
 
 from __future__ import annotations

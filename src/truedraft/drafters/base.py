@@ -1,4 +1,4 @@
-"""The contract of a drafter, and the one that never drafts."""
+"""The interface of a drafter, and the drafter that never drafts."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DraftRequest:
-    """What a drafter sees of a request; the engine owns and grows it.
+    """A request as a drafter sees it; the engine owns and extends it.
 
     Attributes:
-        id: unique in its engine.
-        params: sampling options.
-        tokens: prompt and answer so far, to be read only; all but the last are in the target's cache.
-        prediction: tokens that its answer is expected to repeat in large parts.
-        scope: what it has read may be shared with requests of the same scope.
-        shaping: what its options do to logits before a distribution is made of them; None where they do nothing. A
-            draft that does the same is accepted more often, and is judged as exactly without it.
-        inputs: what its prompt has beside its tokens.
-        kept: whether a drafter may keep what it wrote for later ones; not of a rehearsal.
-        cache: the target's, while the request runs in an engine, for drafts made of the target itself: what they write
-            behind its committed tokens they roll back, and they never commit.
-        judged: the kinds of draws that its rule judges, or keeps most of, for drafters that can draft in several ways;
-            None: all.
+        tokens: prompt and answer so far, read-only; all but the last are in the target's cache.
+        prediction: tokens that the answer is expected to repeat in large parts.
+        scope: prefixes may be shared between requests of the same scope.
+        shaping: how its options change logits before sampling; None if they do not. A draft that does the same is
+            accepted more often, and verification is exact without it too.
+        inputs: further inputs of its prompt, such as pictures.
+        kept: whether a drafter may keep its text for later requests; False for synthetic requests of measurements.
+        cache: the target's cache, while the request runs in an engine, for drafts made by the target itself. They roll
+            back what they write after its committed tokens, and never commit.
+        judged: the kinds of draws that its rule verifies, or keeps most of, for drafters that can draft in several
+            ways; None: all.
     """
 
     id: int
@@ -58,16 +56,14 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a drafter needs to see of the target's forward, beside the tokens: the vectors that enter the LM head.
+    """What a drafter reads of the target's forward in addition to the tokens: hidden states that enter the LM head.
 
     Attributes:
-        rows: "last" is the row where the next token was drawn, and at a part of a prompt its last; "tree" are all rows
-            of a tree, and at a part of a prompt its last; "accepted" are those of tokens that stay: of a tree the last
-            token's and the accepted ones', whoever drafted them, and at a part of a prompt its last; "kept" are the
-            same and all of a part of a prompt; "all" are all rows that were fed: those of a tree, or of the part of the
-            prompt.
-        logits: whether the logits of these rows are wanted, too.
-        layers: numbers of layers, 0 the first, whose output at these rows is wanted, too.
+        rows: "last": the row from which the next token was drawn. "tree": all rows of a tree. "accepted": the rows of
+            the last token and of accepted tokens of any drafter. For a part of a prompt these are its last row. "kept":
+            as "accepted", and all rows of a part of a prompt. "all": all rows that were fed.
+        logits: whether the logits of these rows are required, too.
+        layers: numbers of layers, from 0, with outputs at these rows that are required, too.
     """
 
     rows: Literal["last", "tree", "accepted", "kept", "all"] = "last"
@@ -76,25 +72,21 @@ class Features:
 
     @property
     def of_prompts(self) -> bool:
-        """Whether rows of all tokens of a prompt are wanted."""
         return self.rows in ("kept", "all")
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What became of one request in one step.
+    """The result of one step for one request.
 
     Attributes:
-        proposal: what was proposed.
-        path: accepted nodes of it, from the root's child down, cut where the answer ended.
-        tokens: what was emitted.
-        hidden: `[rows, width]`: the vectors that entered the LM head, at the rows of `Drafter.features`: one row, or
-            row 0 at the last token of the context and row i + 1 at node i, or at the i + 1st accepted token where only
-            kept ones were declared, or one for each token of a part of a prompt;
-            None where none were declared.
-        logits: `[rows, vocab]` of the same rows, where they were declared.
+        path: accepted nodes of the proposal, from the root's child down, cut at the end of the answer.
+        hidden: `[rows, width]`: inputs of the LM head at the rows of `Drafter.features`: one row; or row 0 at the last
+            token of the context and row i + 1 at node i, or for accepted rows at the i + 1st accepted token; or one row
+            per token of a part of a prompt. None if none were declared.
+        logits: `[rows, vocab]` of the same rows, if declared.
         layers: `[rows, width]` of each declared layer at the same rows.
-        partial: whether this was a part of a prompt that is not its last, behind which no token is drawn.
+        partial: whether this was a part of a prompt other than its last, after which no token is drawn.
     """
 
     proposal: Proposal
@@ -107,13 +99,10 @@ class StepOutcome:
 
 
 class CutShortError(DrafterError):
-    """A drafter that was asked for one request failed after it had drawn, and what it had drawn by then is judged.
+    """A drafter failed for a single request after it had drawn; what it drew is still verified.
 
-    Whether it fails may depend on what it drew, so that to drop this would bend the distribution of the answer. The
-    error's cause says how it failed. One that had drawn nothing, or was asked for several, raises any other error.
-
-    Args:
-        proposal: all that was drawn.
+    Whether it fails may depend on what it drew, so dropping the draws would bias the answer. The cause says how it
+    failed. A drafter that drew nothing, or was called for several requests, raises any other error.
     """
 
     def __init__(self, proposal: Proposal) -> None:
@@ -122,11 +111,11 @@ class CutShortError(DrafterError):
 
 
 class LostDrawsError(DrafterError):
-    """A drafter failed after it had drawn, and did not say what: the text before cannot go on as it should."""
+    """A drafter failed after it had drawn, and did not report its draws: the text cannot continue without bias."""
 
     @classmethod
     def raise_if_lost(cls, name: str, error: Exception, params: SamplingParams, noise: Noise) -> None:
-        """Raise it, if a drafter that was asked for one request and raised an error had drawn by this noise."""
+        """Raise it if a drafter that failed for a single request had drawn by this noise."""
         drew = isinstance(noise, KeyedNoise) and noise.drew and not params.seeded
         if drew and not isinstance(error, LostDrawsError):
             raise cls(
@@ -141,36 +130,35 @@ _CHOSEN = frozenset({DrawKind.DETERMINISTIC})
 
 
 class Drafter(ABC):
-    """Proposes token trees and observes what became of them.
+    """Proposes token trees and observes which of their nodes are accepted.
 
     A drafter sets `name` and `limits` and implements `propose`; all else has a default. docs/adding_a_drafter.md is the
-    guide, with how `noise` is used.
+    guide, and explains how to use `noise`.
 
-    The engine calls `begin` once for each request, then for each step `propose` with those that are to be drafted for
-    and `observe` with all that took part, then `end`. A part of a prompt is a step with an empty proposal, and
-    `observe` follows it too.
+    The engine calls `begin` once per request; then in each step `propose` with the requests to draft for, and `observe`
+    with all requests of the step; then `end`. A part of a prompt is a step with an empty proposal, and `observe`
+    follows it too.
 
-    What it raises costs no answer: a request that it fails for goes on undrafted. Where it had drawn something, it says
-    what by a `CutShortError`; else that request ends with an error, for nobody knows what its text would have become.
-    If `propose` fails for several requests together, each is asked for alone, with the same budget and noise, and draws
-    the same. If `observe` does, what it noted of them is unknown, so for each of them `end` and `begin` are called, the
-    latter with prompt and answer so far in `request.tokens`, and then `observe` with the step's outcome alone. So
-    `begin` may come in the middle of an answer, and what was observed before it is gone.
+    An exception does not end an answer: the request continues without a draft. If the drafter had already drawn, it
+    must raise a `CutShortError` with its draws; otherwise the request ends with an error, because its answer would be
+    biased. If `propose` fails for several requests together, it is called for each one separately, with the same budget
+    and noise, and draws the same. If `observe` fails, its state for these requests is unknown. Then `end` and `begin`
+    are called for each of them, `begin` with prompt and answer so far in `request.tokens`, and then `observe` with the
+    step's outcome. So `begin` may come in the middle of an answer, and earlier observations are lost.
 
     Attributes:
-        name: for reports.
-        limits: upper limits on what it proposes; a controller decides within them.
-        features: what `observe` must be given of the target's forward; None is the tokens alone.
-        observes_lazily: whether `observe` may leave out steps in which it proposed nothing; of several in a row it is
-            then called with the last, before the next `propose`.
-        model: the model that drafts, of a drafter that has one beside the target.
-        held: what it holds for requests; nothing for one that is over.
-        trees: what is known of its trees, of a drafter whose trees somebody measured.
-        branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
-        ranks: the draws of sampled requests, the best ones first, of which a budget of n nodes gets the first n; None
-            where `branching` says how many there are.
-        levels: forwards, one behind another, that the last `propose` took; None where each level of depth takes one.
-        walks_along: whether it has `along`, for what it draws from at a place depends on how deep its draft is there.
+        limits: upper limits of its proposals; a controller decides within them.
+        features: what `observe` reads of the target's forward; None is the tokens only.
+        observes_lazily: whether `observe` may skip steps in which it proposed nothing; of several in a row it then gets
+            the last, before the next `propose`.
+        model: the draft model, if it has one of its own.
+        held: memory held for requests; nothing for ended ones.
+        trees: the drafter with measured tree statistics, if there is one.
+        branching: draws at a node of depth 0, 1, ... of its largest proposal; () if this number is not fixed.
+        ranks: the draws of sampled requests, the best ones first; a budget of n nodes gets the first n. None if
+            `branching` gives their number.
+        levels: number of sequential forwards in the last `propose`; None if each level of depth takes one.
+        walks_along: whether it implements `along`, because its distribution at a position depends on the draft's depth.
     """
 
     name: ClassVar[str]
@@ -187,7 +175,7 @@ class Drafter(ABC):
 
     @property
     def warmups(self) -> int:
-        """Forwards of its own so far that took longer than others of their shape will; see `LanguageModel`."""
+        """Number of its own forwards so far that were slower than later ones of the same shape."""
         return 0 if self.model is None else self.model.warmups
 
     @property
@@ -197,77 +185,77 @@ class Drafter(ABC):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """The kinds of draws that it makes for sampled requests; unless it says so none: it chooses candidates."""
+        """The kinds of draws in proposals for sampled requests; by default only deterministic candidates."""
         return _CHOSEN
 
     def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
-        """Those that it makes for requests whose rule judges `judged`; others too, where it has no choice."""
+        """The kinds that it makes for requests with a rule that verifies `judged`; others too if it has no choice."""
         return self.kinds
 
     def hint(self, request: DraftRequest) -> Hint:
-        """What it knows of its next proposal for a request before it makes it; asked at any time, and cheap."""
+        """A prediction about its next proposal for a request; may be called at any time, and must be fast."""
         return _NO_HINT
 
     def serves(self, request: DraftRequest) -> bool:
-        """Whether it can ever draft for a request; where not, it is never asked."""
+        """Whether it can ever draft for a request; if not, it is never called for it."""
         return True
 
     def check(self, target: LanguageModel) -> None:  # noqa: B027 - most drafters fit every target
-        """Refuse a target that it does not fit, before anything runs.
+        """Refuse an incompatible target, before anything runs.
 
         Raises:
-            CompositionError: says why.
+            CompositionError: the reason.
         """
 
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
-        """A request starts; its prompt is in `request.tokens`, and behind it what was already answered, if any."""
+        """A request starts; `request.tokens` has its prompt, followed by the answer so far, if any."""
 
     @property
     def report(self) -> Mapping[str, float]:
-        """Numbers of its own since it was made, for reports, beside what is counted of every drafter; {}: none."""
+        """Its own statistics since it was made, for reports, in addition to those of every drafter; {}: none."""
         return {}
 
     @abstractmethod
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Guess for each request, within its budget; at budget zero no work is done and the proposal is empty.
+        """Draft for each request, within its budget; at budget zero the proposal is empty and no work is done.
 
-        Whether a draw exists may depend on tokens already in the proposal, never on the token that it draws
-        (docs/concepts.md, predictable choice).
+        Whether a draw exists may depend on earlier tokens of the proposal, never on its own (docs/concepts.md,
+        predictable choice).
 
-        Distributions that draws name are distributions (finite, not negative, sum 1) and give something to each token
-        drawn; other draws are not judged, and their request goes on undrafted. A distribution that no draw names may
-        hold anything."""
+        Distributions of draws must be finite, not negative, of sum 1, and positive at each drawn token; other draws are
+        not verified, and their request continues without a draft. A distribution without a draw may hold any values.
+        """
 
     def along(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], texts: Sequence[Sequence[int]]
     ) -> Sequence[Tensor]:
-        """What it would draw from if its drafts were given texts: for each `[depth, vocab]`, as deep as it would draft.
+        """Its distributions if its drafts were the given texts: `[depth, vocab]` each, as deep as it would draft.
 
-        In place of `propose`, where a known answer is replayed.
+        Called instead of `propose` to replay a known answer.
         """
         raise DrafterError(f"drafter {self.name!r} does not say what it draws from along a text")
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional
-        """The step is over; `request.tokens` already holds what it emitted.
-
-        A drafter that keeps a cache commits the accepted `path` and drops the rest of what it drafted."""
+        """The step is over; `request.tokens` already holds the emitted tokens. A drafter with a cache commits the
+        accepted `path` and drops the rest.
+        """
 
     def rewind(self, request: DraftRequest) -> None:
-        """The text in `request.tokens` lost tokens at its end, as drafted ones are lost in a cascade.
+        """The text in `request.tokens` lost tokens at its end, as rejected ones do in a cascade; nothing was added yet.
 
-        It is cut, and nothing was added to it yet; what was observed behind is void. Forgets the request and begins
-        anew, where a drafter does not know better."""
+        Observations after the cut are void. By default the request ends and begins again.
+        """
         self.end(replace(request, kept=False))
         self.begin(request)
 
     def end(self, request: DraftRequest) -> None:  # noqa: B027 - optional
-        """A request is over; give back what was held for it. Also called for requests that failed."""
+        """A request is over; release what it holds. Also called for failed requests."""
 
 
 class NoDrafter(Drafter):
-    """Never guesses. The step is then plain decoding, by the same code."""
+    """Never drafts. The step is then plain decoding, in the same code."""
 
     name: ClassVar[str] = "none"
     limits: Budget = NO_DRAFT

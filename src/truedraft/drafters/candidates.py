@@ -1,4 +1,4 @@
-"""What drafters share that choose tokens and draw none, each request's for itself."""
+"""The base of drafters that choose tokens without drawing, for each request separately."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from truedraft.drafters.base import Drafter, DraftRequest
 
 
 class CandidateDrafter(Drafter):
-    """Proposes trees of candidates. They are deterministic, so every rule judges them exactly at every temperature."""
+    """Proposes trees of deterministic candidates, which every rule verifies exactly at every temperature."""
 
     observes_lazily = True
 
     @abstractmethod
     def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
-        """The tree of a request; empty where there is nothing to propose.
+        """The tree of a request; may be empty.
 
         Args:
-            request: that it is for.
-            budget: of this step, cut to the drafter's own limits; not zero.
+            budget: of this step, within the drafter's limits; not zero.
         """
 
     def propose(

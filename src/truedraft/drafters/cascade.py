@@ -1,4 +1,4 @@
-"""Drafts of drafts: a middle model verifies what a cheaper drafter guesses, the target what the middle model writes."""
+"""Cascades: a middle model verifies a faster drafter's guesses, and the target verifies the middle model's tokens."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import RequestCache
 from truedraft.verification import ArgmaxRule, CoupledSampling, Rule, SpeculativeSampling
 
-_LIKELY, _LIKELY_WEIGHT = 0.35, 8.0  # share of tokens that guesses give, until it is known, and tokens that it is worth
-_MEMORY, _OWN_MEMORY = 2000.0, 64.0  # tokens, of all requests and of one
+_LIKELY, _LIKELY_WEIGHT = 0.35, 8.0  # prior share of tokens from guesses, and its weight in tokens
+_MEMORY, _OWN_MEMORY = 2000.0, 64.0  # in tokens: for all requests, and for one
 
 
 class _Guessed:
-    """The share of the middle model's tokens that guesses give, those apart that no guess could: a chain's first.
+    """The share of the middle model's tokens that come from accepted guesses, without each chain's first, which cannot.
 
-    It begins at a third, so that chains are tried that are long enough to show how guesses fare: one of a single token
-    has none. Two chains put right what is not so. Late chains count most.
+    The prior is a third, so that the first chains are long enough to measure: a chain of one token has no guess.
 
     Args:
-        memory: tokens after which one counts 1 / e as much.
+        memory: number of tokens after which a token's weight is 1 / e.
     """
 
     def __init__(self, memory: float) -> None:
@@ -46,24 +45,20 @@ class _Guessed:
         self._given = self._tokens = 0.0
 
     def learn(self, given: int, tokens: int) -> None:
-        """A chain was written: guesses gave some of the tokens that they could give."""
         keep = math.exp(-tokens / self._memory)
         self._given, self._tokens = keep * self._given + given, keep * self._tokens + tokens
 
     def share(self, expected: float = _LIKELY) -> float:
-        """A fraction, where so much was expected before."""
         return (_LIKELY_WEIGHT * expected + self._given) / (_LIKELY_WEIGHT + self._tokens)
 
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A request as its drafters see it: committed tokens, and behind them what the middle model wrote in this step.
+    """A request as its drafters see it: committed tokens, then what the middle model wrote in this step.
 
     Attributes:
-        tokens: all of these.
         request: with `tokens` as its text.
-        committed: how many of them the engine has committed.
-        guessed: what guesses gave of its chains.
+        guessed: share of this request's tokens that came from guesses.
     """
 
     tokens: list[int]
@@ -77,13 +72,9 @@ class _Chain:
     """The chain of one request while it is drafted.
 
     Attributes:
-        text: that it is written behind.
-        cache: of the middle model.
-        first: tokens in that cache that stay there, whatever becomes of the chain.
-        length: that it will have.
-        noise: of the request at this step.
-        shaping: of the request, as the engine knows it: behind its committed tokens.
-        probs: `[tokens of a round, vocab]` that its tokens were drawn from, of each round.
+        first: tokens in that cache before the chain.
+        shaping: of the request, for its committed tokens.
+        probs: `[tokens of a round, vocab]` per round: the distributions that its tokens were drawn from.
     """
 
     text: _Text
@@ -96,21 +87,17 @@ class _Chain:
 
     @property
     def tokens(self) -> list[int]:
-        """So far."""
         return self.text.tokens[self.text.committed :]
 
     @property
     def left(self) -> int:
-        """Tokens that it still lacks."""
         return self.length - (len(self.text.tokens) - self.text.committed)
 
     @property
     def params(self) -> SamplingParams:
-        """Of the request."""
         return self.text.request.params
 
     def proposal(self) -> Proposal:
-        """What the target is given: tokens that are distributed as the middle model's own."""
         if self.params.greedy:
             return Proposal.deterministic(TokenTree.chain(self.tokens))
         kind = DrawKind.COUPLED if self.params.seeded else DrawKind.INDEPENDENT
@@ -118,30 +105,28 @@ class _Chain:
 
 
 class Cascade(Drafter):
-    """Drafts with a model whose own tokens are drafted: speculative decoding of the draft (hierarchical speculation,
-    Spector and Re 2308.04623; Chen et al. 2312.11462; TriForce, 2404.11912).
+    """Drafts with a model for which another drafter drafts (hierarchical speculation, Spector and Re 2308.04623; Chen
+    et al. 2312.11462; TriForce, 2404.11912).
 
-    At each step the middle model writes a chain of as many tokens as the budget allows, in rounds: the inner drafter
-    guesses, one forward of the middle model checks, and a lossless rule keeps what leaves the middle model's
-    distribution as it is. So the chain is distributed as one that the middle model had drawn token by token, the stored
-    distributions are its own, and the target judges it like any draft. The inner drafter may be a cascade.
+    In each step the middle model writes a chain in rounds: the inner drafter guesses, one forward of the middle model
+    verifies, and a lossless rule preserves the middle model's distribution. So the chain is distributed as if the
+    middle model had drawn it token by token, and the target verifies it like any draft. The inner drafter may be a
+    cascade.
 
-    How long the chain gets is fixed before the first round; a round guesses one token less than are lacking, at most.
-    Each round draws with noise of its own, one level below that of the step.
+    The chain's length is fixed before the first round; a round guesses at most one token less than are missing. Each
+    round draws with its own noise, one level below that of the step.
 
-    A chain takes as many forwards as it has rounds, and so as few as the guesses are good. How many of its tokens these
-    gave is counted, of each request and of all whose noise nobody shares, and is what a controller prices chains by
-    (`Hint.guessed`): what they took lately would say it of other lengths only by chance.
+    A chain takes one forward per round. The share of tokens from guesses is counted per request, and for all requests
+    with `kept`; a controller estimates the cost of chains from it (`Hint.guessed`), because measured times depend on
+    the lengths of the measured chains.
 
     Args:
-        drafter: guesses what the middle model writes.
-        middle: a drafter with a model that can verify: a draft model, or the target itself in fewer bits. It has a
-            method `caught_up`: caches of its model, which hold all of each text but its last few tokens, at least one.
-        num_speculative_tokens: length of the chain.
+        middle: a drafter with a model that can verify: a draft model, or the target with fewer bits. Its method
+            `caught_up` returns caches of its model that hold all but the last few tokens of each text, at least one.
 
     Raises:
         OptionError: a length out of range.
-        CompositionError: these do not go together.
+        CompositionError: the drafters are incompatible.
     """
 
     name: ClassVar[str] = "cascade"
@@ -193,7 +178,6 @@ class Cascade(Drafter):
         return frozenset({DrawKind.INDEPENDENT})
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse a target that the middle model does not fit, or a drafter that does not fit that model."""
         self.middle.check(target)
         self.drafter.check(self.model)
 
@@ -206,7 +190,7 @@ class Cascade(Drafter):
 
     def begin(self, request: DraftRequest) -> None:
         tokens = list(request.tokens)
-        # Its options look at what is committed, so the drafter inside does without them; the middle model does not.
+        # The options depend on committed tokens, so the inner drafter ignores them; the middle model does not.
         inside = replace(request, tokens=TokenView(tokens), shaping=None)
         self._texts[request.id] = _Text(tokens, inside, len(tokens))
         self.middle.begin(inside)
@@ -231,7 +215,6 @@ class Cascade(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Let the middle model write a chain for each request, all of them in the same rounds."""
         proposals, self.levels = [Proposal.empty()] * len(batch), 0
         lengths = [self._length(request, budget) for request, budget in zip(batch, budgets, strict=True)]
         drafting = [place for place, length in enumerate(lengths) if length]
@@ -250,7 +233,7 @@ class Cascade(Drafter):
         except LostDrawsError:
             raise
         except Exception as error:
-            # What it wrote by then is the middle model's own, however far it is, so it is judged.
+            # What was written so far has the middle model's distribution, so it is verified.
             if len(chains) == 1 == len(batch) and chains[0].probs:
                 raise CutShortError(chains[0].proposal()) from error
             raise
@@ -264,19 +247,16 @@ class Cascade(Drafter):
         return proposals
 
     def _learn(self, chain: _Chain) -> None:
-        """Take note how much of a chain guesses gave, for other requests too."""
         rounds, request = len(chain.probs), chain.text.request
         chain.text.guessed.learn(chain.length - rounds, chain.length - 1)
         if request.kept:
             self._guessed.learn(chain.length - rounds, chain.length - 1)
 
     def _length(self, request: DraftRequest, budget: Budget) -> int:
-        """Of the chain: what the budget, the options and the middle model's context allow."""
         within = budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
         return 0 if within.is_zero else min(within.depth, within.nodes)
 
     def _bring_up(self, text: _Text, request: DraftRequest) -> None:
-        """Add what was committed since, and drop what a step that failed left behind it."""
         self._cut(text, text.committed)
         if text.request.cache is not request.cache:
             text.request = replace(text.request, cache=request.cache)
@@ -287,7 +267,6 @@ class Cascade(Drafter):
             self.drafter.observe([text.request], [StepOutcome(Proposal.empty(), (), new)])
 
     def _write(self, chains: Sequence[_Chain]) -> None:
-        """Round after round, until each chain has its length."""
         turn = 0
         while growing := [chain for chain in chains if chain.left > 0]:
             noise = [chain.noise.inside(turn, chain.length - chain.left) for chain in growing]
@@ -323,10 +302,10 @@ class Cascade(Drafter):
         self.levels = turn
 
     def _write_one(self, chain: _Chain, missed: Sequence[int], guess: Proposal, noise: Noise) -> None:
-        """Write the next token alone, where the middle model fails with guesses below the text.
+        """Write the next token in a separate forward, after the middle model failed with guesses below the text.
 
-        Which they are may be why it fails. The token is that of the round all the same: whether a first guess stays,
-        and what takes its place, is said by what stands above it.
+        The failure may depend on the guesses. The token is still that of the round: whether the first guess is
+        accepted, and what replaces it, depends only on the tokens before it.
         """
         chain.cache.rollback(chain.cache.length)
         (own,) = self._forward([chain], [missed], [Proposal.empty()])
@@ -337,17 +316,17 @@ class Cascade(Drafter):
         chain.text.tokens.append(verdict.tokens[0])
 
     def _budget(self, chain: _Chain) -> Budget:
-        """Of a round, which adds a token of the middle model's own; no rows that the target's cache has no room for."""
+        """Budget of a round, which adds one token of the middle model; no rows beyond the target's cache."""
         most = self.drafter.limits.cut(chain.left - 1)
         return replace(most, nodes=min(most.nodes, chain.left - 1)) if self.held.in_target else most
 
     def _checked(
         self, chains: Sequence[_Chain], budgets: Sequence[Budget], guesses: Sequence[Proposal]
     ) -> list[Proposal]:
-        """The guesses, less draws that were not made as they say: these would bend what the middle model writes.
+        """The guesses, without invalid draws: these would bias the middle model's tokens.
 
         Raises:
-            DrafterError: one is none, or not within its budget.
+            DrafterError: a guess is not a proposal, or exceeds its budget.
         """
         if len(guesses) != len(chains):
             raise DrafterError(
@@ -365,16 +344,11 @@ class Cascade(Drafter):
     def _forward(
         self, chains: Sequence[_Chain], missed: Sequence[Sequence[int]], guesses: Sequence[Proposal]
     ) -> list[Tensor]:
-        """One forward of the middle model over what it has not read, and the guesses below that.
-
-        Args:
-            chains: that grow.
-            missed: of each text, the tokens that are not in its cache.
-            guesses: one for each.
+        """One forward of the middle model over the tokens that it has not read (`missed`), and the guesses below them.
 
         Returns:
-            Its distributions `[rows, vocab]` for each, row 0 behind the text and row i + 1 behind node i; for greedy
-            requests logits, whose order is all that counts.
+            Distributions `[rows, vocab]` per chain, row 0 after the text and row i + 1 after node i; for greedy
+            requests logits, because only their order matters.
         """
         segments = [
             Segment(
@@ -391,7 +365,7 @@ class Cascade(Drafter):
             if chain.shaping is not None:
                 paths = ((), *map(guess.tree.path_tokens, range(len(guess.tree))))
                 parts[place] = chain.shaping.of_paths(parts[place], [(*chain.tokens, *path) for path in paths])
-        # Where logits are broken, or options leave nothing, token 0 is drawn from a distribution that is one-hot there.
+        # If logits are not finite, or options exclude every token, the distribution is one-hot at token 0.
         parts = [part if (sound := sound_rows(part)) is None else usable_rows(part, sound) for part in parts]
         drawn = [place for place, chain in enumerate(chains) if not chain.params.greedy]
         if drawn:
@@ -408,7 +382,7 @@ class Cascade(Drafter):
         probs: Sequence[Tensor],
         noise: Sequence[Noise],
     ) -> list[Verdict]:
-        """What stays of the guesses, and one more token of the middle model; arguments as of `Rule.verify`."""
+        """The accepted guesses, and one more token of the middle model; arguments as of `Rule.verify`."""
         by_rule: dict[Rule, list[int]] = {}
         for place, chain in enumerate(chains):
             by_rule.setdefault(self._rule_of(chain), []).append(place)
@@ -424,14 +398,12 @@ class Cascade(Drafter):
         return self._coupled if chain.params.seeded else self._sampling
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Keep of what was written what the target accepted."""
         for request, outcome in zip(batch, outcomes, strict=True):
             text = self._texts[request.id]
             if len(text.tokens) > text.committed:
                 self._cut(text, text.committed + len(outcome.path))
 
     def _cut(self, text: _Text, length: int) -> None:
-        """Leave the first `length` tokens of a text; all of these are committed."""
         text.committed = length
         if len(text.tokens) > length:
             del text.tokens[length:]
@@ -440,7 +412,7 @@ class Cascade(Drafter):
 
 
 def _below(count: int, shape: TreeShape) -> TreeShape:
-    """A chain of so many tokens, and a tree below its last.
+    """A chain of `count` tokens, and a tree below its last.
 
     Worked example: below 2 tokens, a tree with the parents (-1, 0, 0) makes (-1, 0, 1, 2, 2).
     """

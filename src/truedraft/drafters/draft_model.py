@@ -1,4 +1,4 @@
-"""A smaller language model as drafter: chains and sampled trees, one packed forward a level for the whole batch."""
+"""A smaller language model as drafter: chains and sampled trees, one packed forward per level for the whole batch."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ _PREFILL_TOKENS = 512
 class DraftModel(Drafter):
     """Drafts with a smaller model that shares the target's tokenizer (Leviathan et al. 2211.17192).
 
-    A level of the tree is one packed forward over the nodes of the level above, for all requests at once. A chain
-    is the tree with one draw at each node. Where there are several chains, sampled requests get as many that are drawn
-    side by side (`SiblingChains`), and others the likeliest first tokens with a chain below each. On a device, the host
-    does not wait for a chain while it is drafted; it waits once for each level of a tree with several draws at a node,
-    or with `min_probability`, for their shapes depend on what was drawn.
+    A level of the tree is one packed forward over the nodes of the previous level, for all requests at once. A chain is
+    a tree with one draw per node. With several chains, sampled requests get chains drawn in parallel (`SiblingChains`),
+    and others the likeliest first tokens with a chain below each. On a device, the host does not wait while a chain is
+    drafted. It waits once per level of a tree with several draws per node, or with `min_probability`, because their
+    shapes depend on the draws.
 
     Args:
-        model: the draft model.
         num_speculative_tokens: length of a chain; ignored when `branching` is given.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
-        min_probability: draft no further below a token that the draft itself gave less than this; the token stays.
-        chains: how many chains; 1 where `branching` is given.
+        min_probability: draft no further below a token to which the draft gave less than this; the token stays.
+        chains: number of chains; 1 if `branching` is given.
 
     Raises:
         OptionError: an option is out of range.
@@ -78,12 +77,12 @@ class DraftModel(Drafter):
         self._hears = model.opening_inputs is not None
 
     def resized(self, **sizes: Any) -> DraftModel:
-        """The same model with other sizes, parameters of the class; the new drafter has no requests of the old one."""
+        """A drafter with the same model and other sizes, parameters of this class; it takes over no requests."""
         return DraftModel(self.model, min_probability=self.limits.min_probability, **sizes)
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """Independent draws where every node has one, and of several chains; else without replacement."""
+        """Independent draws with one draw per node or with several chains; otherwise without replacement."""
         independent = self.limits.width == 1 or self.chains > 1
         return frozenset({DrawKind.INDEPENDENT if independent else DrawKind.WITHOUT_REPLACEMENT})
 
@@ -124,14 +123,12 @@ class DraftModel(Drafter):
         return Hint(behind=behind, confident=self.limits.width == 1 and not transfers.waits(self.model.device))
 
     def begin(self, request: DraftRequest) -> None:
-        """Take a cache for the request; it is filled at the first proposal."""
         self.caches[request.id] = cache = self.model.new_cache()
         self.prefixes.join(request.id, cache, request.tokens, request.scope)
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Catch up with the tokens emitted since the last proposal, then draw level by level."""
         within = [self.within(budget, request) for request, budget in zip(batch, budgets, strict=True)]
         builders = [self._builder(*each) for each in zip(batch, within, noise, strict=True)]
         level = [builder for builder in builders if not builder.budget.is_zero]
@@ -149,7 +146,7 @@ class DraftModel(Drafter):
         return [builder.proposal() for builder in builders]
 
     def _draft_chains(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
-        """Draft whole chains whose lengths nothing decides, each in one recording; returns the builders of others."""
+        """Draft whole chains of fixed length, in one recorded graph per way of drawing; returns the other builders."""
         for choose, chains in chains_alike(builders).items():
             self._draft_alike(choose, *zip(*chains, strict=True))
         return [builder for builder in builders if builder.grows]
@@ -157,7 +154,6 @@ class DraftModel(Drafter):
     def _draft_alike(
         self, choose: Choose, builders: Sequence[TreeBuilder], numbers: Sequence[Sequence[Sequence[float]]]
     ) -> None:
-        """Chains whose tokens are drawn in the same way; numbers `[kinds, depth]` of each."""
         batch = [builder.request for builder in builders]
         while any(self._missed(request) > FEW for request in batch):
             self._read(batch, whole=False)
@@ -167,7 +163,7 @@ class DraftModel(Drafter):
         tokens, probs = self.model.forward_chains(segments, levels, choose, by_kind)
         for row, (builder, segment) in enumerate(zip(builders, segments, strict=True)):
             segment.cache.commit(range(len(segment.shape)))
-            segment.cache.reserve(levels - 1)  # what was written behind it, for `observe` to keep
+            segment.cache.reserve(levels - 1)  # written after it, for `observe` to keep
             builder.take_chain(tokens[row], None if probs is None else probs[row])
 
     def _builder(self, request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:
@@ -177,15 +173,14 @@ class DraftModel(Drafter):
         return TreeBuilder(cache, request, budget, noise, self.branching, device, ranks=self.ranks)
 
     def within(self, budget: Budget, request: DraftRequest) -> Budget:
-        """The budget of a request's proposal, cut to the options and to what fits the draft model's own context."""
+        """The budget of a request's proposal, within the options and the draft model's own context."""
         return budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
 
     def _missed(self, request: DraftRequest) -> int:
-        """Tokens of a text that the draft has not seen."""
         return len(request.tokens) - self.caches[request.id].length
 
     def _share(self, batch: Sequence[DraftRequest]) -> None:
-        """Copy what others have read already; of several that begin alike one reads before the others copy from it."""
+        """Copy shared prefixes from other requests; of several new requests with a common prefix one reads it first."""
         readers: list[DraftRequest] = []
         followers: list[DraftRequest] = []
         for request in batch:
@@ -196,23 +191,23 @@ class DraftModel(Drafter):
             else:
                 self.prefixes.fill(request.id)
                 readers.append(request)
-        while followers and any(self._missed(each) > 1 for each in readers):  # last tokens are read with the others'
+        while followers and any(self._missed(each) > 1 for each in readers):  # last tokens are read in `_catch_up`
             self._read(readers, whole=False)
         for request in followers:
             self.prefixes.fill(request.id)
 
     def _catch_up(self, batch: Sequence[DraftRequest]) -> Tensor:
-        """Feed the committed tokens that the draft has not seen; logits `[requests, vocab]` at the last of each.
+        """Read the committed tokens that the draft has not read; logits `[requests, vocab]` at the last of each.
 
-        After full acceptance these are two: the last drafted token was never fed. A long prompt is fed in parts;
-        the last token of every request waits for the last forward, so that all logits come out together.
+        After full acceptance these are two, because the last drafted token was never fed. All last tokens wait for the
+        last forward, so that all logits are computed together.
         """
         while any(self._missed(request) > _PREFILL_TOKENS for request in batch):
             self._read(batch, whole=False)
         return self._read(batch, whole=True)
 
     def _read(self, batch: Sequence[DraftRequest], *, whole: bool) -> Tensor:
-        """Feed one part of the committed tokens; logits at the last of each where they are read whole, else none."""
+        """Feed one part of the committed tokens; logits at the last of each if they are read whole, else none."""
         segments = self._segments(batch, whole=whole)
         output = self.model.forward(segments)
         for segment in segments:
@@ -220,7 +215,6 @@ class DraftModel(Drafter):
         return output.logits
 
     def _segments(self, batch: Sequence[DraftRequest], *, whole: bool) -> list[Segment]:
-        """One part of the committed tokens that were not read, up to the last one or without it."""
         segments = []
         for request in batch:
             cache = self.caches[request.id]
@@ -228,13 +222,12 @@ class DraftModel(Drafter):
             if ids:
                 inputs = request.inputs if self._hears and not cache.family.memory else None
                 rows = (len(ids) - 1,) if whole else ()
-                prompt = len(ids) if len(ids) > FEW else 0  # a draft's bits may hang on anything
+                prompt = len(ids) if len(ids) > FEW else 0  # a draft need not be bitwise reproducible
                 shape = chain_shape(len(ids))
                 segments.append(Segment(cache, torch.tensor(ids), shape, rows, prompt=prompt, inputs=inputs))
         return segments
 
     def _forward_level(self, builders: Sequence[TreeBuilder]) -> Tensor:
-        """Feed the nodes that were drawn last; logits `[nodes, vocab]`."""
         return self.model.forward([builder.segment() for builder in builders]).logits
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
@@ -244,8 +237,7 @@ class DraftModel(Drafter):
             cache.commit([node for node in outcome.path if node < cache.uncommitted])
 
     def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
-        """All but the last token of a text are read before anything is drafted below it, or so many that few are
-        left."""
+        """Read all but the last few tokens of each text, at least one, before anything is drafted after it."""
         for each in batch:
             cache = self.caches[each.id]
             cache.rollback(min(cache.length, len(each.tokens) - 1))
@@ -259,7 +251,6 @@ class DraftModel(Drafter):
         cache.rollback(min(cache.length, len(request.tokens)))
 
     def end(self, request: DraftRequest) -> None:
-        """Give the cache back."""
         cache = self.caches.pop(request.id, None)
         if cache is not None:
             try:
@@ -270,7 +261,7 @@ class DraftModel(Drafter):
 
 
 def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    """Of a sound, as the encoder of a model hears it; empty where it has none that hears."""
+    """Shapes of an audio input of a model's encoder, without the batch; {} if it takes none."""
     return {name: tuple(sound.shape[1:]) for name, sound in (model.opening_inputs or {}).items()}
 
 

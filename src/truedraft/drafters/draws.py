@@ -1,5 +1,4 @@
-"""How a draft's distribution becomes drafted tokens: the argmaxes, independent draws, or the choices of coupled
-noise."""
+"""How a draft's distribution becomes drafted tokens: argmax, independent draws, or choices by coupled noise."""
 
 from __future__ import annotations
 
@@ -20,17 +19,15 @@ from truedraft.core.proposal import DrawKind
 from truedraft.models.base import Choose
 
 Child: TypeAlias = tuple[int, float]
-"""A drawn token, and the draft's probability of it (1 where nobody asked)."""
+"""A drawn token, and the draft's probability of it (1 if not computed)."""
 
 
 class OpenNode(NamedTuple):
-    """A node whose children are about to be drawn.
+    """A node before its children are drawn.
 
     Attributes:
-        noise: of its request at this step.
-        depth: depth of the node; its children decide the token at this depth of the step.
-        first_child: its number in the tree, which keeps the keys of one depth apart.
-        width: children to draw.
+        depth: of the node; its children decide the token at this depth of the step.
+        first_child: number of its first child in the tree, which makes the noise keys of one depth unique.
     """
 
     noise: Noise
@@ -40,22 +37,17 @@ class OpenNode(NamedTuple):
 
 
 class DraftIds:
-    """The ids that a draft guesses among, where they are fewer than the target's.
+    """The token ids of a draft with a smaller vocabulary than the target's.
 
     Args:
-        ids: `[guessed]`, int64, different ones, on the device of the draft.
-        vocab: ids of the target.
-
-    Attributes:
-        ids: as given.
-        on_host: the same.
+        ids: `[guessed]`, int64, distinct, on the device of the draft.
     """
 
     def __init__(self, ids: Tensor, vocab: int) -> None:
         self.ids, self.on_host, self._vocab = ids, ids.tolist(), vocab
 
     def whole(self, values: Tensor, others: float = -math.inf) -> Tensor:
-        """Values `[rows, guessed]` with those of all other ids: `[rows, vocab]`."""
+        """Values `[rows, guessed]` with `others` at all other ids: `[rows, vocab]`."""
         return values.new_full((len(values), self._vocab), others).index_copy_(1, self.ids, values)
 
 
@@ -63,8 +55,7 @@ class Drawing(ABC):
     """A way to draw children from logits; a pure function of logits and noise, which waits for no device.
 
     Attributes:
-        kind: of its draws.
-        by_ids: whether what is drawn hangs on which ids the logits are about, not on the logits alone.
+        by_ids: whether draws depend on which ids the logits are for, not only on the logits.
     """
 
     kind: DrawKind
@@ -76,32 +67,30 @@ class Drawing(ABC):
 
         Args:
             logits: `[nodes, vocab]` of the draft.
-            params: options that all these nodes share.
-            nodes: one for each row; at least one has children to draw.
+            nodes: one per row; at least one has children to draw.
 
         Returns:
-            The tokens `[nodes, draws]`, int64, on the device of the logits: for each node as many as the widest draws
-            (the whole vocabulary where that is less), of which its own are the first. `vocab` stands for none: the
-            distribution is used up, or the logits are broken (the argmax of NaN is some token). And the distributions
-            `[nodes, vocab]` they were drawn from (None: one-hot ones), not finite where the logits are broken.
+            Tokens `[nodes, draws]`, int64, on the device of the logits: for each node as many as the widest draws (at
+            most the vocabulary), of which its own are the first. `vocab` means no token: the distribution is used up,
+            or the logits are not finite. And the distributions `[nodes, vocab]` they were drawn from (None: one-hot),
+            not finite where the logits are not.
         """
 
     def choose(self, params: SamplingParams) -> Choose | None:
-        """How one token is drawn in a chain that is drafted at once, see `LanguageModel.forward_chains`; None where
-        these options let none be."""
+        """How one token is drawn in `LanguageModel.forward_chains`; None if these options are not supported there."""
         return None
 
     def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]] | None:
-        """What `choose` is given beside the logits, for each depth of the chain of one request.
+        """The inputs of `choose` in addition to the logits, for each depth of one request's chain.
 
         Returns:
-            Numbers `[kinds, depth]`; None where the noise is not that of a key.
+            Numbers `[kinds, depth]`; None if the noise is not keyed.
         """
         return []
 
 
 class TopTokens(Drawing):
-    """The likeliest tokens, as deterministic candidates: what a greedy request needs."""
+    """The likeliest tokens, as deterministic candidates, for greedy requests."""
 
     kind = DrawKind.DETERMINISTIC
 
@@ -110,14 +99,14 @@ class TopTokens(Drawing):
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         width = max(node.width for node in nodes)
-        # Unlike topk the first promises the lowest id among equals: what the target would choose.
+        # Unlike topk, `most_likely` returns the lowest id among equals, as the target does.
         best = most_likely(logits)[:, None] if width == 1 else logits.topk(min(width, logits.shape[-1]), dim=-1).indices
-        # Nothing is proposed that has no mass: what is banned, or cannot be written at all.
+        # Tokens of probability 0 are not proposed, such as banned ones.
         return best.masked_fill(logits.gather(-1, best) == -torch.inf, logits.shape[-1]), None
 
 
 class SampledTokens(Drawing):
-    """Draws from the draft's distribution: several at a node are without replacement, or independent of each other."""
+    """Draws from the draft's distribution: several per node, without replacement or independent."""
 
     def __init__(self, kind: DrawKind) -> None:
         self.kind = kind
@@ -132,7 +121,7 @@ class SampledTokens(Drawing):
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         probs = left = probs_from_logits(logits, params)  # [nodes, vocab]
         last = max(node.width for node in nodes) - 1
-        # Known beforehand, so the numbers of all draws go up in one copy; 0 where a node has no such draw.
+        # All numbers are known in advance, so they are uploaded in one copy; 0 if a node has no such draw.
         numbers = [
             node.noise.uniform(Purpose.DRAFT, node.depth, node.first_child + number) if number < node.width else 0.0
             for number in range(last + 1)
@@ -170,27 +159,24 @@ class CoupledTokens(Drawing):
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether a distribution hangs on the temperature alone, which may be a number on the device."""
+    """Whether a distribution depends only on the temperature, which may be a number on the device."""
     return not params.top_k and params.top_p >= 1.0 and params.min_p <= 0.0
 
 
 def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
-    """The distributions that `probs_from_logits` gives at a temperature of each row, `[rows]`, float64."""
+    """The distributions of `probs_from_logits` at a temperature per row, `[rows]`, float64."""
     logits = logits.float()
     temperature = temperature.clamp_min(torch.finfo(logits.dtype).tiny).to(logits.dtype)
     return torch.softmax((logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]), dim=-1)
 
 
 def existing(tokens: Tensor, probs: Tensor | None, vocab: int) -> tuple[Tensor, Tensor | None]:
-    """Tokens `[nodes]` that are fed on unread, `vocab` where the logits have no mass or are broken and none was drawn.
+    """Replace `vocab` in unread tokens `[nodes]`: none was drawn, as the logits are not finite or all -inf.
 
-    The host does not know it: token 0 stands in, drawn from the distribution that is one-hot there, so a rule judges it
-    as rightly as any other.
+    The host does not see this, so it becomes token 0 with a one-hot distribution, which every rule verifies exactly.
 
     Args:
-        tokens: of each node.
         probs: `[nodes, vocab]` that they were drawn from, changed in place; None: one-hot distributions.
-        vocab: size of the vocabulary.
     """
     broken = tokens == vocab
     if probs is not None:
@@ -199,20 +185,17 @@ def existing(tokens: Tensor, probs: Tensor | None, vocab: int) -> tuple[Tensor, 
 
 
 def _likeliest_token(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """As `TopTokens` draws one."""
     best = logits.argmax(dim=-1)
     none = logits.gather(-1, best[:, None])[:, 0] == -torch.inf
     return existing(best.masked_fill(none, logits.shape[-1]), None, logits.shape[-1])
 
 
 def _drawn_token(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-    """As `SampledTokens` draws one."""
     probs = _tempered(logits, temperature)
     return existing(draw(probs, uniform), probs, logits.shape[-1])
 
 
 def _coupled_token(logits: Tensor, temperature: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
-    """As `CoupledTokens` draws one."""
     probs = _tempered(logits, temperature)
     return existing(choices_by_keys(probs, key)[:, 0], probs, logits.shape[-1])
 
@@ -224,7 +207,7 @@ _WITHOUT_REPLACEMENT = SampledTokens(DrawKind.WITHOUT_REPLACEMENT)
 
 
 def drawing_for(params: SamplingParams, width: int) -> Drawing:
-    """How a request with these options draws, at up to `width` draws a node."""
+    """How a request with these options draws, with up to `width` draws per node."""
     if params.greedy:
         return TOP_TOKENS
     if params.seeded:
@@ -233,13 +216,11 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
 
 
 def fetch_children(tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[list[Child]]:
-    """The children of each node, brought to the host in one transfer.
+    """The children of each node, copied to the host in one transfer.
 
     Args:
         tokens: `[nodes, draws]` from `Drawing.draw`.
-        probs: `[nodes, vocab]`, which say the children's probabilities; None where nobody asks.
-        nodes: what was drawn for.
-        vocab: size of the vocabulary.
+        probs: `[nodes, vocab]` with the children's probabilities; None if not needed.
     """
     if probs is None:
         rows = [[(token, 1.0) for token in row] for row in tokens.tolist()]

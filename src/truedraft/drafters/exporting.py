@@ -1,8 +1,8 @@
-"""Drafters that travel: folders that vLLM, SGLang and llama.cpp load, and the commands that serve them there; and
-those that `speculators` trains further.
+"""Exports of drafters: folders that vLLM, SGLang and llama.cpp load, with the commands that serve them, and folders
+that `speculators` trains further.
 
-These engines draft chains. What each knows is as of vLLM 0.32, SGLang's pages on speculative decoding and its models
-of November 2026, and the llama.cpp that llama-cpp-python 0.3.36 carries (docs/speculative.md, conversion/).
+These engines draft chains. The export formats follow vLLM 0.32, SGLang's pages on speculative decoding and its models
+of November 2026, and the llama.cpp in llama-cpp-python 0.3.36 (docs/speculative.md, conversion/).
 """
 
 from __future__ import annotations
@@ -36,14 +36,11 @@ _GGUF = "draft.gguf"
 
 @dataclass(frozen=True, slots=True)
 class ExportedDrafter:
-    """What was written.
+    """A written drafter.
 
     Attributes:
-        kind: of the drafter, as `--drafter` calls it.
-        engine: that loads it.
-        target: that it drafts for.
-        tokens: that a chain has there.
-        commands: shell lines, in their order; the last one serves. None where the engine serves nothing.
+        tokens: length of a chain there.
+        commands: shell lines in order; the last one serves. Empty if the engine serves nothing.
     """
 
     kind: str
@@ -55,25 +52,19 @@ class ExportedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """The target that an exported drafter is for.
-
-    Attributes:
-        name: as it was given.
-        config: of transformers, None where the target lies elsewhere.
-    """
+    """The target of an exported drafter; `config` is None if it is not available here."""
 
     name: str
     config: Any
 
     @property
     def family(self) -> str:
-        """The class that transformers loads it with; "" where it is not known."""
         family, *_ = getattr(self.config, "architectures", None) or [""]
         return str(family)
 
     @property
     def layers(self) -> int:
-        """How many it has.
+        """Number of layers.
 
         Raises:
             OptionError: it cannot be read here.
@@ -83,7 +74,6 @@ class ExportTarget:
         return int(self.config.get_text_config().num_hidden_layers)
 
     def check_fits(self, head: Any) -> None:
-        """Refuse a head for another model, as far as sizes tell."""
         if self.config is None:
             return
         text, sizes, wrong = self.config.get_text_config(), head.config, None
@@ -98,7 +88,7 @@ class ExportTarget:
             raise OptionError(f"is {self.name!r}, {wrong}; name the target that it was trained for", field="model")
 
     def lm_head(self, head: Head) -> Tensor | None:
-        """The weight `[vocab, width]` that heads without an output end in."""
+        """The LM head weight `[vocab, width]` for heads without one; None if the target is not available."""
         if self.config is None:
             return None
         model = read_model(resolve_source(self.name), self.name, next(head.parameters()).dtype)
@@ -108,15 +98,14 @@ class ExportTarget:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an engine is given a kind of drafter.
+    """How an engine loads a kind of drafter.
 
     Attributes:
-        words: of the server's command: DIR stands for the folder, FILE for the GGUF file in it, K for the tokens, K+1
-            for one more; of vLLM its method, and what else its configuration has.
-        write: writes a head, given it, a folder and the target; None is of draft models.
-        reads: sizes of heads that it takes only so; it leaves out others, some without a word.
-        flags: of these sizes, those that `truedraft train` has an option for.
-        otherwise: what to do with a head of other sizes.
+        words: of the server's command: DIR is the folder, FILE the GGUF file in it, K the number of tokens, K+1 one
+            more. For vLLM: its method, and further configuration keys.
+        write: writes a head; called with the head, a folder and the target. None for draft models.
+        reads: required sizes of heads; the engine ignores others, some without an error.
+        flags: of these sizes, those with an option of `truedraft train`.
     """
 
     words: str
@@ -126,7 +115,6 @@ class Way:
     otherwise: str = ""
 
     def typed(self, folder: Path, tokens: int) -> list[str]:
-        """The words, with all in its place."""
         if not self.words.startswith("-"):
             method, *more = self.words.split()
             about = {"method": method, "model": str(folder), _TOKENS: tokens, **dict.fromkeys(more, True)}
@@ -137,13 +125,12 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Exports:
-    """How engines are given a kind of drafters.
+    """How engines load a kind of drafter.
 
     Attributes:
-        ways: by engine.
-        instead: what is nearest to it for the other engines, by engine; under "" for all.
-        export: writes one, given its path, the engine, the way, a folder, the target's name and a number of tokens;
-            None is of heads.
+        instead: the nearest alternative for other engines, by engine; "" for all.
+        export: writes one; called with its path, the engine, the way, a folder, the target's name and a number of
+            tokens. None for heads.
     """
 
     ways: Mapping[str, Way]
@@ -183,16 +170,15 @@ def export_drafter(
     """Write a drafter, trained here or read from another project's folder, for another engine.
 
     Args:
-        drafter: as `--drafter` takes it, with a path, or the path alone; its one option is `num_speculative_tokens`.
-        engine: one of `ENGINES`.
-        folder: one that does not exist, or is empty.
+        drafter: as `--drafter` takes it, with a path, or only the path; its one option is `num_speculative_tokens`.
+        folder: must not exist, or be empty.
         model: the target, as `load_model` takes it; None is the one that the drafter names.
         dtype: of a draft model's weights, as `load_model` takes it; heads keep theirs.
 
     Raises:
         UnknownOptionError: there is no such engine.
-        OptionError: the engine does not run such a drafter, and what is nearest; or an unusable folder or target.
-        ModelError: the drafter or the target cannot be read, or the engine has no place for something that it has.
+        OptionError: the engine does not run such a drafter; or an invalid folder or target.
+        ModelError: the drafter or the target cannot be read, or the engine does not support a part of it.
     """
     if engine not in ENGINES:
         raise UnknownOptionError.nearest("engine", engine, ENGINES)
@@ -226,7 +212,6 @@ def _exports_of(kind: str) -> Exports:
 
 
 def _nearest(kind: str, engine: str, exports: Exports) -> str:
-    """What is nearest to a kind of drafter that an engine is not given."""
     if engine in exports.instead:
         return exports.instead[engine]
     nearest = exports.instead.get("") or _NEAREST.get(kind)
@@ -236,7 +221,6 @@ def _nearest(kind: str, engine: str, exports: Exports) -> str:
 
 
 def _kind_of(words: Words) -> tuple[str, Words]:
-    """The kind of a drafter; that of a path alone is what its files say."""
     if words.kind in (*KINDS, "auto", "portfolio"):
         return words.kind, words
     typed = words.kind if words.path is None else f"{words.kind}:{words.path}"
@@ -294,7 +278,7 @@ def _export_draft(
 
 
 def target_of(model: str | None, named: str, engine: str) -> ExportTarget:
-    """The target of that name, or the one that the drafter names.
+    """The named target, or the one that the drafter names.
 
     Raises:
         OptionError: there is no name, or the engine cannot load such a target.
@@ -309,16 +293,16 @@ def target_of(model: str | None, named: str, engine: str) -> ExportTarget:
             field="model",
         )
     config = None
-    with contextlib.nullcontext() if model else contextlib.suppress(ModelError):  # it may lie elsewhere now
+    with contextlib.nullcontext() if model else contextlib.suppress(ModelError):  # it may have moved
         config = load_config(resolve_source(name), name, None)
     return ExportTarget(name, config)
 
 
 def chain_of(tokens: int | None, usual: int, most: int | None) -> int:
-    """Tokens of a chain: those that were asked for, or the usual ones.
+    """Length of a chain: as requested, or the default.
 
     Raises:
-        OptionError: there are less than one, or more than `most`.
+        OptionError: it is less than 1, or more than `most`.
     """
     count = usual if tokens is None else tokens
     if count < 1 or (most is not None and count > most):
@@ -327,7 +311,7 @@ def chain_of(tokens: int | None, usual: int, most: int | None) -> int:
 
 
 def exported(folder: Path, kind: str, engine: str, target: ExportTarget, tokens: int, way: Way) -> ExportedDrafter:
-    """With the commands: those that make of target and drafter what the engine loads, and the server's."""
+    """The result, with the commands that convert target and drafter for the engine, and the server's."""
     if engine not in _SERVE:
         return ExportedDrafter(kind, engine, target.name, tokens, ())
     beside, file = f"{folder}-target", _gguf_file(target.name)
@@ -348,7 +332,6 @@ def exported(folder: Path, kind: str, engine: str, target: ExportTarget, tokens:
 
 
 def _gguf_file(name: str) -> Path | None:
-    """The GGUF file that a model's name stands for; None: it is none."""
     if name == smollm2.WORD:
         return smollm2.installed_file()
     path = user_path(name, ModelNotFoundError)

@@ -1,4 +1,4 @@
-"""What a drafter holds for requests: the caches of its models, and whatever else it notes of them."""
+"""Memory that a drafter holds for requests: the caches of its models, and other state."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from truedraft.models.cache import CachePool, PrefixCache, RequestCache
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelCaches:
-    """The caches of a model that drafts.
+    """The caches of a draft model.
 
     Attributes:
-        model: whose caches they are.
-        caches: by id of request; after `propose` and `observe` they hold what a fresh computation would.
-        prefixes: what requests begin with, and the texts that the model reads.
-        drafted: most tokens in a cache beyond those of a request.
-        per_token: most tokens of the model's own for one of the target's.
+        caches: by id of request; after `propose` and `observe` their content equals a fresh computation's.
+        drafted: maximum number of tokens in a cache beyond those of a request.
+        per_token: maximum number of the model's own tokens per token of the target.
     """
 
     model: LanguageModel
@@ -29,22 +27,20 @@ class ModelCaches:
     per_token: int = 1
 
     def most(self, tokens: int) -> int:
-        """Most tokens in the cache of a request of so many, drafted ones included."""
+        """Maximum number of tokens in the cache of a request with `tokens` tokens, including drafted ones."""
         return min(self.per_token * tokens, self.model.context_length) + self.drafted
 
     def ahead(self, tokens: int) -> ModelCaches:
-        """The same where requests may be so many tokens longer before these are judged."""
+        """The same if requests may be `tokens` tokens longer before these are verified."""
         return replace(self, drafted=self.drafted + self.per_token * tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCaches:
-    """The caches of a head that drafts, where all lie in one block.
+    """The caches of a head, all in one block.
 
     Attributes:
-        pool: where they come from.
-        caches: by id of request.
-        drafted: most tokens in a cache beyond those of a request.
+        drafted: maximum number of tokens in a cache beyond those of a request.
     """
 
     pool: CachePool
@@ -52,46 +48,39 @@ class HeadCaches:
     drafted: int
 
     def most(self, tokens: int) -> int:
-        """Most tokens in the cache of a request of so many, drafted ones included."""
         return tokens + self.drafted
 
 
 class SharedTexts(Protocol):
-    """What a head, which reads the target's vectors at all tokens of a text, shares of texts that begin alike.
-
-    Attributes:
-        prefixes: of the head's keys and values.
-        layers: that have such.
-    """
+    """Shared prefixes of a head that reads the target's hidden states at all tokens of a text."""
 
     prefixes: PrefixCache
     layers: int
 
     @property
     def pool(self) -> CachePool:
-        """Where its caches come from."""
+        """Source of its caches."""
 
     def available(self, number: int) -> int | None:
-        """How many of a request's first tokens it need not see; None where the request is no matter of it."""
+        """How many leading tokens of a request it need not read; None if the request is not shared."""
 
     def take(self, number: int, tokens: int) -> None:
-        """The target's cache was filled up to so many tokens, which are available."""
+        """The target's cache was filled up to `tokens` tokens, which are available."""
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """All that a drafter holds for requests; what it keeps of earlier ones is counted apart (`PrefixCache`).
+    """All memory that a drafter holds for requests, without that kept of earlier ones (`PrefixCache`).
 
     Attributes:
-        models: caches of its models.
-        noted: what else it notes, by id of request.
-        request_bytes: that this takes for each request.
-        token_bytes: that it takes at the most for each token of a request, beside.
-        tokens: how many tokens there are such bytes of now, of all requests.
-        beside: bytes that it holds in another process.
+        noted: other state, by id of request.
+        request_bytes: bytes of this state per request.
+        token_bytes: maximum additional bytes per token of a request.
+        tokens: returns the current number of such tokens, of all requests.
+        beside: bytes held in another process.
         in_target: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
-        heads: caches of its heads, beside `token_bytes`.
-        shared: what its heads share of texts that begin alike, and keep for requests to come.
+        heads: caches of its heads, not in `token_bytes`.
+        shared: prefixes that its heads share between requests and keep for later ones.
     """
 
     models: Sequence[ModelCaches] = ()
@@ -106,7 +95,6 @@ class Held:
 
     @property
     def requests(self) -> set[int]:
-        """Ids of requests that something is held for."""
         return {
             *(number for each in self.models for number in each.caches),
             *(key for own in self.noted for key in own),
@@ -114,7 +102,6 @@ class Held:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that are held now."""
         owners: list[ModelCaches | HeadCaches] = [*self.models, *self.heads]
         caches = [cache for each in owners for cache in list(each.caches.values())]  # a step may run
         noted = self.request_bytes * len(self.requests) + self.token_bytes * self.tokens()

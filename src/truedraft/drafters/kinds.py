@@ -1,7 +1,7 @@
-"""The table of kinds: a word leads to what says how its drafters are made, which is imported when it is asked for.
+"""The table of kinds: maps a name to the description of how its drafters are made, which is imported on use.
 
-A package of somebody else adds a kind by an entry point of the group `truedraft.kinds`: its name is the word, its value
-the mapping `MODULE:NAME` in which a `Kind` stands under that word.
+A third-party package adds a kind by an entry point of the group `truedraft.kinds`: its name is the kind's name, its
+value `MODULE:NAME` is a mapping with a `Kind` under that name.
 """
 
 from __future__ import annotations
@@ -41,31 +41,29 @@ _TRAINED = ("draft", "eagle", "p-eagle", "dspark", "dflash", "redrafter", "medus
 
 
 def dotted(name: str) -> Any:
-    """What `MODULE:NAME` names; the module is imported."""
+    """Import `MODULE:NAME`."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of drafters, as it is typed. What drafting needs is light; dotted names `MODULE:NAME` load on use.
+    """A kind of drafters, as a user names it. Dotted names `MODULE:NAME` are imported on use.
 
     Attributes:
-        made: the class or function that makes a drafter. Options are parameters of it and of `parts`, and are read as
-            they are annotated; parameters called `words`, `path`, `target` and `drafters_dir` are given those.
-        path: what the path behind its word is, as "DIR"; None where it takes none.
-        options: its options, each with a value as it is typed: the default, or an example of what else there is.
-        meaning: what it does, in a phrase.
-        parts: of `made`, parameters that are no options, and the functions that make them.
-        widest: options that leave a controller room to decide, as `auto` takes them.
-        paths: what a plan tries behind its word where no path is given.
-        members: what the drafters in parentheses behind its word are, as "A;B"; "" where it takes none.
-        head: the class of its heads.
-        trains: what `truedraft train` offers of it, `truedraft.training.options.Trains`; needs no torch.
+        made: the class or function that makes a drafter. Options are parameters of it and of `parts`, parsed by their
+            annotations; parameters called `words`, `path`, `target` and `drafters_dir` are passed too.
+        path: the kind of path after its name, as "DIR"; None if it takes none.
+        options: its options, each with its default or an example of another value.
+        parts: parameters of `made` that are not options, and the functions that make them.
+        widest: options that leave a controller the most choice, for `auto`.
+        paths: paths that a plan tries if none is given.
+        members: the drafters in parentheses after its name, as "A;B"; "" if it takes none.
+        trains: options of `truedraft train`, `truedraft.training.options.Trains`; needs no torch.
         training: the configuration of its training, `truedraft.training.head_config.HeadTrainingConfig`.
-        exports: how other engines are given one, `truedraft.drafters.exporting.Exports`.
-        variants: what the doctor tries of one, `truedraft.measure.variants.Examined`.
-        published: a function that says the kind of head in a folder of another project, None where there is none.
+        exports: its exports to other engines, `truedraft.drafters.exporting.Exports`.
+        variants: the variants that the doctor tries, `truedraft.measure.variants.Examined`.
+        published: a function that returns the kind of head in a folder of another project, or None.
     """
 
     made: str
@@ -84,20 +82,19 @@ class Kind:
     published: str = ""
 
     def make(self, words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path] = ()) -> Drafter:
-        """The drafter, from a word whose options are known; its members may lie in folders of drafters."""
+        """Make the drafter, from a specification with checked options; members may be in `drafters_dir`."""
         given = {"words": words, "path": words.path, "target": target, "drafters_dir": drafters_dir}
         parts = {name: dotted(part) for name, part in self.parts.items()}
         drafter: Drafter = called(dotted(self.made), words.options, given, parts)
         return drafter
 
     def typed(self, word: str) -> str:
-        """How it is typed, without options."""
         path = "" if self.path is None else f"[:{self.path}]"
         return f"{word}({self.members})" if self.members else word + path
 
 
 class _Kinds(Mapping[str, Kind]):
-    """The kinds by their words, ours first."""
+    """The kinds by name, built-in ones first."""
 
     @cached_property
     def _places(self) -> Mapping[str, str]:
@@ -119,16 +116,16 @@ class _Kinds(Mapping[str, Kind]):
 
 
 KINDS: Mapping[str, Kind] = _Kinds()
-"""The kinds of drafters by their words."""
+"""The kinds of drafters by name."""
 
 
 def trained_kinds() -> tuple[str, ...]:
-    """Words of the kinds that are trained for a target, in the order in which `auto` lists them."""
+    """Names of the kinds that are trained for a target, in the order in which `auto` lists them."""
     return (*_TRAINED, *(word for word in KINDS if word not in _TABLE and KINDS[word].head))
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of heads that a path says it holds, ours or of another project; None: none. No weights are read."""
+    """The kind of head in a path, ours or of another project; None if there is none. Reads no weights."""
     readers = dict.fromkeys(KINDS[word].published for word in KINDS if KINDS[word].published)
     found = next((kind for each in readers if (kind := dotted(each)(path)) is not None), None)
     own = object_of(path / "config.json").get("kind")
@@ -136,10 +133,10 @@ def kind_in(path: Path) -> str | None:
 
 
 def head_of(kind: str) -> Callable[[str | None, LanguageModel], Any]:
-    """What loads a head of a kind from a path, with the layers that it reads of a target settled.
+    """A function that loads a head of a kind from a path, with the layers that it reads of a target set.
 
     Raises:
-        CompositionError: there is no path, for none was trained for the target.
+        CompositionError: there is no path, because none was trained for the target.
     """
 
     def load(path: str | None, target: LanguageModel) -> Any:
@@ -149,10 +146,10 @@ def head_of(kind: str) -> Callable[[str | None, LanguageModel], Any]:
 
 
 def folder_of(kind: str, path: str | None, target: LanguageModel) -> str | Path:
-    """Where heads of a kind lie; the embedded ones are `embedded:` and their kind.
+    """The folder of a kind's heads; the embedded ones are `embedded:` and their kind.
 
     Raises:
-        CompositionError: there is no path, for none was trained for the target.
+        CompositionError: there is no path, because none was trained for the target.
     """
     if path is None:
         raise CompositionError(
@@ -164,4 +161,4 @@ def folder_of(kind: str, path: str | None, target: LanguageModel) -> str | Path:
 
 
 OF_LEVELS = {"num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"}
-"""Options of drafters whose trees grow level by level (`truedraft.drafters.heads.levels`)."""
+"""Options of drafters with trees that grow level by level (`truedraft.drafters.heads.levels`)."""

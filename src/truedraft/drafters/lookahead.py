@@ -1,4 +1,4 @@
-"""Lookahead decoding: the target's own Jacobi iterations turn up n-grams, which later steps propose."""
+"""Lookahead decoding: the target's own Jacobi iterations generate n-grams, which later steps propose."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from truedraft.drafters.held import Held
 from truedraft.errors import OptionError
 
 MOST_KEYS = 1024
-"""Tokens of which a request's pool knows continuations."""
+"""Maximum number of first tokens in a request's pool."""
 _KEY_BYTES, _NGRAM_BYTES, _TOKEN_BYTES = 384, 64, 40  # at most, of a pool's Python objects
 _FOUND = tuple(Hint(kind) for kind in range(1, 34))
 
 
 class NgramPool:
-    """The latest n-grams that begin with each token; bounded in n-grams of one token, and in tokens.
+    """The latest n-grams for each first token; limited in n-grams per first token, and in first tokens.
 
     Args:
-        most: n-grams of one token; the one that was seen again longest ago goes first.
+        most: n-grams per first token; the least recently seen is removed first.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._rests: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()  # by first token, that used last behind
+        self._rests: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()  # by first token, in order of use
 
     def __len__(self) -> int:
-        """How many n-grams there are."""
         return sum(map(len, self._rests.values()))
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Take an n-gram in, as the latest."""
         first, rest = ngram[0], tuple(ngram[1:])
         own = self._rests.setdefault(first, [])
         if rest in own:
@@ -51,50 +49,47 @@ class NgramPool:
             self._rests.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What followed a token, the latest first."""
         return self._rests.get(token, [])[::-1]
 
 
 class JacobiWindow:
-    """Guesses of the tokens ahead, from several iterations; each forward makes one more (2402.02057, section 3).
+    """Guesses of the next tokens from several iterations; each forward adds one more iteration (2402.02057, section 3).
 
-    Level 0 is the oldest iteration, a chain behind the text's last token. The window's columns hang on that token and
-    on each of the chain's; a further level has one token for each column, guessed in the iteration after the level
-    before. So a column is a trajectory along the diagonal, what the target says behind it is its next token, and both
-    together are an n-gram: the token that the column hangs on, its own tokens, and the new one.
+    Level 0 is the oldest iteration, a chain after the text's last token. The window's columns start at that token and
+    at each token of the chain. Each further level has one token per column, guessed one iteration later. So a column is
+    a diagonal trajectory, and the target's prediction after it is its next token. The token before the column, the
+    column's tokens and this prediction form an n-gram.
 
-    Worked example, three columns of n-grams of 3: behind the text ... r, with level 0 = (a, b) and level 1 = (p, q, s),
-    the paths are p, a q and a b s. If the target says x, y and z behind them, the n-grams are r p x, a q y and b s z,
-    and the window becomes level 0 = (q, s) and level 1 = (x, y, z).
+    Worked example, three columns of n-grams of 3: after the text ... r, with level 0 = (a, b) and level 1 = (p, q, s),
+    the paths are p, a q and a b s. If the target predicts x, y and z after them, the n-grams are r p x, a q y and b s
+    z, and the window becomes level 0 = (q, s) and level 1 = (x, y, z).
 
     Args:
-        columns: of the full window.
         ngram: tokens of an n-gram, 2 or more.
-        text: what the first chain is taken from.
     """
 
     def __init__(self, columns: int, ngram: int, text: Sequence[int]) -> None:
         self._levels = ngram - 1
-        length = chain_length(columns, ngram)  # it loses a token with each further level
+        length = chain_length(columns, ngram)  # one token shorter with each further level
         chain = itertools.islice(itertools.cycle(text[-length:] if length else ()), length)
         self._guesses: list[list[int]] = [list(chain)]
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
-        """The tokens behind the text's last one up to the end of each column."""
+        """The tokens after the text's last one up to the end of each column."""
         chain, further = self._guesses[0], self._guesses[1:]
         return [(*chain[:column], *(level[column] for level in further)) for column in range(len(chain) + 1)]
 
     def advance(self, root: int, following: Sequence[int]) -> list[tuple[int, ...]]:
-        """One more iteration; returns the n-grams of a full window.
+        """Add one iteration; returns the n-grams of a full window.
 
-        The window moves by one place, however many tokens were accepted: columns that come to stand too near are soon
-        corrected, new ones in their place would have to be made up (the published code does so by default; moving by
-        as many as were accepted was measured to bring less).
+        The window moves by one position, however many tokens were accepted: misplaced columns are soon corrected, and
+        new columns would have to be invented. The published code also does this by default; moving by the number of
+        accepted tokens had a lower measured gain.
 
         Args:
-            root: the token that column 0 hung on.
-            following: what the target says behind each column.
+            root: the token before column 0.
+            following: the target's prediction after each column.
         """
         chain, further = self._guesses[0], self._guesses[1:]
         if len(self._guesses) < self._levels:
@@ -111,7 +106,7 @@ def chain_length(columns: int, ngram: int) -> int:
 
 
 def window_nodes(columns: int, ngram: int) -> int:
-    """The most nodes of a window: at each level that it gains it has one column less, until it is full."""
+    """Maximum number of nodes of a window: with each additional level it has one column less, until it is full."""
     if not columns:
         return 0
     return max((columns + ngram - 1 - levels) * levels - 1 for levels in range(1, ngram))
@@ -119,15 +114,13 @@ def window_nodes(columns: int, ngram: int) -> int:
 
 @dataclass(slots=True)
 class _State:
-    """What is kept of a request.
+    """The state of a request.
 
     Attributes:
-        pool: of its n-grams.
-        window: None before its first proposal.
-        known: tokens of its text whose n-grams are in the pool.
-        ends: nodes of the running proposal where columns end; None where the window is not in it.
-        root: the text's last token then.
-        nodes: of that proposal.
+        window: None before the first proposal.
+        known: number of text tokens with n-grams in the pool.
+        ends: nodes of the current proposal at which columns end; None if it has no window.
+        nodes: number of nodes of that proposal.
     """
 
     pool: NgramPool
@@ -139,21 +132,20 @@ class _State:
 
 
 class Lookahead(CandidateDrafter):
-    """Lookahead decoding (Fu et al. 2402.02057): no training, no second model, and more rows in each forward.
+    """Lookahead decoding (Fu et al. 2402.02057): no training and no second model, but more rows in each forward.
 
     A proposal is a tree of the latest n-grams that begin with the text's last token, and of a window in which the
-    target guesses ahead by Jacobi iteration. What it says behind the window's columns makes new n-grams; those of the
-    text go into the pool too. A window's column is a path of a token tree, so the ordinary mask and positions are the
-    paper's. Its tokens are judged as well: they are candidates, and cost no more for it.
+    target guesses ahead by Jacobi iteration. The predictions after the window's columns make new n-grams; those of the
+    text enter the pool too. A column is a path of a token tree, so the ordinary mask and positions are the paper's. Its
+    tokens are verified too: they are candidates, at no extra cost.
 
-    Candidates were chosen, not drawn, so every rule judges them exactly. The window guesses by argmax at any
-    temperature. It takes part where the budget has room for all of it beside the candidates. On a device the host waits
-    once more in a step, for what the target says behind the window.
+    Candidates are chosen, not drawn, so every rule verifies them exactly. The window guesses by argmax at any
+    temperature. It is included only if all of it fits the budget. On a device the host waits once more per step.
 
     Args:
-        window: its columns; 0 leaves it out, and the pool has n-grams of the text alone.
-        ngram: tokens of an n-gram, of which one less are proposed.
-        candidates: most n-grams that are proposed, and kept of one token.
+        window: number of columns; 0 for none, and then the pool has only n-grams of the text.
+        ngram: tokens of an n-gram, of which all but the first are proposed.
+        candidates: maximum number of proposed n-grams, and of kept ones per first token.
 
     Raises:
         OptionError: an option is out of range.
@@ -183,18 +175,15 @@ class Lookahead(CandidateDrafter):
         self.held = Held(noted=[self._states], request_bytes=request_bytes)
 
     def begin(self, request: DraftRequest) -> None:
-        """Start an empty pool; the text is read at the first proposal."""
         self._states[request.id] = _State(NgramPool(self._candidates))
 
     def end(self, request: DraftRequest) -> None:
         self._states.pop(request.id, None)
 
     def hint(self, request: DraftRequest) -> Hint:
-        """How many candidates there are makes the kind."""
         return _FOUND[min(len(self._found(request)), len(_FOUND) - 1)]
 
     def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
-        """N-grams first, then the window, merged into one tree."""
         state = self._states[request.id]
         state.ends = None
         paths = [rest[: budget.depth] for rest in self._found(request)[: budget.width]]
@@ -209,7 +198,6 @@ class Lookahead(CandidateDrafter):
         return tree
 
     def _found(self, request: DraftRequest) -> list[tuple[int, ...]]:
-        """The candidates; n-grams of the text that are new go into the pool before."""
         state, tokens, length = self._states[request.id], request.tokens, self._ngram
         if state.known != len(tokens):
             first = max(state.known - length + 1, 0)
@@ -220,14 +208,14 @@ class Lookahead(CandidateDrafter):
         return state.pool.after(tokens[-1])
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Take what the target says behind the windows' columns: new guesses, and n-grams for the pools."""
+        """Read the predictions after the windows' columns: new guesses, and n-grams for the pools."""
         states = []
         following = []
         for request, outcome in zip(batch, outcomes, strict=True):
             state = self._states[request.id]
             ends, logits = state.ends, outcome.logits
             state.ends = None
-            # Without the rows of that very proposal nothing is learnt: of a rehearsal, or where it was taken back.
+            # Without the rows of this proposal there are no predictions: in a measurement, or if it was withdrawn.
             if ends is not None and logits is not None and len(logits) == state.nodes + 1:
                 states.append(state)
                 rows = transfers.upload([node + 1 for node in ends], logits.device)
@@ -241,12 +229,10 @@ class Lookahead(CandidateDrafter):
 
 
 def _ngrams(text: Sequence[int], length: int) -> Iterable[Sequence[int]]:
-    """All n-grams of a text, in order."""
     return (text[start : start + length] for start in range(len(text) - length + 1))
 
 
 def _fits(tree: TokenTree, budget: Budget) -> bool:
-    """Whether a tree is within a budget."""
     shape = tree.shape
     width = max(map(len, shape.children))
     return len(shape) <= budget.nodes and shape.depth <= budget.depth and width <= budget.width

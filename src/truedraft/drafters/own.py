@@ -13,10 +13,10 @@ from truedraft.options import called, imported_module
 
 
 def own_drafter(module: str, name: str | None, options: Mapping[str, str], target: LanguageModel) -> Drafter | None:
-    """Make a drafter of a class in a module, which may lie in the working directory.
+    """Make a drafter of a class in a module, which may be in the working directory.
 
-    Options go to its constructor by name, as the whole number, number, boolean (true or false), whole numbers or text
-    that are annotated there, else as the Python literal that they are. A parameter called `target` is given the target.
+    Options are passed to its constructor by name, parsed by their annotations (whole number, number, boolean, whole
+    numbers or text), otherwise as Python literals. A parameter called `target` receives the target.
 
     Returns:
         The drafter; None if there is no such module.
@@ -48,7 +48,6 @@ def own_drafter(module: str, name: str | None, options: Mapping[str, str], targe
 
 
 def _check_options(made: type[Drafter], spec: str, options: Mapping[str, str]) -> None:
-    """Refuse options that the constructor does not have."""
     parameters = inspect.signature(made).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return

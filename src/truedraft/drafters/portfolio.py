@@ -1,4 +1,4 @@
-"""Several drafters for one target: a controller chooses among them at each step, and may merge what they propose."""
+"""Several drafters for one target: a controller chooses among them at each step, and may merge their proposals."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from truedraft.models.base import LanguageModel
 
 
 class Portfolio(Drafter):
-    """Drafters that stand by for one target. An engine asks its members, by the names under which they stand here.
+    """Drafters for one target; the engine calls its members directly, by their names here.
 
-    Members observe their own proposals; one that must be told of merged ones does not observe lazily. It can be no
-    member of another one.
+    Members observe their own proposals; a member that must observe merged ones too does not observe lazily. A portfolio
+    cannot be a member.
 
     Args:
-        members: in the order in which their proposals are merged; a list names them by their own names, and a second
-            of one name by that and its number, "draft-2".
+        members: in the order of merging. In a list they have their own names; a second one of the same name is
+            "draft-2".
 
     Raises:
         OptionError: there is no member, or one is a portfolio.
@@ -64,7 +64,7 @@ class Portfolio(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Not how it is asked.
+        """Not supported.
 
         Raises:
             OptionError: always.
@@ -73,7 +73,6 @@ class Portfolio(Drafter):
 
 
 def _named(members: Sequence[Drafter]) -> dict[str, Drafter]:
-    """Members by name; a second one of a name has its number behind it."""
     named: dict[str, Drafter] = {}
     for member in members:
         name, number = member.name, 1
@@ -85,12 +84,12 @@ def _named(members: Sequence[Drafter]) -> dict[str, Drafter]:
 
 
 def with_members(drafter: Drafter, members: Mapping[str, Drafter]) -> Drafter:
-    """A drafter with others in place of its members, by name: a portfolio of them, or the one of a drafter alone."""
+    """A drafter with its members replaced, by name: a portfolio of them, or a single drafter's replacement."""
     return members[drafter.name] if drafter.members == {drafter.name: drafter} else Portfolio(members)
 
 
 def joint_features(drafter: Drafter, watcher: Drafter | None = None) -> Features | None:
-    """All that the members of a drafter, and who watches beside them, want to see of the target's forward."""
+    """All features that a drafter's members, and an additional watcher, require."""
     members = [*drafter.members.values(), *([] if watcher is None else [watcher])]
     wanted = [member.features for member in members if member.features is not None]
     if not wanted:
@@ -102,12 +101,11 @@ def joint_features(drafter: Drafter, watcher: Drafter | None = None) -> Features
 
 @dataclass(frozen=True)
 class MergedProposal:
-    """What is proposed for one request, and which nodes of it are whose.
+    """The proposal for one request, and which drafter proposed which nodes.
 
     Attributes:
-        proposal: what is judged.
-        parts: what each drafter proposed, by name, in the order of merging.
-        nodes: for each of them the nodes of `proposal` that its own nodes became.
+        parts: each drafter's proposal, by name, in the order of merging.
+        nodes: per drafter, the nodes of `proposal` that its own nodes became.
     """
 
     proposal: Proposal
@@ -116,7 +114,7 @@ class MergedProposal:
 
     @classmethod
     def of(cls, parts: Mapping[str, Proposal]) -> MergedProposal:
-        """Merge what was proposed, in this order; a proposal that is alone stays as it is."""
+        """Merge proposals in this order; a single proposal is unchanged."""
         if not parts:
             return cls(Proposal.empty(), {}, {})
         if len(parts) == 1:
@@ -126,16 +124,15 @@ class MergedProposal:
         return cls(proposal, parts, dict(zip(parts, nodes, strict=True)))
 
     def own(self, name: str) -> tuple[Proposal, Sequence[int] | None]:
-        """What a drafter proposed, and its nodes here; None where it proposed all that there is."""
+        """A drafter's proposal, and its nodes here; None if it is the whole proposal."""
         part = self.parts.get(name)
         if part is None:
             return Proposal.empty(), () if len(self.proposal.tree) else None
         return part, None if part is self.proposal else self.nodes[name]
 
     def own_path(self, name: str, path: Sequence[int]) -> tuple[int, ...]:
-        """The part of an accepted path, from the root's child down, that a drafter proposed, as its own nodes.
-
-        Worked example: of merged chains whose second's nodes became 0 and 2, the path (0, 2) is (0, 1) of its own.
+        """The prefix of an accepted path that a drafter proposed, as its own nodes. Worked example: of two merged
+        chains, the second chain's nodes became 0 and 2; the path (0, 2) is (0, 1) of its own.
         """
         part = self.parts.get(name)
         if part is None:
@@ -155,12 +152,11 @@ class MergedProposal:
         return {name: {node: own for own, node in enumerate(nodes)} for name, nodes in self.nodes.items()}
 
     def shares(self, path: Sequence[int], rejected: bool) -> tuple[DraftShare, ...]:
-        """What each drafter did, from the accepted path and whether draws were rejected where it ends."""
         found = []
         for name, part in self.parts.items():
             shape, own = part.tree.shape, self.own_path(name, path)
             row = own[-1] + 1 if own else 0
-            left = len(own) < len(path)  # the path went on elsewhere
+            left = len(own) < len(path)  # the path continued in another part
             tried = bool(part.draws[row]) and (left or rejected)
             confidence = part.confidence[: len(own) + tried] if shape.is_chain else ()
             found.append(DraftShare(name, len(shape), shape.depth, own, len(own) + tried, confidence))

@@ -1,6 +1,6 @@
-"""Drafts that a request brings along: text that its answer should repeat, and what its form leaves no choice in.
+"""Drafts from the request itself: a predicted answer, and the forced text of a structured answer.
 
-Both cost next to nothing and are deterministic, so every rule judges them exactly, whatever they say.
+Both cost almost nothing and are deterministic, so every rule verifies them exactly.
 """
 
 from __future__ import annotations
@@ -18,23 +18,15 @@ from truedraft.drafters.held import Held
 from truedraft.drafters.portfolio import Portfolio
 
 _FOLLOWED = (1, 4, 16)
-"""Hints are of one kind where the answer has followed the prediction for 0 tokens, for 1 to 3, 4 to 15, or more."""
+"""A hint's kind is how long the answer has followed the prediction: 0 tokens, 1 to 3, 4 to 15, or more."""
 _LENGTHS = (2, 4, 8)
-"""Hints of forced text are of one kind where it has 1 token, 2 or 3, 4 to 7, or more, and of others where its spelling
-is known."""
+"""A hint's kind is the length of forced text, 1 token, 2 or 3, 4 to 7, or more, and whether its tokens are known."""
 _FOUND = tuple(Hint(kind) for kind in range(2 * (len(_LENGTHS) + 1)))
 _MOST_PLACES = 64
 
 
 class _RequestDrafter(CandidateDrafter):
-    """Drafts a chain of tokens that a request itself knows.
-
-    Args:
-        num_speculative_tokens: most tokens of a chain.
-
-    Raises:
-        OptionError: fewer than 1, or more than a step drafts.
-    """
+    """Drafts a chain of at most `num_speculative_tokens` tokens from the request itself."""
 
     def __init__(self, num_speculative_tokens: int = 32) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
@@ -42,19 +34,16 @@ class _RequestDrafter(CandidateDrafter):
 
     @abstractmethod
     def _known(self, request: DraftRequest, most: int) -> Sequence[int]:
-        """What it thinks follows, at most so many tokens."""
+        """The expected next tokens, at most `most`."""
 
     def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
         return TokenTree.chain(list(self._known(request, min(budget.depth, budget.nodes))))
 
 
 class PredictionDrafter(_RequestDrafter):
-    """Copies from what a request expects its answer to be, and finds its place again where the answer left it.
+    """Copies from a request's predicted answer, and finds its position again after the answer deviated.
 
     OpenAI's field `prediction`; a negligible-cost drafter (Leviathan et al. 2211.17192, section 3).
-
-    Args:
-        num_speculative_tokens: most tokens to copy at a time.
     """
 
     name: ClassVar[str] = "prediction"
@@ -85,10 +74,10 @@ class PredictionDrafter(_RequestDrafter):
 
 
 class FormDrafter(_RequestDrafter):
-    """Drafts what the form of a structured answer leaves no choice in: brackets, names of fields.
+    """Drafts the text that a structured answer's form forces: brackets, names of fields.
 
-    Of several tokenisations of that text it drafts that which the answer chose before, or else the tokenizer's own; the
-    target may well choose another.
+    Of several tokenizations it drafts the one that the answer used before, or else the tokenizer's; the target may
+    choose another.
     """
 
     name: ClassVar[str] = "forced"
@@ -111,7 +100,7 @@ REQUESTS_OWN = (PredictionDrafter.name, FormDrafter.name)
 
 
 def with_own_drafts(drafter: Drafter) -> Drafter:
-    """A drafter beside which requests' own drafts stand by; one that never drafts stays as it is."""
+    """A drafter together with the drafters of requests' own text; one that never drafts is unchanged."""
     if drafter.limits.is_zero:
         return drafter
     own: list[Drafter] = [PredictionDrafter(), FormDrafter()]
@@ -119,34 +108,30 @@ def with_own_drafts(drafter: Drafter) -> Drafter:
 
 
 class _Follower:
-    """Where in a prediction an answer stands.
+    """The position of an answer in a prediction.
 
-    While the answer repeats the prediction its place moves with it. Once it does not, the place is where the answer's
-    last tokens occur: the longest such ending counts, and of several places that which is nearest behind the last one.
+    While the answer repeats the prediction, the position moves with it. After a deviation, the position is after an
+    occurrence of the answer's last tokens: the longest match, and of several the nearest after the last position.
 
-    Worked example: the prediction is 1 2 3 4 5 6 and the answer 1 9 4 5. It left at 9; its ending 4 5 occurs at 3, so
-    the place is 5, and 6 is drafted next.
-
-    Args:
-        text: the prediction.
-        known: tokens that are there when the request begins.
+    Worked example: the prediction is 1 2 3 4 5 6 and the answer 1 9 4 5. It deviated at 9; its ending 4 5 occurs at 3,
+    so the position is 5, and 6 is drafted next.
     """
 
-    _SHORTEST = 2  # ending that is looked for
+    _SHORTEST = 2  # shortest ending to search for
 
     def __init__(self, text: Sequence[int], known: int) -> None:
         self._text = text
         self._known = known
         self._place: int | None = 0
-        self._last = 0  # place that was known last
+        self._last = 0  # last known position
         self._followed = 0  # tokens since it was found
         self._places: dict[tuple[int, ...], list[int]] | None = None
 
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """The place of the token that follows, and how many tokens the answer followed; None where there is none.
+        """The position of the next token, and how many tokens the answer followed; None if there is none.
 
         Args:
-            tokens: prompt and answer, which was only added to since.
+            tokens: prompt and answer; since the last call only extended.
         """
         new = tokens[self._known :]
         self._known = len(tokens)
@@ -170,14 +155,12 @@ class _Follower:
         return max(near, key=lambda place: self._alike(tokens, place), default=None)  # the first of the longest
 
     def _alike(self, tokens: Sequence[int], place: int) -> int:
-        """How many tokens before a place are those that end the text."""
         count = 0
         while count < 32 and count < min(place, len(tokens)) and self._text[place - 1 - count] == tokens[-1 - count]:
             count += 1
         return count
 
     def _index(self) -> dict[tuple[int, ...], list[int]]:
-        """By each ending the places that follow it."""
         if self._places is None:
             self._places = {}
             for end in range(self._SHORTEST, len(self._text) + 1):

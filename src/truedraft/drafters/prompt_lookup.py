@@ -14,7 +14,7 @@ from truedraft.errors import OptionError
 
 _FOUND = tuple(Hint(kind) for kind in range(33))
 _TAKEN_BACK = 4096
-"""Changes to an index that can be taken back without reading the text again."""
+"""Maximum number of index changes that can be undone without reading the text again."""
 
 
 class PromptLookup(CandidateDrafter):
@@ -24,9 +24,8 @@ class PromptLookup(CandidateDrafter):
     candidates are deterministic, so the rule stays exact at every temperature.
 
     Args:
-        num_speculative_tokens: most tokens to copy.
-        max_ngram: longest n-gram to look for.
-        min_ngram: shortest n-gram to look for.
+        max_ngram: longest n-gram to search for.
+        min_ngram: shortest n-gram to search for.
 
     Raises:
         OptionError: an option is out of range.
@@ -43,18 +42,15 @@ class PromptLookup(CandidateDrafter):
         self._indexes: dict[int, NgramIndex] = {}
 
     def begin(self, request: DraftRequest) -> None:
-        """Start an index for the request; the prompt is read at the first proposal."""
         self._indexes[request.id] = NgramIndex(self._sizes)
 
     def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
-        """A chain, where the text's ending occurred before."""
         start, _ = self._find(request)
         if start is None:
             return TokenTree.empty()
         return TokenTree.chain(copied(request.tokens, start, min(budget.depth, budget.nodes)))
 
     def hint(self, request: DraftRequest) -> Hint:
-        """The length of the n-gram that was found is its kind."""
         start, size = self._find(request)
         return NOTHING_FOUND if start is None else _FOUND[min(size, len(_FOUND) - 1)]
 
@@ -69,9 +65,9 @@ class PromptLookup(CandidateDrafter):
 
 
 def copied(tokens: Sequence[int], start: int, length: int) -> list[int]:
-    """Copy from `start` on; past the end of the text the copy reads itself, so a loop is guessed to go on.
+    """Copy from `start` on; past the end of the text the copy reads itself, so loops continue.
 
-    Worked example: from place 1 of 5 6 7, five tokens are 6 7 6 7 6.
+    Worked example: from position 1 of 5 6 7, five tokens are 6 7 6 7 6.
     """
     period = len(tokens) - start
     return [tokens[start + i % period] for i in range(length)]
@@ -80,7 +76,7 @@ def copied(tokens: Sequence[int], start: int, length: int) -> list[int]:
 class NgramIndex:
     """Where each n-gram of one text was last followed by something.
 
-    Worked example, for n-grams of 2 over 5 6 7 5 6: the ending (5, 6) was last followed at place 2, by 7.
+    Worked example, for n-grams of 2 over 5 6 7 5 6: the ending (5, 6) was last followed at position 2, by 7.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -91,10 +87,10 @@ class NgramIndex:
         self._found: tuple[int | None, int] = None, 0
 
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """The place that followed the latest occurrence of the longest known ending, and that ending's length.
+        """The position after the latest occurrence of the longest known ending, and that ending's length.
 
         Args:
-            tokens: the text, which was only added to since it was last looked at.
+            tokens: the text; since the last call only extended.
         """
         if self._known != len(tokens):
             self._extend(tokens)
@@ -102,7 +98,7 @@ class NgramIndex:
         return self._found
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """Read tokens not yet read; the n-gram that ends the text has no follower yet and stays out."""
+        """Read new tokens; the n-gram that ends the text has no follower yet and is not added."""
         known, self._known = self._known, len(tokens)
         before = max(known - self._sizes[0], 0)
         ids, places = tuple(tokens[before:]), self._places
@@ -115,14 +111,14 @@ class NgramIndex:
                     places[ngram] = place
 
     def rewind(self, tokens: Sequence[int]) -> None:
-        """The text lost tokens at its end, which are forgotten.
+        """Forget tokens that the text lost at its end.
 
-        Worked example: 5 6 7 5 6 8 was read, and 5 6 7 5 is left: (5, 6) was last followed at place 2 again.
+        Worked example: 5 6 7 5 6 8 was read, and 5 6 7 5 is left: (5, 6) was last followed at position 2 again.
         """
         if self._known <= len(tokens):
             return
         before = self._before
-        if len(before) == before.maxlen and before[0][0] >= len(tokens):  # older ones than it remembers
+        if len(before) == before.maxlen and before[0][0] >= len(tokens):  # older changes are not stored
             self._places.clear()
             before.clear()
             self._known = 0
@@ -141,6 +137,6 @@ class NgramIndex:
         for size in reversed(self._sizes):
             place = self._places.get(tuple(tokens[-size:]))
             if place is None:
-                break  # what occurred before did so with all its endings
+                break  # if an ending has not occurred, no longer one has
             found = place, size
         return found

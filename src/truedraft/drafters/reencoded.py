@@ -21,24 +21,24 @@ from truedraft.models.translated import translation_between
 from truedraft.text.reencoding import Encoding, FollowedText, whole_characters
 
 _GREEDY = SamplingParams()
-_MOST_PER_TOKEN = 4  # ids of a draft for one of the target's, which its cache has room for
+_MOST_PER_TOKEN = 4  # draft ids per target id that its cache has room for
 
 
 class ReencodedDraft(Drafter):
     """Drafts the likeliest text of a model with another tokenizer.
 
-    The text so far is encoded as that model was trained to read it, it writes a few of its own tokens, and these are
-    encoded as the target's tokenizer writes them. What comes of that is deterministic, so it is judged exactly at every
-    temperature: a drafted token stays with the probability that the target gives it. `TranslatedModel` draws from the
-    vocabulary that both models share instead, token by token.
+    The text so far is encoded with the draft's tokenizer, the draft writes a few of its own tokens, and these are
+    encoded with the target's tokenizer. The result is deterministic, so verification is exact at every temperature: a
+    drafted token is accepted with the probability that the target gives it. `TranslatedModel` instead draws from the
+    vocabulary that both models share, token by token.
 
     Args:
         model: with a tokenizer.
-        target: likewise.
-        num_speculative_tokens: of the draft's own tokens, at each step.
+        target: with a tokenizer.
+        num_speculative_tokens: number of the draft's own tokens per step.
 
     Raises:
-        VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
+        VocabularyMismatchError: one of them has no tokenizer, or they share almost nothing.
         CompositionError: the draft is an encoder-decoder.
         OptionError: an option is out of range.
     """
@@ -62,7 +62,7 @@ class ReencodedDraft(Drafter):
         )
         self._meaning = {own: meant for own, meant in pairs if self._read.surfaces[own] is None}
         self._texts: dict[int, FollowedText] = {}
-        self._inside: dict[int, DraftRequest] = {}  # requests as the draft sees them
+        self._inside: dict[int, DraftRequest] = {}  # requests in the draft's tokens
         models = [replace(each, per_token=_MOST_PER_TOKEN) for each in self._inner.held.models]
         self.held = Held(models, [self._texts])
         self._vocabulary = target.tokenizer.fingerprint
@@ -71,7 +71,7 @@ class ReencodedDraft(Drafter):
         """Refuse another target than the one that it was made for.
 
         Raises:
-            VocabularyMismatchError: its tokenizer is another.
+            VocabularyMismatchError: the tokenizer differs.
         """
         if target.tokenizer is None or target.tokenizer.fingerprint != self._vocabulary:
             raise VocabularyMismatchError(
@@ -87,7 +87,7 @@ class ReencodedDraft(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Read what the target wrote since, and write on; a request whose text the draft cannot hold gets nothing."""
+        """Read what was emitted, then draft; a request with a text that the draft cannot hold gets nothing."""
         drafting: list[int] = []
         for place, (request, budget) in enumerate(zip(batch, budgets, strict=True)):
             if not budget.is_zero:
@@ -109,7 +109,6 @@ class ReencodedDraft(Drafter):
         return proposals
 
     def _read_on(self, request: DraftRequest) -> None:
-        """Bring the draft's ids up to the text, and its cache back to where they still agree."""
         text, cache = self._texts[request.id], self._inner.caches[request.id]
         before = text.ids[: cache.length]
         text.take(request.tokens)
@@ -121,7 +120,7 @@ class ReencodedDraft(Drafter):
             cache.rollback(agree)
 
     def _encoded(self, text: FollowedText, own: Sequence[int]) -> list[int]:
-        """What the draft wrote, in the target's ids; it must begin with the rest of a character that is half there."""
+        """The draft's tokens in the target's ids; they must begin with the rest of an incomplete character."""
         written, silent = b"", None
         for number in own:
             surface = self._read.surfaces[number]
@@ -138,7 +137,7 @@ class ReencodedDraft(Drafter):
         return tokens if silent is None else [*tokens, silent]
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Nothing: what was emitted is read at the next proposal."""
+        """Nothing to do: emitted tokens are read at the next proposal."""
 
     def end(self, request: DraftRequest) -> None:
         self._texts.pop(request.id, None)

@@ -1,8 +1,8 @@
-"""Trained drafters on disk: which there are, for which target each was trained, and those that belong to one.
+"""Trained drafters on disk: finds them, with the target of each, and selects those for a given target.
 
-A drafter says what it is in its own folder: heads in `config.json`; a draft model, whose `config.json` is that of an
-ordinary model or which is a GGUF file, and a table of n-grams, which has none, in `drafter.json`. Nothing is loaded to
-look for them.
+A drafter describes itself in its own folder: heads in `config.json`; draft models and n-gram tables in `drafter.json`.
+A draft model is a GGUF file, or has the `config.json` of an ordinary model; a table has none. The search loads no
+weights.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
 ENGINES = ("vllm", "sglang", "llamacpp", "speculators")
-"""That drafters can be written for."""
+"""The engines that drafters can be exported for."""
 RECORD = "drafter.json"
-"""In the folder of a draft model or a table: which target it was trained for."""
+"""File in the folder of a draft model or a table that names its target."""
 TABLE = "table.ngram"
-"""Name of a table of n-grams in the folder that a training writes."""
+"""Name of an n-gram table in the output folder of a training."""
 
 _CONFIG = "config.json"
-_FACTS = ("facts.json", "trees.json")  # of heads: what was measured of them
+_FACTS = ("facts.json", "trees.json")  # of heads: measurements
 _ROUND = ("temperature", "mean_acceptance_length")
 _FOLDER_OF_MODEL = "drafters"
 _REGISTRY = "drafters.json"
-_GROUP = "truedraft.drafters"  # of entry points: each is a package whose subfolders are drafters
+_GROUP = "truedraft.drafters"  # of entry points: each is a package with drafters as subfolders
 _VERSION = 1
 _LOCK_S = 10.0
-# Tokens per target call below which no drafter can pay: of a model or heads whose single token costs a tenth of a step,
-# one token in five must be accepted; a table costs next to nothing.
+# Tokens per target call below which no drafter gives a speedup: if a token of a model or heads costs a tenth of a step,
+# one token in five must be accepted; a table costs almost nothing.
 _LEAST_TOKENS, _LEAST_TOKENS_OF_TABLE = 1.25, 1.05
 
 
 def too_few(kind: str, tokens: float) -> bool:
-    """Whether so many tokens per target call cannot pay, of a drafter of some kind."""
+    """Whether so many tokens per target call are too few for a speedup with this kind of drafter."""
     return tokens < (_LEAST_TOKENS_OF_TABLE if kind == "ngram" else _LEAST_TOKENS)
 
 
@@ -53,17 +53,13 @@ class TrainedDrafter:
     """A trained drafter, as its folder describes it.
 
     Attributes:
-        folder: of its files.
-        kind: one of `trained_kinds`.
-        target_name: what its target was called when it was trained.
-        fingerprint: of that target, by `LanguageModel.fingerprint`.
-        sample: likewise, by `LanguageModel.sample`; None where it does not say.
-        figures: what was measured of it, for JSON; `served` are rounds of the engine, each with `temperature` and
+        fingerprint: of the target at training, by `LanguageModel.fingerprint`.
+        figures: measurements, for JSON; `served` are rounds of the engine, each with `temperature` and
             `mean_acceptance_length`, the tokens per target call.
-        source: where it was found, in words.
-        vocab_size: ids that it knows; None where it does not say.
-        width: entries of the target's vector that it reads; None for those that read none.
-        modified: when it was written, in seconds since 1970.
+        vocab_size: number of its token ids; None if not recorded.
+        width: entries of the target's hidden state that it reads; None if it reads none.
+        modified: time of writing, in seconds since 1970.
+        sample: `LanguageModel.sample` of the target; None if not recorded.
     """
 
     folder: Path
@@ -79,7 +75,7 @@ class TrainedDrafter:
 
     @classmethod
     def read(cls, folder: Path, source: str = "") -> TrainedDrafter | None:
-        """The drafter in a folder; None where there is none, or none that says which target it is for."""
+        """The drafter in a folder; None if there is none, or if it does not name its target."""
         config, record = object_of(folder / _CONFIG), object_of(folder / RECORD)
         about = record or config
         target = about.get("target")
@@ -101,7 +97,7 @@ class TrainedDrafter:
 
     @property
     def tokens_per_call(self) -> dict[float, float]:
-        """Tokens per target call by temperature, the most that the engine measured; empty where nobody did."""
+        """The most measured tokens per target call in the engine, by temperature; {} if not measured."""
         served = self.figures.get("served")
         best: dict[float, float] = {}
         for each in served if isinstance(served, list) else ():
@@ -113,23 +109,21 @@ class TrainedDrafter:
 
     @property
     def most_tokens_per_call(self) -> float | None:
-        """The most of all temperatures; None where nobody measured it."""
         return max(self.tokens_per_call.values(), default=None)
 
     @property
     def brings_too_little(self) -> bool:
-        """Whether what was measured of it cannot pay; not where nobody measured it."""
+        """Whether its measured tokens per target call are too few for a speedup; False if not measured."""
         most = self.most_tokens_per_call
         return most is not None and too_few(self.kind, most)
 
     def may_fit(self, target: LanguageModel) -> bool:
-        """Whether its sizes allow the target, which is known without reading the target's weights."""
+        """Whether its sizes fit the target, without reading the target's weights."""
         if self.vocab_size is not None and self.vocab_size < target.vocab_size:
             return False
         return self.width is None or self.width == target.head_width
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         target = _target(self.target_name, self.fingerprint, self.sample)
         return {"folder": str(self.folder), "kind": self.kind, "target": target, "figures": dict(self.figures)}
 
@@ -141,7 +135,7 @@ def _target(name: str, fingerprint: str, sample: str | None) -> dict[str, str]:
 def write_record(
     folder: Path, kind: str, target_name: str, fingerprint: str, figures: Mapping[str, Any], sample: str | None = None
 ) -> None:
-    """Let the folder of a draft model or a table say which target it was trained for, and what was measured of it.
+    """Record the target and the measurements of a draft model or a table in its folder.
 
     Raises:
         ModelError: it cannot be written.
@@ -154,23 +148,19 @@ def write_record(
 
 
 class Registry:
-    """Folders of the drafters that this user trained, wherever they lie: a file in the user's cache folder.
-
-    Args:
-        file: None is that of the user.
-    """
+    """Folders of the drafters that this user trained, listed in a file in the user's cache folder."""
 
     def __init__(self, file: Path | None = None) -> None:
 
         self.file = cache_folder() / _REGISTRY if file is None else file
 
     def drafters(self) -> list[TrainedDrafter]:
-        """Those that are still where they were written; what the folder says now is what they are."""
+        """The drafters that still exist, as their folders describe them now."""
         kept = (TrainedDrafter.read(Path(entry["folder"]), "trained here") for entry in self._entries())
         return [each for each in kept if each is not None]
 
     def add(self, drafter: TrainedDrafter) -> str | None:
-        """Keep a drafter, in place of what was kept of its folder; returns a sentence where that was not possible."""
+        """Add a drafter, replacing the entry of its folder; returns an error message if this fails."""
         from filelock import FileLock, Timeout
 
         entry = drafter.as_dict() | {"folder": str(drafter.folder.resolve())}
@@ -191,11 +181,11 @@ class Registry:
 
 
 def list_drafters(model: str | None = None, drafters_dir: Iterable[str | Path] = ()) -> list[TrainedDrafter]:
-    """All trained drafters that can be found, whatever target they are for; each folder once.
+    """All trained drafters that can be found, for any target; each folder once.
 
     Args:
         model: a model's folder, which may hold drafters; None or another name has none.
-        drafters_dir: folders whose subfolders, or which themselves, are drafters.
+        drafters_dir: folders that are drafters, or have drafters as subfolders.
 
     Raises:
         OptionError: such a folder does not exist.
@@ -209,13 +199,12 @@ def list_drafters(model: str | None = None, drafters_dir: Iterable[str | Path] =
 def find_drafters(
     target: LanguageModel, drafters_dir: Iterable[str | Path] = (), tell: Callable[[str], None] = lambda sentence: None
 ) -> list[TrainedDrafter]:
-    """The trained drafters that belong to a target: those that name its weights, by kind, the newest first.
+    """The trained drafters for a target's weights, by kind, the newest first.
 
     Args:
-        target: whose weights are read for its fingerprint, once, where the sizes of a drafter allow it and that one
-            names no sample of them.
-        drafters_dir: folders of drafters to look into, too.
-        tell: given a sentence where the fingerprint cannot be known.
+        target: its weights are read once for its fingerprint, if a drafter of fitting sizes has no sample of them.
+        drafters_dir: further folders to search for drafters.
+        tell: called with a sentence if the fingerprint cannot be computed.
 
     Raises:
         OptionError: such a folder does not exist.
@@ -248,14 +237,14 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
         yield from _in_folder(folder, "--drafters-dir")
     yield from Registry().drafters()
     for package in metadata.entry_points(group=_GROUP):
-        with contextlib.suppress(ImportError, ValueError):  # what somebody's package says wrongly is no drafter
-            spec = find_spec(package.value)  # which finds it without running it
+        with contextlib.suppress(ImportError, ValueError):  # an invalid entry point is ignored
+            spec = find_spec(package.value)  # finds it without importing it
             for place in (spec.submodule_search_locations or ()) if spec is not None else ():
                 yield from _in_folder(Path(place), f"the package {package.value}")
 
 
 def refuse_no_folder(typed: str | Path) -> Path:
-    """A folder of drafters as it is typed.
+    """A folder of drafters, from its name as typed.
 
     Raises:
         OptionError: there is no such folder.
@@ -267,7 +256,6 @@ def refuse_no_folder(typed: str | Path) -> Path:
 
 
 def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:
-    """The drafters in the subfolders of a folder."""
     try:
         inner: Sequence[Path] = sorted(folder.iterdir())
     except OSError:
@@ -277,7 +265,6 @@ def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:
 
 
 def _figures(folder: Path) -> dict[str, Any]:
-    """What was measured of heads in the engine."""
     for name in _FACTS:
         kept = object_of(folder / name)
         facts = kept.get("facts", kept)
@@ -287,6 +274,5 @@ def _figures(folder: Path) -> dict[str, Any]:
 
 
 def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object, see `written_whole`."""
     with written_whole(file) as made:
         made.write(json.dumps(content, indent=1).encode() + b"\n")

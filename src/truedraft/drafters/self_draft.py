@@ -1,4 +1,4 @@
-"""The target as its own draft, with fewer bits, over the keys and values that it committed itself."""
+"""The target as its own draft, with fewer bits, on the target's KV cache."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ _READ_TOKENS = 512
 
 
 class SelfDraft(Drafter):
-    """Drafts chains with a cheaper form of the target, such as `target.quantized(4)`.
+    """Drafts chains with a faster form of the target, such as `target.quantized(4)`.
 
-    It reads no prompt and keeps no cache. A proposal begins with a forward of the last token behind the target's
-    committed ones, in the target's own cache; each further token is one forward more. What these write there is
-    dropped before the target's forward, which computes the same positions again in full: nothing that it computed is
-    ever committed.
+    It reads no prompt and has no cache. A proposal begins with a forward of the last token in the target's own cache;
+    each further token is one more forward. These entries are dropped before the target's forward, which computes the
+    same positions in full, and are never committed.
 
     Args:
-        target: that it drafts for.
-        model: made of the target; reads and writes the target's caches.
-        num_speculative_tokens: length of a chain.
+        model: made from the target; reads and writes the target's caches.
 
     Raises:
         OptionError: an option is out of range.
@@ -52,7 +49,7 @@ class SelfDraft(Drafter):
                 "target.quantized(4)"
             )
         self.model: LanguageModel = model
-        self._caches: dict[int, RequestCache] = {}  # of requests that come without one of the target's
+        self._caches: dict[int, RequestCache] = {}  # of requests without a cache of the target
         self.held = Held(noted=[self._caches], in_target=True)
         self._target = target
 
@@ -61,10 +58,10 @@ class SelfDraft(Drafter):
         return frozenset({DrawKind.INDEPENDENT})
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse a target whose caches are not those that the draft reads.
+        """Refuse another target than the one it was made from.
 
         Raises:
-            CompositionError: it was made from another one.
+            CompositionError: the target's caches differ.
         """
         if target.pool is not self._target.pool:
             raise CompositionError(
@@ -73,13 +70,12 @@ class SelfDraft(Drafter):
             )
 
     def serves(self, request: DraftRequest) -> bool:
-        """Not where its weights could not be made, which is not tried again."""
+        """False if its weights could not be made, which is not tried again."""
         return self.model.failure is None
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Draw level by level, and leave caches as they were."""
         builders = []
         for request, budget, each in zip(batch, budgets, noise, strict=True):
             cut = budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
@@ -96,7 +92,6 @@ class SelfDraft(Drafter):
         return [builder.proposal() for builder in builders]
 
     def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:
-        """Feed the last token of each text; logits `[requests, vocab]` behind it."""
         last = [torch.tensor([builder.request.tokens[-1]]) for builder in builders]
         shape = chain_shape(1)
         return self.model.forward(
@@ -104,7 +99,7 @@ class SelfDraft(Drafter):
         ).logits
 
     def _cache(self, request: DraftRequest) -> RequestCache:
-        """The target's, which holds all tokens but the last; where nobody gives it, as in a replay, one filled here."""
+        """The target's cache, with all tokens but the last; if there is none, as in a replay, one filled here."""
         if request.cache is not None:
             return request.cache
         if request.id not in self._caches:
@@ -126,7 +121,6 @@ class SelfDraft(Drafter):
             cache.rollback(min(cache.length, len(request.tokens)))
 
     def end(self, request: DraftRequest) -> None:
-        """Give back what was filled for it."""
         cache = self._caches.pop(request.id, None)
         if cache is not None:
             self._target.release_cache(cache)

@@ -1,4 +1,4 @@
-"""Several drafts of one context: chains that a draft draws side by side, merged where they agree."""
+"""Several chains for one context, drawn in parallel and merged where they agree."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ from truedraft.models.cache import RequestCache
 
 
 class SiblingChains(TreeBuilder):
-    """Builds the tree of some chains, each drawn from the draft as if alone (SpecTr, Sun et al. 2310.15141).
+    """Builds the tree of several chains, each drawn from the draft independently (SpecTr, Sun et al. 2310.15141).
 
-    Equal beginnings are one path, so a node that m chains pass has m independent draws; two of them may name one
-    child, and both count. Where the draft is sure the chains stay together and go on with several draws at each node;
-    where it is not they part. How many draws a node has is said by the tokens above it, so before the first is drawn.
+    Equal prefixes are one path, so a node on m chains has m independent draws; two of them may have one child, and both
+    count. If the draft is sure, the chains stay together with several draws per node; otherwise they separate. The
+    number of draws at a node depends on the tokens above it, so it is known before the first is drawn.
 
-    Worked example: three chains 5 7, 5 8 and 5 7 are node 0 = 5 with three draws at the root that all name it, and
-    its children 1 = 7, named by two of the three draws there, and 2 = 8.
+    Worked example: three chains 5 7, 5 8 and 5 7 are node 0 = 5 with three draws at the root that all name it, and its
+    children 1 = 7, named by two of the three draws there, and 2 = 8.
 
     Args:
-        cache: of the draft model.
-        request: what is drafted for, sampled, without a seed.
-        budget: what may be drawn; its width is the most chains.
-        noise: of the request at this step.
-        chains: how many there are.
-        device: of the draft model.
+        request: sampled, without a seed.
+        budget: its width limits the number of chains.
     """
 
     def __init__(
@@ -46,11 +42,11 @@ class SiblingChains(TreeBuilder):
         count = min(chains, budget.width)
         super().__init__(cache, request, budget, noise, (max(1, count),) * max(1, budget.depth), device)
         self.drawing = INDEPENDENT_DRAWS
-        self._passing = {-1: count}  # by node: chains that pass it; -1 is the root
+        self._passing = {-1: count}  # by node: number of chains through it; -1 is the root
         self._known: dict[tuple[int, int | Tensor], int] = {}  # children by parent and token
 
     def open_nodes(self) -> list[OpenNode]:
-        """As many draws at each node as chains pass it; the node budget cuts as if no two of them agreed."""
+        """As many draws at each node as chains through it; the node budget cuts as if no two of them agreed."""
         widths = [self._passing[node] for node in self._open]
         first, left = len(self._tokens), self.budget.nodes - len(self._tokens)
         return [
@@ -59,7 +55,7 @@ class SiblingChains(TreeBuilder):
         ]
 
     def _child(self, parent: int, token: int | Tensor) -> int:
-        """The node below `parent` that carries a token just drawn there; the draws that name it are counted."""
+        """The node below `parent` with a drawn token; counts its draws."""
         key = parent, token
         if key not in self._known:
             self._known[key] = super()._child(parent, token)

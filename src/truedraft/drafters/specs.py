@@ -1,6 +1,6 @@
-"""Drafters by name: the one place where words become drafters, and where help takes its list of them from.
+"""Drafters by name: parses drafter specifications, and lists them for the help text.
 
-Loads nothing heavy before a drafter is made.
+Imports nothing heavy before a drafter is made.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 _AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
 _MOST_OF_A_KIND = 2
 _STORED = 1 << 20
-# Of a target that may draft for itself in `auto`: with 3 MB a forward of 4 bits takes three quarters of its own, and as
-# long as what surrounds it; with 31 MB half of it (benchmarks/results/self_draft.json).
+# Minimum size of a target that drafts for itself in `auto`. At 3 MB a 4-bit forward takes 75 % of the time of a full
+# one, and as long as the rest of the step; at 31 MB it takes 50 % (benchmarks/results/self_draft.json).
 _LEAST_OWN_BYTES = 16 << 20
-# The same beside a trained draft model or heads: with 269 MB, SmolLM2's, it gained 4 % where answers are sampled and
-# lost 1 % where they are greedy (benchmarks/results/smollm2_drafters.json).
+# The same together with a trained draft model or heads: at 269 MB, SmolLM2's size, it gained 4 % for sampled answers
+# and lost 1 % for greedy ones (benchmarks/results/smollm2_drafters.json).
 _LEAST_OWN_BYTES_BESIDE = 128 << 20
 
 
@@ -50,23 +50,21 @@ def from_spec(
     *,
     tell: Callable[[str], None] = warnings.warn,
 ) -> Drafter:
-    """Make a drafter from its word, as `--drafter` takes it: `KIND[:PATH][,option=value]...`.
+    """Make a drafter from a specification, as `--drafter` takes it: `KIND[:PATH][,option=value]...`.
 
-    `KINDS` has the kinds with their options. `auto` is prompt lookup, `self:int4` and the trained drafters that belong
-    to the target, see `auto_members`; `portfolio(A;B;...)` are those that you name; a controller chooses among them at
-    each step; `cascade(A;B)` drafts with B, whose own tokens A drafts. `MODULE:CLASS` is a drafter of the user's own,
-    see `truedraft.drafters.own`. Double quotes keep commas, semicolons and parentheses in a path or a value:
+    `KINDS` has the kinds with their options. `auto` is prompt lookup, `self:int4` and the drafters trained for the
+    target, see `auto_members`. `portfolio(A;B;...)` names the drafters; a controller chooses among them at each step.
+    `cascade(A;B)` drafts with B, which A drafts for. `MODULE:CLASS` is a user's own drafter, see
+    `truedraft.drafters.own`. Double quotes protect commas, semicolons and parentheses in a path or a value:
     `draft:"a,b",num_speculative_tokens=3`.
 
     Args:
-        spec: the word.
-        target: that it drafts for.
-        drafters_dir: folders of drafters where `auto`, and kinds without a path, look, too.
-        tell: given a sentence about each drafter that belongs to the target and that `auto` cannot use.
+        drafters_dir: further folders in which `auto`, and kinds without a path, search for drafters.
+        tell: called with a sentence for each drafter of the target that `auto` cannot use.
 
     Raises:
-        UnknownOptionError: a word or an option that does not exist; names the nearest valid one.
-        OptionError: an unusable value.
+        UnknownOptionError: an unknown kind or option; names the nearest valid one.
+        OptionError: an invalid value.
         ModelError: the draft model or the heads cannot be loaded.
         CompositionError: the draft does not share the target's tokenizer, or the heads are for another target.
     """
@@ -88,18 +86,16 @@ def draft_from_spec(
     *,
     tell: Callable[[str], None] = warnings.warn,
 ) -> DraftModel | None:
-    """The draft model that a word names, for what can use nothing else, such as beam search.
+    """The draft model of a specification, for methods that need one, such as beam search.
 
-    `none` is none; `auto` is the newest one that was trained for the target, and none where there is none.
+    `none` is None; `auto` is the newest one that was trained for the target, or None.
 
     Args:
-        spec: the word.
-        target: that it drafts for.
-        drafters_dir: folders of drafters where `auto`, and `draft` without a path, look, too.
-        tell: given a sentence where the target's fingerprint cannot be known.
+        drafters_dir: further folders in which `auto`, and `draft` without a path, search for drafters.
+        tell: called with a sentence if the target's fingerprint cannot be computed.
 
     Raises:
-        OptionError: it names another kind of drafter, or options of one that drafts in another way.
+        OptionError: another kind of drafter, or options for other ways of drafting.
         TruedraftError: as of `from_spec`.
     """
     with errors_about("drafter"):
@@ -145,16 +141,16 @@ _COMPOSED = {
 
 
 def drafter_words() -> dict[str, str]:
-    """How each kind of drafters is typed, without options, and what it does."""
+    """The specification of each kind of drafter, without options, and what the kind does."""
     auto, *others = _COMPOSED.items()
     return dict([auto, *((kind.typed(word), kind.meaning) for word, kind in KINDS.items()), *others])
 
 
 def drafter_described(word: str) -> dict[str, str]:
-    """What is told of one kind: how it is typed, what it does, and its options.
+    """One kind's specification, meaning and options.
 
     Raises:
-        UnknownOptionError: there is no such kind; names the nearest that there is.
+        UnknownOptionError: an unknown kind; names the nearest valid one.
     """
     composed = {name.partition("(")[0]: name for name in _COMPOSED}
     if word in composed:
@@ -168,11 +164,11 @@ def drafter_described(word: str) -> dict[str, str]:
 
 
 def check_drafter_words(spec: str) -> None:
-    """Refuse words that name no drafter, as far as that is known without loading anything.
+    """Refuse invalid specifications, as far as possible without loading anything.
 
     Raises:
-        OptionError: there is no such kind, it has no such option, or it takes no path or no members.
-        ModelNotFoundError: a path leads nowhere.
+        OptionError: an unknown kind or option, or a kind that takes no path or no members.
+        ModelNotFoundError: a path does not exist.
     """
     words = Words.parse("drafter", spec)
     for member in words.members:
@@ -198,7 +194,6 @@ def _unknown(words: Words) -> UnknownOptionError:
 
 
 def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
-    """What `auto` is: see `auto_members`."""
     from truedraft.drafters.portfolio import Portfolio
 
     return Portfolio([drafter for _, drafter in auto_members(target, drafters_dir, tell)])
@@ -210,17 +205,15 @@ def auto_members(
     tell: Callable[[str], None] = warnings.warn,
     most: int = _MOST_OF_A_KIND,
 ) -> list[tuple[Words, Drafter]]:
-    """The drafters that `auto` chooses among, with the words that make each.
+    """The drafters that `auto` chooses among, each with its specification.
 
-    These are the target with 4-bit weights, where it can have such a copy and is not so small that it could not pay;
-    the MTP layer that its files bring along; the newest of each kind that was trained for it and measured a gain; and
-    prompt lookup.
+    These are the target with 4-bit weights, if such a copy is possible and the target is large enough to gain; the MTP
+    layer in its checkpoint; the newest drafters of each kind that were trained for it and measured a gain; and prompt
+    lookup.
 
     Args:
-        target: that they draft for.
-        drafters_dir: folders of drafters to look into, too.
-        tell: given a sentence about each that cannot be used, or that brought too little.
-        most: of a kind that are taken.
+        drafters_dir: further folders to search for drafters.
+        tell: called with a sentence for each drafter that is unusable, or has too low a measured gain.
     """
     members: list[tuple[Words, Drafter]] = []
     taken: Counter[str] = Counter()
@@ -230,21 +223,20 @@ def auto_members(
         try:
             drafter = KINDS[words.kind].make(words, target)
             drafter.check(target)
-        except Exception as error:  # whatever is wrong with it, the others can draft
+        except Exception as error:  # a failing drafter must not prevent the others
             named = words.kind if words.path is None else f"{words.kind}:{words.path}"
             tell(f"the drafter {named} is left out: {' '.join(str(error).split())}")
             continue
         taken[words.kind] += 1
         members.append((words, drafter))
     least = _LEAST_OWN_BYTES_BESIDE if taken.keys() - {"ngram"} else _LEAST_OWN_BYTES
-    # Sampled drafts come first: their draws stand first where proposals are merged.
+    # Sampled drafts come first, so that their draws are first in merged proposals.
     own = _own_member(target, tell) if target.weight_bytes >= least else []
     lookup = Words("drafter", "prompt-lookup", None, KINDS["prompt-lookup"].widest)
     return [*own, *members, (lookup, KINDS["prompt-lookup"].make(lookup, target))]
 
 
 def _own_member(target: LanguageModel, tell: Callable[[str], None]) -> list[tuple[Words, Drafter]]:
-    """The target with 4-bit weights, where it can have such a copy."""
     words = Words("drafter", "self", "int4", KINDS["self"].widest)
     try:
         drafter = KINDS["self"].make(words, target)
@@ -252,7 +244,7 @@ def _own_member(target: LanguageModel, tell: Callable[[str], None]) -> list[tupl
             drafter.model.check_room()
         return [(words, drafter)]
     except UnsupportedModelError:
-        return []  # such a target has no copy of fewer bits, and nobody asked for one
+        return []  # such a target has no quantized copy, and none was requested
     except Exception as error:
         tell(f"the drafter self:int4 is left out: {' '.join(str(error).split())}")
         return []
@@ -261,7 +253,7 @@ def _own_member(target: LanguageModel, tell: Callable[[str], None]) -> list[tupl
 def _trained_words(
     target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]
 ) -> list[Words]:
-    """Of what was trained for a target and measured a gain, and of the MTP layer that it brings along."""
+    """The MTP layer of the target's checkpoint, and the drafters trained for it with a measured gain."""
     from truedraft.models.mtp import brings_mtp
 
     words = [Words("drafter", "mtp", None, KINDS["mtp"].widest)] if brings_mtp(target) else []
@@ -278,11 +270,6 @@ def _trained_words(
 
 
 def _portfolio(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Portfolio:
-    """The drafters that are named.
-
-    Raises:
-        TruedraftError: one cannot be made, or is none that a portfolio can have.
-    """
     from truedraft.drafters.portfolio import Portfolio
 
     words.check((), takes_members=True)
@@ -291,11 +278,7 @@ def _portfolio(words: Words, target: LanguageModel, drafters_dir: Sequence[str |
 
 
 def _members(words: Words, example: str) -> list[Words]:
-    """The words of a drafter's members.
-
-    Raises:
-        OptionError: one is no single drafter.
-    """
+    """The specifications of a drafter's members; refuses all but single drafters."""
     members = [Words.parse("drafter", member) for member in words.members]
     for member in members:
         if member.kind in (_AUTO, _PORTFOLIO, _NONE):
@@ -306,10 +289,10 @@ def _members(words: Words, example: str) -> list[Words]:
 
 
 def cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Drafter:
-    """Of several members the first two make the innermost cascade, and each further one verifies what was before.
+    """Make a cascade: the first two members are the innermost one, and each further member verifies its tokens.
 
     Raises:
-        TruedraftError: one cannot be made, or they do not go together.
+        TruedraftError: a member cannot be made, or they are incompatible.
     """
     from truedraft.drafters.cascade import Cascade
 
@@ -331,11 +314,7 @@ def cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Pa
 
 
 def _written_by(middle: Words) -> dict[str, int]:
-    """How many tokens a member that verifies writes, where it says so; it draws them as a chain, by its own model.
-
-    Raises:
-        OptionError: it has other options, which would do nothing.
-    """
+    """How many tokens a verifying member writes, if given; refuses other options, which would have no effect."""
     for name in middle.options:
         if name != "num_speculative_tokens":
             raise OptionError(
@@ -359,7 +338,7 @@ def _made(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path
 
 
 def _with_trained(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Words:
-    """A word without a path names the newest of its kind that was trained for the target, if any was."""
+    """Without a path, use the newest drafter of the kind that was trained for the target, if any."""
     if words.kind not in trained_kinds() or words.path is not None:
         return words
     trained = next((each for each in find_drafters(target, drafters_dir) if each.kind == words.kind), None)
@@ -367,7 +346,7 @@ def _with_trained(words: Words, target: LanguageModel, drafters_dir: Sequence[st
 
 
 def suffix_store(path: str | None, target: Any, max_tokens: int = _STORED) -> Any:
-    """Of a suffix cache, kept in a file where there is a path."""
+    """The store of a suffix cache, in a file if there is a path."""
     from truedraft.drafters.suffix import SuffixFile, SuffixStore
 
     if max_tokens < 1:
@@ -380,17 +359,16 @@ def suffix_store(path: str | None, target: Any, max_tokens: int = _STORED) -> An
 
 
 def _loading(path: str | None, target: LanguageModel) -> Callable[[], LanguageModel]:
-    """How the draft model that a word names is loaded: as the target was."""
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
 
     dtype = dtype_name(target.dtype)
-    fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
+    fast = bool(target.fast_paths)  # turned off for the target, they are off for the draft
     return partial(load_model, path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
 
 
 def _shared_ids(path: str | None, target: LanguageModel) -> LanguageModel:
-    """The draft model that a word names, in the target's ids."""
+    """The named draft model, in the target's token ids."""
     from truedraft.models.translated import TranslatedModel
 
     model = _loading(path, target)()
@@ -409,7 +387,7 @@ def _draft_model(words: Words, target: LanguageModel) -> DraftModel:
 
 
 def draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
-    """A draft model, or one that another process drafts ahead with."""
+    """A draft model, in this process or with `async=1` in another one that drafts ahead."""
     from truedraft.drafters.parallel import DraftProcess, ParallelDraft, ahead_drafter
 
     options = dict(words.options)
@@ -425,12 +403,12 @@ def draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
 
 
 def other_model(path: str | None, target: LanguageModel) -> LanguageModel:
-    """The model that a word names, in its own ids."""
+    """The named model, in its own token ids."""
     return _loading(path, target)()
 
 
 def fewer_bits(path: str | None, target: LanguageModel) -> LanguageModel:
-    """The target with weights of 8 or 4 bits."""
+    """The target with 8-bit or 4-bit weights."""
     bits = {"int8": 8, "int4": 4}.get(path or "")
     if bits is None:
         raise OptionError(f"drafter 'self' needs the width of its weights, self:int8 or self:int4, got {path!r}")
@@ -438,7 +416,7 @@ def fewer_bits(path: str | None, target: LanguageModel) -> LanguageModel:
 
 
 def ngram_table(path: str | None) -> Any:
-    """The table in a file."""
+    """The n-gram table in a file."""
     from truedraft.drafters.ngram import NgramTable
 
     if path is None:
@@ -526,4 +504,4 @@ OWN: Mapping[str, Kind] = {
         members="A;B",
     ),
 }
-"""The kinds that need no head of their own, by their words."""
+"""The kinds without trained heads, by name."""

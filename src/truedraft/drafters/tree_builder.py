@@ -1,4 +1,4 @@
-"""The draft tree builder: trees and chains that a draft model draws, level by level, on the host or on a device."""
+"""The draft tree builder: trees and chains that a draft model draws level by level, on the host or on a device."""
 
 from __future__ import annotations
 
@@ -24,27 +24,20 @@ from truedraft.models.cache import RequestCache
 
 
 class TreeBuilder:
-    """Builds the draft tree of one request, level by level, which is how its nodes are numbered.
+    """Builds the draft tree of one request, level by level, which is also the order of its nodes.
 
-    What is drawn may decide how many children a node has and which nodes grow; then the host reads each level. A chain
-    that no probability cuts is as long as its budget, whatever its tokens: on a device they stay there unread, and each
-    feeds the next.
+    The number of children and the nodes that grow may depend on the draws; then the host reads each level. A chain
+    without a probability threshold is as long as its budget allows: on a device its tokens are not read, and each feeds
+    the next.
 
     Args:
-        cache: of the draft model.
-        request: what is drafted for.
-        budget: what may be drawn.
-        noise: of the request at this step.
-        branching: draws at each node of depth 0, 1, ...; of `ranks` at most.
-        device: of the draft model.
-        behind: so many of the text's last tokens were fed and not committed; the tree hangs below them.
-        ranks: the draws by their ranks among those at their node, the best ones first, in place of as many at every
-            node of a depth: of a budget of n nodes the first n.
+        branching: draws at each node of depth 0, 1, ...; with `ranks` at most so many.
+        behind: number of the text's last tokens that were fed and not committed; the tree is below them.
+        ranks: the draws by their ranks at their node, the best ones first; a budget of n nodes gets the first n.
 
     Attributes:
-        drawing: how children are drawn.
         on_device: whether the tokens stay on the device.
-        draws_alike: builders with equal ones share one computation.
+        draws_alike: builders with equal values share one computation.
     """
 
     def __init__(
@@ -75,33 +68,31 @@ class TreeBuilder:
         self._confidence: list[float] = []  # the drafter's probabilities of the tokens
         self._survival = [1.0]  # by tree row
         self._probs: list[Tensor] = []  # [nodes of a level, vocab]
-        self._dists = 0  # nodes that were drawn below
-        self._open = [-1]  # nodes whose children are drawn next; -1 is the root
+        self._dists = 0  # nodes with drawn children
+        self._open = [-1]  # nodes with children still to draw; -1 is the root
         self._fed = 0
         self._behind = behind
         self._whole: Proposal | None = None
 
     @property
     def grows(self) -> bool:
-        """Whether another level is drawn."""
         return bool(self._open)
 
     @property
     def open(self) -> Sequence[int]:
-        """Nodes whose children are drawn next; -1 is the root."""
+        """Nodes with children still to draw; -1 is the root."""
         return self._open
 
     @property
     def unfed_parents(self) -> Sequence[int]:
-        """The parent of each node that was not fed yet; -1 is the root."""
         return self._parents[self._fed :]
 
     def keep_open(self, nodes: Sequence[int]) -> None:
-        """Draw nothing below open nodes but these; what was drawn so far may decide which they are, and no more."""
+        """Close all open nodes except these; the choice may depend only on what was drawn so far."""
         self._open = list(nodes)
 
     def open_nodes(self) -> list[OpenNode]:
-        """What is drawn next; the node budget cuts by order, so before anything is drawn."""
+        """The next draws; the node budget cuts in node order, so before anything is drawn."""
         first, found, most = len(self._tokens), [], self.budget.nodes
         for node in self._open:
             width = max(0, min(self._width(node), self.budget.width, most - first))
@@ -110,26 +101,25 @@ class TreeBuilder:
         return found
 
     def _width(self, node: int) -> int:
-        """Draws below a node of the last depth, if there is room for them."""
         return self._branching[self._depth] if self._counts is None else self._counts[self._ranks[node + 1]]
 
     def shaped(self, logits: Tensor) -> Tensor:
-        """Logits `[open nodes, vocab]` as the request's options change them behind the nodes' paths."""
+        """Logits `[open nodes, vocab]` after the request's options, each for its node's path."""
         shaping = self.request.shaping
         if shaping is None:
             return logits
         return shaping.of_paths(logits, self.open_paths())
 
     def open_paths(self) -> list[tuple[int, ...]]:
-        """The tokens from the root to each open node; of those on a device only how many there are is told."""
+        """The tokens from the root to each open node; on a device only their number is correct."""
         paths = (path_to(node, self._parents) for node in self._open)
         return [tuple(0 if self.on_device else self._tokens[node] for node in path) for path in paths]
 
     def add(self, children: Sequence[Sequence[tuple[int | Tensor, float]]], probs: Tensor | None) -> None:
-        """Hang children below the open nodes; those that may grow become open.
+        """Add children below the open nodes; those that may grow become open.
 
         Args:
-            children: of each open node, tokens and their probabilities.
+            children: per open node, tokens and their probabilities.
             probs: `[open nodes, vocab]` that they were drawn from; None: one-hot distributions.
         """
         if probs is not None:
@@ -143,7 +133,7 @@ class TreeBuilder:
                 if node == first:
                     self._ranks.append((*self._ranks[parent + 1], rank))
                 draws.append(Draw(node, -1 if probs is None else dist, self.drawing.kind))
-                # A token too unlikely is kept, for it was drawn; nothing is drafted below it.
+                # A too unlikely token is kept because it was drawn; nothing is drafted below it.
                 if node == first and (not self.budget.looks or self._goes_on(parent, probability)):
                     opened.append(node)
             self._draws[parent + 1] = tuple(draws)
@@ -155,21 +145,18 @@ class TreeBuilder:
         self._open = opened if grows else []
 
     def _child(self, parent: int, token: int | Tensor) -> int:
-        """The node below `parent` that carries a token just drawn there: a new one."""
         self._tokens.append(token)
         self._parents.append(parent)
         self._draws.append(())
         return len(self._tokens) - 1
 
     def _goes_on(self, parent: int, probability: float) -> bool:
-        """Whether anything is drafted below a new child of `parent`, from its probability."""
         survival = self._survival[parent + 1] * self.budget.chance(probability)
         self._confidence.append(probability)
         self._survival.append(survival)
         return self.budget.goes_on(probability, survival)
 
     def segment(self) -> Segment:
-        """The nodes not yet fed, with logits at those that are open."""
         written, self._fed = self._fed, len(self._tokens)
         rows = [node - written for node in self._open]
         behind = self._behind
@@ -177,21 +164,19 @@ class TreeBuilder:
         return Segment(self.cache, self._ids(written), shape_of(parents), rows, behind + written)
 
     def chain_numbers(self) -> Sequence[Sequence[float]] | None:
-        """What draws its tokens, where the whole chain may be drafted at once; None where that is not so."""
+        """The numbers that draw its tokens, if the whole chain can be drafted at once; otherwise None."""
         if not self.on_device or self.request.shaping is not None or self.drawing.choose(self.request.params) is None:
             return None
         return self.drawing.chain_numbers(self.request.params, self._noise, self.length)
 
     @property
     def length(self) -> int:
-        """Tokens of a path at the most."""
         return min(self.budget.depth, self.budget.nodes, len(self._branching))
 
     def take_chain(self, tokens: Tensor, probs: Tensor | None) -> None:
-        """All of a chain that was drafted at once, at least as long as its budget.
+        """Take a drafted chain of tokens `[levels]` on the device, at least as long as its budget.
 
         Args:
-            tokens: `[levels]`, on the device.
             probs: `[levels, vocab]` that they were drawn from; None: one-hot distributions.
         """
         depth, kind = self.length, self.drawing.kind
@@ -201,7 +186,6 @@ class TreeBuilder:
         self._open = []
 
     def proposal(self) -> Proposal:
-        """What was drawn."""
         if self._whole is not None:
             return self._whole
         if not self._tokens:
@@ -213,7 +197,7 @@ class TreeBuilder:
         return Proposal(tree, tuple(self._draws), probs, tuple(self._confidence))
 
     def _ids(self, first: int) -> Tensor:
-        """Tokens of the nodes from `first` on, `[nodes]`, where they lie."""
+        """Tokens `[nodes]` of the nodes from `first` on, on the device if `on_device`."""
         tokens = self._tokens[first:]
         if not self.on_device:
             return torch.tensor(tokens)
@@ -223,7 +207,7 @@ class TreeBuilder:
 def chains_alike(
     builders: Sequence[TreeBuilder],
 ) -> dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]]:
-    """Chains that may be drafted at once and the numbers that draw them, by how they are drawn."""
+    """Chains that can be drafted at once, and the numbers that draw them, by way of drawing."""
     alike: dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]] = {}
     for builder in builders:
         choose, numbers = builder.drawing.choose(builder.request.params), builder.chain_numbers()
@@ -233,7 +217,7 @@ def chains_alike(
 
 
 def chain_numbers_of(numbers: Sequence[Sequence[Sequence[float]]], levels: int, device: torch.device) -> list[Tensor]:
-    """Numbers `[kinds, depth]` of chains as tensors `[chains, levels]` of each kind; what is too short is filled up."""
+    """Numbers `[kinds, depth]` of chains as one tensor `[chains, levels]` per kind; shorter chains are padded."""
     return [
         transfers.upload(np.array([[*own, *own[-1:] * (levels - len(own))] for own in kind]), device)
         for kind in zip(*numbers, strict=True)
@@ -241,12 +225,11 @@ def chain_numbers_of(numbers: Sequence[Sequence[Sequence[float]]], levels: int, 
 
 
 def _reads_paths(request: DraftRequest) -> bool:
-    """Whether its options look at the tokens of a path."""
     return request.shaping is not None and request.shaping.reads_paths
 
 
 def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
-    """Whether a tree within a budget is a chain whose length no number decides."""
+    """Whether a tree within a budget is a chain of fixed length."""
     widths = branching[: budget.depth]
     return not budget.looks and all(min(width, budget.width) == 1 for width in widths)
 
@@ -257,15 +240,15 @@ class Growing(Protocol):
     cache: RequestCache
 
     def proposal(self) -> Proposal:
-        """What was drafted by now."""
+        """What was drafted so far."""
 
 
 @contextmanager
 def judged_if_it_fails(trees: Sequence[Growing]) -> Iterator[None]:
-    """Trees grow level by level; where that fails for one alone behind its first level, what it has is judged.
+    """If a single tree fails after its first level, what was drafted is still verified.
 
-    A level that fails may do so because of tokens of those above it, never because of its own, which are not drawn yet:
-    so which draws exist is a predictable choice (docs/lossless.md). What lies half-written in caches is dropped.
+    A level may fail because of tokens of earlier levels, never because of its own, which are not drawn yet. So which
+    draws exist is a predictable choice (docs/lossless.md). Uncommitted cache entries are dropped.
 
     Raises:
         CutShortError: it failed for a single tree that has nodes.
@@ -281,14 +264,13 @@ def judged_if_it_fails(trees: Sequence[Growing]) -> Iterator[None]:
 
 
 def draw_level(builders: Sequence[TreeBuilder], logits: Tensor, ids: DraftIds | None = None) -> list[TreeBuilder]:
-    """Draw the children of all open nodes; returns the builders of trees that grow on.
+    """Draw the children of all open nodes; returns the builders of trees that continue.
 
-    Neighbours that draw alike share one computation.
+    Consecutive builders with the same way of drawing share one computation.
 
     Args:
-        builders: of some trees.
-        logits: `[nodes, guessed]`, the trees' open nodes one behind another.
-        ids: that they are about; None for all of the vocabulary.
+        logits: `[nodes, guessed]`, the open nodes of all trees in order.
+        ids: the token ids of the logits' columns; None for the whole vocabulary.
     """
     start = 0
     for _, group in itertools.groupby(builders, key=lambda builder: builder.draws_alike):
@@ -303,7 +285,7 @@ def draw_level(builders: Sequence[TreeBuilder], logits: Tensor, ids: DraftIds | 
 def _draw_alike(
     builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNode]], logits: Tensor, ids: DraftIds | None
 ) -> None:
-    """Draw the open nodes of each builder, from logits `[nodes, guessed]` about some ids or all, in one computation."""
+    """Draw the open nodes of each builder from logits `[nodes, guessed]`, in one computation."""
     first, together = builders[0], list(itertools.chain.from_iterable(nodes))
     shaped = any(builder.request.shaping is not None for builder in builders)
     if ids is not None and (shaped or first.drawing.by_ids):
@@ -332,11 +314,5 @@ def _draw_alike(
 
 
 def _unread_children(tokens: Tensor, probs: Tensor | None, vocab: int) -> list[list[tuple[Tensor, float]]]:
-    """The one child of each node, `[1]` on the device; see `existing`.
-
-    Args:
-        tokens: `[nodes, 1]` from `Drawing.draw`.
-        probs: `[nodes, vocab]` that they were drawn from, changed in place; None: one-hot distributions.
-        vocab: size of the vocabulary.
-    """
+    """The one child of each node, `[1]` on the device, from tokens `[nodes, 1]`; changes `probs`, see `existing`."""
     return [[(token, 1.0)] for token in existing(tokens[:, 0], probs, vocab)[0].split(1)]

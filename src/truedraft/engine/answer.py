@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""What a request returns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When things happened, in seconds since the request was submitted.
+    """Times in seconds since the request was submitted.
 
     Attributes:
-        first_token_s: time to the first token (TTFT); None when there is none.
-        total_s: time to the end.
-        decode_s: from the first token to the end; with the counters this gives tokens per second.
+        first_token_s: time to the first token (TTFT); None without tokens.
     """
 
     first_token_s: float | None
@@ -27,7 +25,7 @@ class Timing:
 
     @property
     def decode_s(self) -> float:
-        """Seconds from the first token to the end."""
+        """Seconds from the first token to the end; with the counters this gives tokens per second."""
         return self.total_s - (self.total_s if self.first_token_s is None else self.first_token_s)
 
 
@@ -38,18 +36,17 @@ class Answer:
     Attributes:
         text: the answer, without what ended it; None without a tokenizer.
         token_ids: new tokens only, without the one that ended it.
-        finish_reason: "stop" (end of text, stop id, stop text), "length" (max_tokens or the model's context),
-            "error" (see `error`) or "cancelled".
-        stats: counts of this request; rates are derived from them. After a lossy rule `stats.divergence` says how far
-            the distributions of the emitted tokens were from the target's; it is None when the answer is lossless.
-        origins: for each of `token_ids`, whether it was drafted and accepted, recovered, or a bonus; the first
-            token comes from the prefill and counts as a bonus.
-        logprobs: for each of `token_ids`, where `SamplingParams.logprobs` asked for them.
-        prompt_logprobs: for each token of the prompt but the first, likewise.
-        others: the further answers, of samples 1 to n - 1, where `SamplingParams.n` asked for several.
-        seed: the request's; the same one gives the same answer again. None where it had none.
-        prompt_tokens: tokens of the prompt.
-        timing: when it happened.
+        finish_reason: "stop" (end of text, stop id, stop text), "length" (max_tokens or the model's context), "error"
+            (see `error`) or "cancelled".
+        stats: counts of this request; rates are derived from them. After a lossy rule `stats.divergence` is the
+            distance of the emitted tokens' distributions from the target's; it is None for a lossless answer.
+        origins: for each of `token_ids`, whether it was drafted and accepted, recovered, or a bonus; the first token
+            comes from the prefill and counts as a bonus.
+        logprobs: for each of `token_ids`, with `SamplingParams.logprobs`.
+        prompt_logprobs: for each token of the prompt except the first, with `SamplingParams.prompt_logprobs`.
+        others: the answers of samples 1 to n - 1, if `SamplingParams.n` is above 1.
+        seed: the request's; the same seed reproduces the answer. None for a request without one.
+        prompt_tokens: number of tokens in the prompt.
         error: what went wrong, in one sentence.
         warnings: what the user should know, such as a drafter that failed.
         stop_text: the text of `SamplingParams.stop` that ended it.
@@ -73,16 +70,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of an answer that one step brought.
+    """The part of an answer that one step added.
 
     Attributes:
-        text: text that can no longer change; "" while a character or a possible stop text is incomplete, and
-            without a tokenizer.
-        token_ids: tokens that no stop text can take back any more: joined over all pieces they are the answer's. While
-            a stop text may begin, and inside a character of several tokens, they may come later than their text.
-        origins: where each of them came from.
+        text: text that can no longer change; "" while a character or a possible stop text is incomplete, and without a
+            tokenizer.
+        token_ids: tokens that no stop text can remove any more; all pieces joined are the answer's. While a stop text
+            may begin, and inside a character of several tokens, they may come later than their text.
+        origins: of each of `token_ids`.
         answer: the whole answer, on the last piece only.
-        logprobs: of each of `token_ids`, where they were asked for.
+        logprobs: of each of `token_ids`, if enabled.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""A step's batch: one item for each request that takes part."""
+"""The batch of a step: one item for each request."""
 
 from __future__ import annotations
 
@@ -25,34 +25,31 @@ NOTHING_DRAFTED = MergedProposal.of({})
 
 @dataclass(slots=True, eq=False)
 class StepItem:
-    """One request's share of a step.
+    """One request's part of a step.
 
     Attributes:
-        request: whose share it is; it has a cache.
-        fed: how many of its own tokens, not yet in its cache, the target is fed; the others are the proposal's.
-        noise: of this step.
+        request: it has a cache.
+        fed: number of its own tokens, not yet in its cache, that the target computes; the rest is the proposal.
         context: tokens in its cache before the step.
-        prefill: whether it is fed a part of its prompt, or of what it had written before it gave its room back.
-        judged: whether a token is drawn behind what it is fed: not behind a part of a prompt that is not its last.
-        drafted: what was drafted for it, and by whom.
-        proposal: what is judged of that. What turns out not to have been drawn as it says is taken out.
-        kept: nodes of the proposal that the forward sees; None is all of them. Those that leave the form of a
-            structured answer, and all below them, have no chance: they are judged, but not computed; should one be
-            accepted all the same, the verdict ends with it.
-        rows: which rows of the forward's output are its own.
-        decision: what is to be drafted for it; None during its prompt, and where its drafters failed.
-        logits: `[tree rows, vocab]`, the target's own, while the proposal is judged.
-        shaped: likewise, as the request's options change them.
-        probs: likewise, the distributions that its rule judges by, or logits where they do for that.
-        broken_rows: tree rows whose logits were NaN or infinite.
-        verdict: the accepted path and one more token, cut before the first row that gives no distribution; None where
-            nothing is judged, and before it is.
-        broken: whether there was such a row on its way.
+        prefill: whether the fed tokens are from its prompt, or from the answer before a preemption.
+        judged: whether a token is drawn after the fed ones; False for a part of a prompt that is not the last.
+        drafted: all drafts with their drafters.
+        proposal: the drafts to verify, without draws that prove invalid.
+        kept: nodes of the proposal that the forward computes; None is all of them. Nodes that violate the form of a
+            structured answer, and their descendants, are verified but not computed; if one is accepted, the verdict
+            ends with it.
+        decision: what to draft; None during the prompt, and if its drafters failed.
+        logits: `[tree rows, vocab]`, the target's own, while the proposal is verified.
+        shaped: `[tree rows, vocab]`, logits after the request's options.
+        probs: `[tree rows, vocab]`, the distributions for its rule, or logits if they suffice.
+        broken_rows: tree rows with NaN or infinite logits.
+        verdict: the accepted path and one more token, cut before the first row without a distribution; None if nothing
+            is verified, and before.
+        broken: whether there was such a row on its path.
         banned: whether the request's options left no token there.
-        logprobs: of each token of the verdict, where the request asks for them.
-        outcome: what became of the proposal, without what drafters want to see of the forward; set when the step is
-            over.
-        shown: the step's forward, while drafters may be told of it that want to see it.
+        logprobs: of each token of the verdict, if the request has them enabled.
+        outcome: result of the proposal, without features of the forward; set after the step.
+        shown: output of the step's forward, while drafters may still read features of it.
     """
 
     request: Request
@@ -86,25 +83,24 @@ class StepItem:
         self.rows = slice(0, 0)
 
     def hold(self, drafted: MergedProposal) -> None:
-        """Take what was drafted; what of it leaves the form of a structured answer is left out of the forward."""
+        """Set the drafts; nodes that violate the form of a structured answer are left out of the forward."""
         self.drafted, self.proposal = drafted, drafted.proposal
         if self.request.shaping is not None:
             self._keep_legal()
 
     def budget(self, drafter: str) -> Budget:
-        """Of a drafter that is to draft for it."""
         assert self.decision is not None
         return next(part.budget for part in self.decision.parts if part.drafter == drafter)
 
     @property
     def judged_rows(self) -> slice:
-        """Which rows of the forward's output are judged: that of the last token, and those of the nodes below it."""
+        """Rows of the forward's output to verify: that of the last token, and those of the tree's nodes."""
         return slice(self.rows.stop - len(self.proposal.tree) - 1, self.rows.stop)
 
     def fed_nodes(self, path: Sequence[int]) -> list[int]:
-        """The places of nodes that were accepted among the tokens that the forward was fed behind the committed ones.
+        """Positions of accepted nodes among the computed uncommitted tokens.
 
-        Worked example: of nodes 0, 1, 2, 3 the forward saw 0, 2 and 3, so the path (0, 3) lies at places 0 and 2.
+        Worked example: of nodes 0, 1, 2, 3 the forward saw 0, 2 and 3, so the path (0, 3) has the positions 0 and 2.
         """
         places = list(path) if self.kept is None else [self.kept.index(node) for node in path]
         return [self.fed + place for place in places]
@@ -140,22 +136,19 @@ class Batch:
 
     @property
     def prompt_tokens(self) -> int:
-        """That are read of prompts."""
         return sum(item.fed for item in self.items if item.prefill)
 
     def halves(self) -> list[Batch]:
-        """The requests that are not over in two batches, from the start; of one request one, of none none."""
+        """The unfinished requests in two new batches; for one request one batch, for none an empty list."""
         left = [item for item in self.items if item.request.finish_reason is None]
         items = [StepItem(item.request, min(item.fed, item.request.uncomputed)) for item in left]
         middle = len(items) // 2
         return [Batch(half) for half in (items[:middle], items[middle:]) if half]
 
     def segments(self, target: LanguageModel, features: Features | None) -> list[Segment]:
-        """What the target is fed: for each request its last token and the tree below it, or a part of its prompt.
+        """Input of the target: for each request its last token and the tree below it, or a part of its prompt.
 
-        Args:
-            target: that is fed.
-            features: at which rows of a part of a prompt they are wanted; without any, only where a token is drawn.
+        With `features` None, a part of a prompt has output rows only where a token is drawn.
         """
         waits = transfers.waits(target.device)
         on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
@@ -189,10 +182,9 @@ class Batch:
         return segments
 
     def whole_rows(self, output: ForwardOutput) -> ForwardOutput:
-        """The output with a row for every node, also for those that the forward did not see.
+        """The output with a row for every node, including nodes that were not computed.
 
-        These get the row of the last token: whatever is judged there, it is behind a token that the target gives
-        nothing.
+        These get the row of the last token: anything verified there follows a token of target probability 0.
         """
         if all(item.kept is None for item in self.items):
             return output
@@ -210,12 +202,10 @@ class Batch:
 
 
 def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) -> Segment:
-    """The last token of a request and the tree below it, or what of that the forward sees.
+    """The last token of a request and the tree below it, without nodes that the forward skips.
 
     Args:
-        item: of the request.
-        ids: the last token.
-        drafted: both on the device, where the ids are there alone.
+        drafted: the last token and the tree's ids on the device, if the ids are only there.
     """
     tree, cache, adapter = item.proposal.tree, item.request.cache, item.request.params.adapter
     assert cache is not None
@@ -230,15 +220,15 @@ def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) ->
 
 
 def _tokens_on_device(items: Sequence[StepItem], target: LanguageModel) -> list[Tensor]:
-    """The last token and the drafted ones, on the device, of items whose drafted ids are there alone.
+    """Last token and drafted tokens on the device, for items with ids only there.
 
-    They are parts of one tensor: a few kernels make it, however many requests there are.
+    They are views of one tensor, so that the number of kernels does not depend on the number of requests.
     """
     if not items:
         return []
     last = transfers.upload([item.request.tokens[-1] for item in items], target.device)
     trees = [item.proposal.tree.tokens.to(target.device) for item in items]
-    # A token that does not exist would break the forward; that there was one shows when the tokens are read.
+    # An invalid id would break the forward; it is detected when the tokens are read by the host.
     drafted = torch.cat(trees).clamp(0, target.vocab_size - 1)
     sizes = [len(item.proposal.tree) for item in items]
     pairs = zip(last.split(1), drafted.split_with_sizes(sizes), strict=True)

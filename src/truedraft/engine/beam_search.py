@@ -1,13 +1,13 @@
-"""Speculative beam search (Leviathan et al. 2211.17192, appendix A.4): beams of plain beam search, several a forward.
+"""Speculative beam search (Leviathan et al. 2211.17192, appendix A.4): several steps of beam search per forward.
 
-From the running beams the draft goes on with a wider beam search of its own. One forward of the target reads running
-and drafted beams as one tree, and the target's search takes as many steps as its beams are among the drafted ones:
-where one is not, the last step still stands, for its distributions were there. So the beams are those of plain beam
-search, whatever was drafted. What all beams have in common is committed; the rest of the tree is read again with the
-next forward.
+The draft continues the running beams with a wider beam search of its own. One forward of the target reads running and
+drafted beams as one tree, and the target's search steps as long as its beams are among the drafted ones. If one is not,
+the last step is still valid, because its distributions were computed. So the beams are those of plain beam search,
+whatever was drafted. The common prefix of all beams is committed; the rest of the tree is read again with the next
+forward.
 
-The search itself is that of transformers' `generate(num_beams=...)`, step for step: scores in float32, candidates by
-their order, ended beams kept apart, length penalty and early stopping.
+The search follows transformers' `generate(num_beams=...)` exactly: float32 scores, the order of candidates, separate
+finished beams, length penalty and early stopping.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.options import check_whole
 
-_NEVER = -1.0e9  # the score of what is not there, as transformers has it
+_NEVER = -1.0e9  # score of absent beams, as in transformers
 _CHUNK = 512
-_MOST_PENALTY = 5.0  # beyond it scores leave what transformers' arithmetic, which is followed here, can tell apart
+_MOST_PENALTY = 5.0  # beyond it scores exceed the precision of transformers' arithmetic, which is followed here
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Beam:
     """An answer of a beam search.
 
     Attributes:
-        token_ids: of the answer, an end-of-text token included.
-        text: without special tokens; None where there is no tokenizer.
-        score: the logarithm of its probability over its length to the power of the length penalty.
+        token_ids: includes the end-of-text token, if any.
+        text: without special tokens; None without a tokenizer.
+        score: log probability divided by the length to the power of the length penalty.
     """
 
     token_ids: tuple[int, ...]
@@ -47,13 +47,12 @@ class Beam:
 
 @dataclass
 class BeamAnswer:
-    """What a beam search found.
+    """The result of a beam search.
 
     Attributes:
         beams: the best first.
-        steps: of the search; plain beam search has a target call for each.
-        target_calls: forwards of the target behind the prompt's.
-        drafted: nodes that were drafted, over all forwards.
+        steps: of the search; plain beam search needs a target call for each.
+        target_calls: forwards of the target after the prompt.
     """
 
     beams: list[Beam] = field(default_factory=list)
@@ -63,17 +62,15 @@ class BeamAnswer:
 
 
 class BeamSearch:
-    """Beam search of one target, with a draft model or without.
+    """Beam search of one target, with or without a draft model.
 
     Args:
-        target: whose beams these are.
-        draft: guesses them; None is plain beam search.
-        num_beams: beams of the target.
+        draft: drafts the target's beams; None is plain beam search.
         draft_beams: of the draft, at least as many; None takes twice as many.
         num_speculative_tokens: steps that the draft looks ahead.
         length_penalty: power of the length by which scores are divided.
-        early_stopping: True ends the search once there are `num_beams` ended beams; False once the best running one is
-            worse than these at its length; "never" once it can no longer become better.
+        early_stopping: True ends the search once there are `num_beams` finished beams; False once the best running one
+            is worse than these at its length; "never" once it can no longer become better.
 
     Raises:
         OptionError: an option is out of its range.
@@ -106,15 +103,11 @@ class BeamSearch:
 
     @torch.inference_mode()
     def generate(self, prompt: TextPrompt, max_tokens: int = 128) -> BeamAnswer:
-        """The best beams behind a prompt.
-
-        Args:
-            prompt: text or ids.
-            max_tokens: of an answer.
+        """The best beams after a prompt.
 
         Raises:
-            PromptError: the prompt is empty, too long, or text where there is no tokenizer.
-            OptionError: a length penalty below 0 makes all scores smaller than transformers' search can tell apart.
+            PromptError: the prompt is empty, too long, or text without a tokenizer.
+            OptionError: a negative length penalty makes all scores smaller than transformers' search can distinguish.
         """
         tokenizer = self.target.tokenizer
         ids = encode_prompt(self.target, prompt)
@@ -144,7 +137,6 @@ class BeamSearch:
         return answer
 
     def _round(self, search: _Search, target: _Reader, draft: _Reader | None, answer: BeamAnswer) -> None:
-        """One forward of the target, and the steps that it decides."""
         common = _common(search.running)
         for reader in (target, draft):
             if reader is not None:
@@ -174,7 +166,7 @@ class BeamSearch:
         """Grow the tree by the draft's own beams, `ahead` levels below the running ones."""
         scores = search.scores[0, : len(nodes)]
         open_nodes = list(nodes)
-        if not search.length:  # all beams are the one that begins
+        if not search.length:  # all beams are one at first
             open_nodes, scores = open_nodes[:1], scores[:1]
         fed = 0
         for level in range(ahead):
@@ -194,19 +186,13 @@ class BeamSearch:
 
 
 def _common(beams: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """What all beams begin with."""
     first, last = min(beams), max(beams)
     apart = next((place for place, pair in enumerate(zip(first, last, strict=True)) if pair[0] != pair[1]), len(first))
     return first[:apart]
 
 
 class _Reader:
-    """What a model has read of one text, and of a tree below its last token.
-
-    Args:
-        model: reads.
-        prompt: ids.
-    """
+    """A model's cache of one text and of a tree below its last token."""
 
     def __init__(self, model: LanguageModel, prompt: Sequence[int]) -> None:
         self._model = model
@@ -214,10 +200,10 @@ class _Reader:
         self._text = list(prompt)
         self._cache = model.new_cache()
         self._tree = GrowingTree()
-        self._chain = 0  # uncommitted tokens of the text before the tree's
+        self._chain = 0  # uncommitted tokens of the text, before those of the tree
 
     def goes_on(self, common: Sequence[int]) -> None:
-        """The answer begins with these tokens: commit what was read of them, but the last one, and forget the tree."""
+        """Commit the answer's new common prefix except its last token, as far as it was read, and drop the tree."""
         path = list(range(self._chain))
         node: int | None = -1
         for token in common[len(self._text) - self._prompt :]:
@@ -229,14 +215,14 @@ class _Reader:
         self._tree, self._chain = GrowingTree(), 0
 
     def room(self, beams: Sequence[tuple[int, ...]]) -> int:
-        """How many levels below these beams the model can draft within its context; the last one it does not read."""
+        """How many levels below these beams the model can draft within its context; it does not read the last one."""
         prompt = self._text[: self._prompt]
         return min(self._model.most_drafted([*prompt, *beam]) for beam in beams)
 
     def read(self, tree: GrowingTree, fed: int, nodes: Sequence[int]) -> Tensor:
-        """Logits `[nodes, vocab]` behind nodes of a tree, of which earlier calls fed the first ones.
+        """Logits `[nodes, vocab]` after nodes of a tree, of which earlier calls read the first `fed`.
 
-        Worked example: with two tokens of the text not read yet, the tree (-1, -1, 0) is fed as (-1, 0, 1, 1, 2), and
+        Worked example: with two tokens of the text not read yet, the tree (-1, -1, 0) is read as (-1, 0, 1, 1, 2), and
         the row of its root is that of id 1.
         """
         if not fed:
@@ -256,7 +242,6 @@ class _Reader:
         return logits[[place[node + self._chain - written] for node in nodes]]
 
     def _read_prompt(self) -> None:
-        """Read and commit what is too long for one forward."""
         while len(self._text) - self._cache.length > _CHUNK:
             ids = self._text[self._cache.length :][:_CHUNK]
             prompt = max(0, min(len(ids), self._prompt - 1 - self._cache.length))
@@ -264,26 +249,20 @@ class _Reader:
             self._cache.commit(range(len(ids)))
 
     def release(self) -> None:
-        """Give the cache back."""
         self._model.release_cache(self._cache)
 
 
 class _Search:
-    """The state of one beam search, as transformers has it.
+    """The state of one beam search, as in transformers.
 
     Args:
-        width: beams.
-        ends: ids that end one.
-        most: tokens of an answer.
-        length_penalty: see `BeamSearch`.
-        early_stopping: likewise.
+        ends: ids that end a beam.
+        most: limit of an answer's tokens.
 
     Attributes:
         running: tokens of each running beam.
-        scores: `[1, beams]`, float32: logarithms of their probabilities.
-        parents: of each, which beam it was before the last step.
-        length: steps so far.
-        over: whether no step follows.
+        scores: `[1, beams]`, float32, log probabilities.
+        parents: for each running beam its index before the last step.
     """
 
     def __init__(
@@ -304,10 +283,10 @@ class _Search:
         self._improves = torch.ones(1, 1, dtype=torch.bool)
 
     def step(self, logits: Tensor) -> None:
-        """Go on by one token.
+        """Extend the beams by one token.
 
         Args:
-            logits: `[beams, vocab]`, float32, behind each running beam.
+            logits: `[beams, vocab]`, float32, after each running beam.
         """
         vocab = logits.shape[1]
         likely = (torch.log_softmax(logits.cpu(), dim=-1)[None] + self.scores[:, :, None]).reshape(1, -1)
@@ -333,7 +312,6 @@ class _Search:
         self.over = not bool(self._improves.any()) or full or bool(hits.all())
 
     def _keep_ended(self, candidates: Sequence[tuple[int, ...]], scores: Tensor, hits: Tensor) -> None:
-        """Of the beams that ended, those of this step among them, keep the best."""
         first = torch.arange(scores.shape[1])[None] < self.width
         ended = hits & first
         full = self._is_ended.all(dim=-1, keepdim=True) & (self._early is True)
@@ -349,13 +327,12 @@ class _Search:
         self._is_ended = torch.cat([self._is_ended, ended], dim=1).gather(1, kept)
 
     def _look_ahead(self) -> None:
-        """Whether a running beam may still become better than the ended ones."""
+        """Update whether a running beam may still become better than the finished ones."""
         farthest = self.most if self._early == "never" and self._penalty > 0.0 else self.length
         best = self.scores[:, :1] / (farthest**self._penalty)
         worst = torch.where(self._is_ended, self._ended_scores.min(dim=1, keepdim=True)[0], _NEVER)
         self._improves = self._improves & (best > worst).any(dim=-1, keepdim=True)
 
     def found(self) -> list[tuple[tuple[int, ...], float]]:
-        """The ended beams and their scores, the best first."""
         pairs = zip(self._ended, self._ended_scores[0].tolist(), strict=True)
         return [(tokens, score) for tokens, score in pairs if score > 0.5 * _NEVER]

@@ -1,4 +1,4 @@
-"""From a controller's decisions to one proposal for each request, and back to every drafter what became of its own."""
+"""From a controller's decisions to one proposal for each request, and each drafter's outcomes back to it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,14 @@ from truedraft.errors import DrafterError, UnknownOptionError
 from truedraft.models.base import ForwardOutput, LanguageModel
 
 _FEW_CALLS = 1 / 20
-"""Of a request's target calls, that judged drafts: with fewer it is told why."""
+"""Share of a request's target calls that verified drafts; below it, the controller's reason is recorded."""
 
 
 class Drafting:
-    """The engine's dealings with its drafters and the controller that chooses among them.
+    """Calls the drafters, and the controller that chooses among them.
 
     Args:
-        drafter: any drafter, or a portfolio.
-        controller: decides which of them drafts how much.
-        target: what is drafted for.
-        failures: is told what failed.
-        watcher: never drafts, and is told of every step as drafters are; None where nobody watches.
+        watcher: observes every step as drafters do, but never drafts; None for no watcher.
     """
 
     def __init__(
@@ -53,40 +49,40 @@ class Drafting:
         }
         self._limits = {name: member.limits for name, member in drafter.members.items()}
         has_others = list(drafter.members.values()) != [drafter]
-        self._whole = drafter if has_others and not drafter.observes_lazily else None  # is told of merged proposals
+        self._whole = drafter if has_others and not drafter.observes_lazily else None  # observes merged proposals
         self.features = shown = joint_features(drafter, watcher)
         self._shows = shown is not None
-        self._layers = () if shown is None else shown.layers  # that the target shows
+        self._layers = () if shown is None else shown.layers  # layers that the target returns
         self._on_device = transfers.waits(target.device)
         self._kept = [each.features for each in watched.values() if each.observes_lazily and each.features]
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
         self._told_at_once = [member for member in self._members.values() if not member.drafter.observes_lazily]
-        self._asked: dict[str, list[StepItem]] = {}  # in the running step, by drafter
-        self._resting = False  # whether the controller is not asked in this step
-        self._rests = 0  # that and the steps to come of which it is true
-        self._resting_plain = False  # whether nothing is drafted in these
-        self._seen: set[tuple[int, int]] = set()  # what drafters found where nothing was drafted of it
-        self._last: tuple[list[Request], list[Decision | None]] = [], []  # when it was asked, and what it decided
+        self._asked: dict[str, list[StepItem]] = {}  # items of the running step, by drafter
+        self._resting = False  # whether the controller is not called in this step
+        self._rests = 0  # number of such steps left, this one included
+        self._resting_plain = False  # whether nothing is drafted in those
+        self._seen: set[tuple[int, int]] = set()  # hints found while nothing was drafted
+        self._last: tuple[list[Request], list[Decision | None]] = [], []  # requests and decisions of its last call
         self._controller = controller
         self._failures = failures
 
     @property
     def spent(self) -> tuple[DraftTime, ...]:
-        """What asking each drafter took in this step."""
+        """Time that each drafter's proposals took in this step."""
         spent = ((self._members[name].spent, len(items)) for name, items in self._asked.items())
-        # Requests that were asked one behind another tell nothing of a batch.
+        # Requests that were drafted one after another do not show the time of a batch.
         return tuple(each for each, asked in spent if each is not None and each.requests == asked)
 
     @property
     def warmups(self) -> int:
-        """Forwards of drafters so far that took longer than others of their shape will."""
+        """Drafters' forwards so far that took longer than later ones of their shape will."""
         return sum(member.drafter.warmups for member in self._members.values())
 
     def limit(self, request: Request, speculation: Speculation | None) -> None:
-        """Let only those drafters draft for a request that can and that it wants, and no longer paths than it wants.
+        """Restrict a request to the drafters that can draft for it and that it allows, and to the depth that it allows.
 
         Raises:
-            UnknownOptionError: there is no such drafter; names the nearest that there is.
+            UnknownOptionError: there is no such drafter; names the nearest.
         """
         request.excluded.update(
             name for name, member in self._members.items() if not member.drafter.serves(request.draft)
@@ -102,35 +98,28 @@ class Drafting:
         request.no_room |= request.excluded
 
     def begin(self, request: Request) -> None:
-        """Tell the drafters that a request starts."""
         for name, member in self._members.items():
             if name not in request.no_room:
                 member.begin(request)
 
     def give_room(self, request: Request, name: str) -> None:
-        """A drafter gives back what it holds for a request; others draft for it until there is memory again."""
+        """Release what a drafter holds for a request; the other drafters continue."""
         self._members[name].end(request)
         request.no_room.add(name)
 
     def take_room(self, request: Request, name: str) -> None:
-        """There is memory again: it drafts for the request as if it had come new, answer so far included."""
+        """Let a drafter draft for a request again, as if it were new with the answer so far."""
         request.no_room.discard(name)
         self._begin_anew(request, name)
 
     def renew(self, name: str, change: Callable[[], None], requests: Sequence[Request]) -> None:
-        """Change what a drafter drafts with, between two steps: all that it holds is dropped, and begun anew behind.
-
-        Args:
-            name: of the drafter.
-            change: makes it draft with something else.
-            requests: those that run.
-        """
+        """Change a drafter between two steps, such as its weights, and rebuild its state for the running requests."""
         own = [each for each in requests if each.cache is not None and name not in each.undrafted_by]
         for request in own:
             self._members[name].end(request)
         try:
             change()
-        except Exception as error:  # it drafts as before
+        except Exception as error:  # it drafts without the change
             self._failures.log(f"the change of drafter {name!r}", error)
         for request in own:
             self._begin_anew(request, name)
@@ -142,14 +131,14 @@ class Drafting:
             self._tell(self._members[name], [request.last_step])
 
     def explain(self, request: Request) -> None:
-        """Note, of a request that is over, why little or nothing was drafted for it, where more could have been."""
+        """Record, for a finished request, why little or nothing was drafted, if more could have been."""
         counters = request.counters
         could = any(not each.is_zero for name, each in self._limits.items() if name not in request.undrafted_by)
         if could and counters.target_calls and counters.drafted_calls < _FEW_CALLS * counters.target_calls:
             counters.undrafted = self._controller.undrafted(request.id)
 
     def decide(self, batch: Batch) -> None:
-        """Give each item what is to be drafted for it."""
+        """Set each item's decision: which drafters draft how much."""
         for item, decision in zip(batch, self._decisions(batch), strict=True):
             item.decision = decision
 
@@ -182,12 +171,12 @@ class Drafting:
         return self._fitted(batch, decisions)
 
     def _fitted(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[Decision | None]:
-        """Decisions by drafters that are still there, cut to what answers have left and memory has room for."""
+        """Decisions restricted to available drafters, the tokens that answers have left, and the memory."""
         fitted: list[Decision | None] = []
         for item, decision in zip(batch, decisions, strict=True):
             request = item.request
             if decision is not None and not decision.is_zero:
-                # A step emits one token more than it accepts, so the last block is cut to fit.
+                # A step emits one token more than it accepts, so the last draft is cut to fit.
                 depth = max(min(request.remaining - 1, request.most_depth), 0)
                 most = request.most_positions
                 nodes = None if most is None else max(most - item.context - 1, 0)
@@ -196,12 +185,11 @@ class Drafting:
         return fitted
 
     def _found(self, batch: Batch) -> set[tuple[int, int]]:
-        """What drafters would propose that may come and go while nothing is drafted: places and kinds of hints."""
+        """Places and kinds of hints, found while nothing is drafted; the hints may disappear later."""
         hints = (member.hint(item.request) for item in batch for member in self._members.values())
         return {(place, hint.kind) for place, hint in enumerate(hints) if hint.finds}
 
     def _limits_for(self, request: Request) -> Mapping[str, Budget]:
-        """Of the drafters that may draft for a request now, by name."""
         out = request.undrafted_by
         return {name: limits for name, limits in self._limits.items() if name not in out} if out else self._limits
 
@@ -227,7 +215,7 @@ class Drafting:
         return decisions
 
     def propose(self, batch: Batch) -> None:
-        """Give each item what is drafted for it, as was decided; nothing where the drafter failed."""
+        """Give each item its drafts as decided; nothing from a drafter that failed."""
         self._asked = {}
         for item in batch:
             for part in () if item.decision is None else item.decision.parts:
@@ -243,7 +231,7 @@ class Drafting:
                 item.hold(MergedProposal.of(found))
 
     def admits(self, item: StepItem) -> bool:
-        """Check the tokens of a proposal that came to the host after it was made; if some do not exist, give it up."""
+        """Check drafted ids that reached the host after drafting; False drops the proposal, which has invalid ids."""
         for name in item.drafted.parts:
             try:
                 self._members[name].check_ids(item.proposal.tree)
@@ -253,14 +241,12 @@ class Drafting:
         return True
 
     def disown(self, item: StepItem, rows: Collection[int]) -> Proposal:
-        """Take out draws that were not made as the proposal says, and give up who made it for this request.
+        """Remove draws that do not match the proposal's probabilities; their drafters no longer draft for this request.
 
-        What lies above them stays: to drop it because of what was drawn there would bend the distribution of the
-            answer.
+        Earlier levels of the tree are kept: dropping them because of later draws would bias the answer's distribution.
 
         Args:
-            item: whose proposal it is.
-            rows: whose draws are taken out.
+            rows: tree rows with such draws.
         """
         error = disowned(rows, item.proposal)
         for name in item.drafted.parts:
@@ -268,18 +254,13 @@ class Drafting:
         return item.proposal.without_draws(rows)
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Tell every drafter what became of a step; those that observe lazily, if they proposed something.
-
-        Args:
-            batch: of the step, which is over.
-            output: of the target's forward.
-        """
-        if self._kept and self._on_device:  # where the next forward may write over it
+        """Report a finished step to every drafter; to those that observe lazily only if they proposed something."""
+        if self._kept and self._on_device:  # the next forward may overwrite it
             logits = output.logits.clone() if any(each.logits for each in self._kept) else output.logits
             output = ForwardOutput(logits, output.hidden.clone(), tuple(layer.clone() for layer in output.layers))
         for item in batch:
             if item.request.last_step is not None:
-                item.request.last_step.shown = None  # it is large
+                item.request.last_step.shown = None  # frees a large tensor
             item.shown, item.request.last_step = output if self._shows else None, item
         for member in self._told_at_once:
             self._tell(member, batch.items)
@@ -291,7 +272,7 @@ class Drafting:
             self._whole.observe([item.request.draft for item in batch], outcomes)
 
     def _tell(self, member: GuardedDrafter, items: Sequence[StepItem]) -> None:
-        """Tell a drafter of the last step of these items' requests, if it was not."""
+        """Report the last step of these items' requests to a drafter, unless it was reported already."""
         seen = []
         for request in (item.request for item in items):
             step = request.last_step
@@ -306,7 +287,6 @@ class Drafting:
             member.observe(seen)
 
     def record(self, batch: Batch, record: StepRecord) -> None:
-        """Tell the controller what a step did."""
         if self._resting or not self._drafts:
             return
         try:
@@ -317,7 +297,6 @@ class Drafting:
                     self._give_up(item.request, error)
 
     def end(self, request: Request) -> None:
-        """Tell the drafters that a request is over."""
         for name, member in self._members.items():
             if name not in request.no_room:
                 member.end(request)
@@ -329,13 +308,12 @@ class Drafting:
 
 
 def _fitted(decision: Decision, limits: Mapping[str, Budget], depth: int, nodes: int | None) -> Decision:
-    """A decision cut to what there is room for, the first parts' nodes first.
+    """A decision cut to the limits; earlier parts get their nodes first.
 
     Args:
-        decision: of one request; one that was kept may name drafters that have failed or lost their room.
-        limits: of the drafters that draft for it.
-        depth: most tokens of a path.
-        nodes: most of all parts together; None is no limit.
+        decision: of one request; a decision from an earlier step may name drafters that have failed or lost their
+            memory.
+        nodes: limit of all parts together; None is no limit.
     """
     parts, budgets = (decision, *decision.merged), []
     for part in parts:
@@ -352,13 +330,10 @@ def _fitted(decision: Decision, limits: Mapping[str, Budget], depth: int, nodes:
 
 
 def _outcome_for(name: str, item: StepItem, features: Features | None, layers: Sequence[int]) -> StepOutcome:
-    """What one drafter is told of an item: its own proposal, its own part of the path, the features it declared.
+    """The outcome for one drafter: its own proposal, its part of the path, and the features that it declared.
 
     Args:
-        name: of the drafter.
-        item: of a step that is over.
-        features: that it declared.
-        layers: numbers of those that the forward showed, which are all that any drafter declared.
+        layers: numbers of the layers that the forward returned, for all drafters together.
     """
     outcome, output = item.outcome, item.shown
     assert outcome is not None
@@ -370,7 +345,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
         return StepOutcome(proposal, path, outcome.tokens, partial=outcome.partial)
     rows: slice | list[int] | Tensor = item.rows
     if features.rows == "last" or (features.rows in ("tree", "accepted") and not len(item.proposal.tree)):
-        # Of a tree where the next token was drawn, else the last of what was fed.
+        # In a tree the row where the next token was drawn, else the last row.
         end = (
             item.judged_rows.start + (outcome.path[-1] + 1 if outcome.path else 0)
             if item.judged
@@ -397,7 +372,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
 
 
 def _at_once(rows: list[int], device: torch.device) -> slice | Tensor:
-    """Rising rows as what indexes tensors of a device with at most one copy to it.
+    """Ascending rows as an index for device tensors that needs at most one copy to the device.
 
     Worked example: rows 4, 5, 6, of a chain, are a slice; 4, 5, 7 are not.
     """

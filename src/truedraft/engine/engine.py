@@ -62,50 +62,44 @@ from truedraft.verification.specs import rule_from_spec
 
 
 class Engine:
-    """Continuous batching with speculation; without a drafter it is plain decoding by the same code.
+    """Continuous batching with speculative decoding; without a drafter it is plain decoding by the same code.
 
     Args:
-        target: the model that decides what is answered; a name or a folder is loaded by `load_model`.
-        drafter: guesses ahead; None never does. A text is read as `--drafter` reads it, such as "prompt-lookup".
-        rule: how guesses are judged; None is lossless speculative sampling. A text is read as `--rule` reads it.
-        controller: which drafter drafts how much; None expects most tokens per second (`Goodput`). A text is read as
-            `--controller` reads it, such as "fixed", which is always the first drafter's own limits.
+        target: the model that decides the answers; a name or a folder is loaded by `load_model`.
+        drafter: drafts tokens; None never does. A text is parsed like `--drafter`, such as "prompt-lookup".
+        rule: verifies drafts; None is lossless speculative sampling. A text is parsed like `--rule`.
+        controller: decides which drafter drafts how much; None maximizes expected tokens per second (`Goodput`). A text
+            is parsed like `--controller`, such as "fixed", which always uses the first drafter's own limits.
         max_batch: most requests in one step.
-        prefix_cache_bytes: keys and values of what requests began with, kept for requests that begin alike; None keeps
-            none but lets those that run share what they begin with, 0 lets nobody share.
-        max_cache_bytes: that keys and values of target and drafters may take, and what else drafters hold for requests;
-            None is no limit, on a GPU that of `gpu_memory_utilization`. Where they are short drafters give theirs
-            back, and requests wait; one that runs may have to wait again, and goes on exactly where it was.
-        gpu_memory_utilization: where `max_cache_bytes` is None, and the target is on a GPU: share of all its memory
-            that may be in use, weights, others' use, 1.5 GiB of workspace and what costs are measured with included.
-            What it leaves is reserved for keys and values at once, up to what `max_batch` whole contexts need.
-        coupled_rule: how greedy and seeded requests are judged under a lossless rule; None compares each drafted token
-            with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
+        prefix_cache_bytes: keys and values of prefixes kept for later requests with the same prefix; None keeps none
+            but lets running requests share prefixes, 0 disables sharing.
+        max_cache_bytes: limit for keys and values of target and drafters, and for other state of drafters; None is no
+            limit, on a GPU that of `gpu_memory_utilization`. When memory is short, drafters release theirs and requests
+            wait; a running request may be preempted and later continues exactly where it was.
+        gpu_memory_utilization: used if `max_cache_bytes` is None and the target is on a GPU. Share of the GPU's total
+            memory that may be in use, including weights, other processes, 1.5 GiB of workspace and the caches for
+            measuring costs. The rest of the share is reserved for keys and values immediately, up to what `max_batch`
+            full contexts need.
+        coupled_rule: verifies greedy and seeded requests under a lossless rule; None compares each drafted token with
+            the target's choice, the only correct rule. `truedraft certify` injects faults here.
         entropy: for tests, certificates and benchmarks: fixes the noise of requests without a seed, by the order in
             which they are submitted or prepared; None draws it from the operating system. Engines that share a drafter
-            which learns from answers need different ones, or it has seen what their noise draws.
-        learner: trains in the background what drafts, and gives it better weights between steps, such as
-            `truedraft.training.online.Learner`; None never does.
+            which learns from answers need different values, because such a drafter has seen the draws of the same
+            noise.
+        learner: trains drafters in the background and updates their weights between steps, such as
+            `truedraft.training.online.Learner`; None for no training.
 
-    One thread at a time steps it; `generate`, `stream`, `submit` and `cancel` may be called from any number of threads.
+    One thread at a time steps the engine. `generate`, `stream`, `submit` and `cancel` are thread-safe.
 
     Attributes:
-        target: as given, or loaded.
-        drafter: as given, or made.
-        rule: as given, or made.
-        controller: as given, or made.
-        entropy: as given.
-        learner: as given.
-        costs: what the target's steps cost on this machine, for controllers that weigh costs.
-        forms: makes the forms of structured answers; None where the target has no tokenizer.
-        preemptions: how often a running request gave its room back, because memory was short or
-            others had none.
-        listeners: each is called after each step, by the thread that made it, with the record of what it did and how
-            long its parts took.
+        costs: measured cost of the target's steps on this machine, for controllers that weigh costs.
+        forms: makes the forms of structured answers; None for a target without tokenizer.
+        preemptions: number of times that a running request was preempted for lack of memory.
+        listeners: each is called after each step, in the stepping thread, with the step's record and timings.
 
     Raises:
-        CompositionError: the drafter does not fit the target, or the rule cannot judge its draws.
-        OptionError: a part is of a wrong type, its words are wrong, or a number is too small.
+        CompositionError: the drafter does not fit the target, or the rule cannot verify its draws.
+        OptionError: a part has a wrong type, a text cannot be parsed, or a number is too small.
         ModelError: a target or draft given by name cannot be loaded.
     """
 
@@ -164,10 +158,10 @@ class Engine:
         self._scheduler = Scheduler(max_batch, reading_on(target.device, self._drafting.features))
         tokenizer = target.tokenizer
         self.forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
-        self._turns = Turns()  # of the threads that step
+        self._turns = Turns()  # for the threads that step
         self._loop = Loop(self.step, self._turns)
-        self._leaving: deque[Request] = deque()  # cancelled, and not yet closed
-        self._open: dict[int, Request] = {}  # that began and were not closed
+        self._leaving: deque[Request] = deque()  # cancelled but not closed
+        self._open: dict[int, Request] = {}  # started but not closed
         self.entropy = None if entropy is None else check_whole("entropy", entropy, 0)
         self._unseeded = itertools.count()  # numbers of requests without a seed
 
@@ -182,42 +176,41 @@ class Engine:
 
     @property
     def is_full(self) -> bool:
-        """Whether requests wait, or no more could run beside those that do."""
+        """Whether requests wait, or no further request could run."""
         return bool(self._scheduler.waiting) or len(self._scheduler.running) >= self._scheduler.max_batch
 
     @property
     def max_cache_bytes(self) -> int | None:
-        """Most bytes of keys and values; None is no limit."""
+        """Limit of bytes for keys and values; None is no limit."""
         return self._memory.limit
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of prompts that were not computed, for others had begun alike; of all requests so far."""
+        """Prompt tokens of all requests so far that were copied from requests with the same prefix."""
         return self._sharing.copied_tokens
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that are allocated now for keys and values, of target and drafters, buffers that wait for the next
-        request included, and for what else drafters hold for requests. Exact between steps."""
+        """Bytes of keys and values and other drafter state, free buffers included. Exact between steps."""
         return self._memory.used(list(self._scheduler.running))
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of the target that `max_cache_bytes` hold; where that is None, those of `max_batch` whole contexts."""
+        """Tokens of the target that fit into `max_cache_bytes`; without a limit, those of `max_batch` full contexts."""
         return self._memory.room(self.max_batch)
 
     @property
     def cache_usage(self) -> float:
-        """Share of `cache_tokens` that requests which run take, from 0 to 1; what they can have back counts as free."""
+        """Share of `cache_tokens` that running requests take, from 0 to 1; reclaimable memory counts as free."""
         return self._memory.share_taken(list(self._scheduler.running), self.max_batch)
 
     @property
     def waiting(self) -> int:
-        """Requests that have not begun, or gave their room back."""
+        """Requests that have not started or were preempted."""
         return len(self._scheduler.waiting)
 
     def forwards(self) -> TargetCost | None:
-        """V of the target, measured now if nobody did; None for an engine that never drafts, which needs none.
+        """V of the target, measured now if it has not been; None for an engine that never drafts.
 
         Raises:
             TruedraftError: the target failed.
@@ -225,7 +218,7 @@ class Engine:
         return None if self.drafter.limits.is_zero else self.costs.forwards()
 
     def measure(self, params: SamplingParams | None = None) -> None:
-        """Measure now what a controller that weighs costs would measure at the first request, unless it is kept.
+        """Measure now what a controller that weighs costs would measure at the first request, unless it is cached.
 
         Args:
             params: of the requests to come; None is greedy.
@@ -243,17 +236,17 @@ class Engine:
         self._settle()
 
     def make_ready(self, tokens: int = 2048, progress: Progress = unwatched) -> None:
-        """Run now what would take long in the first answers: record the forwards that steps will run, and measure.
+        """Warm up: record the forwards that steps will run, and measure costs.
 
-        On a GPU a shape of forward is recorded when it comes back, which takes 50 to 100 ms. Here made-up requests run
-        those of 1, 2, 4, ... `max_batch` requests with what the drafters' limits let them draft, behind texts of up to
-        256, 512, ... `tokens` tokens; longer ones are recorded as they come, and so are those of most tokens behind the
-        longest texts where all would be more than a model keeps. Where nothing is recorded, as on a CPU, costs are
-        measured between steps and by `measure_ahead`. No request, counter or listener notices.
+        On a GPU, recording a shape of forward takes 50 to 100 ms when the shape recurs. Here dummy requests run the
+        shapes of 1, 2, 4, ... `max_batch` requests with drafts up to the drafters' limits, after texts of up to 256,
+        512, ... `tokens` tokens. Longer texts are recorded when they occur, and so are the largest shapes after the
+        longest texts if all would exceed what a model keeps. If nothing is recorded, as on a CPU, costs are measured
+        between steps and by `measure_ahead`. Requests, counters and listeners are not affected.
 
         Args:
-            tokens: of the longest text whose forwards are recorded.
-            progress: is told how much is done, from 0 to 1.
+            tokens: of the longest text with recorded forwards.
+            progress: is called with the fraction done, from 0 to 1.
 
         Raises:
             OptionError: `tokens` is no whole number of 1 or more.
@@ -264,7 +257,7 @@ class Engine:
             raise TruedraftError("nothing can be made ready from inside a step; do it before requests come")
         with self._turns, torch.inference_mode():
             self._times.rest()
-            # Beside the longest text there are short ones, and a draft has one of its own.
+            # Room is needed for short texts in addition to the longest one, and for the draft model's own text.
             tokens = max(1, min(tokens, self.cache_tokens // 2))
             drafters, features = list(self.drafter.members.values()), self._drafting.features
             make_ready(self.target, drafters, features, self.max_batch, tokens, progress)
@@ -275,10 +268,10 @@ class Engine:
                 self.measure(params)
 
     def measure_ahead(self) -> bool:
-        """Measure one thing more of what a controller weighs, while nobody asks anything.
+        """Measure one more of the costs that a controller weighs, while the engine is idle; returns whether more
+        remain.
 
-        Returns:
-            Whether there is more to measure. What is measured takes memory until there is not, or the next step.
+        The measurements hold memory until none remain, or until the next step.
 
         Raises:
             TruedraftError: this was called from inside a step.
@@ -312,12 +305,11 @@ class Engine:
         """Answer one prompt, or several at once.
 
         Args:
-            prompt: a text, token ids, a `MultimodalPrompt`, or a list of these; an empty list is no prompt at all.
+            prompt: a text, token ids, a `MultimodalPrompt`, or a list of these; an empty list means no prompts.
             params: sampling options, for a list of prompts one for all or one for each.
 
         Returns:
-            The answer; for a list of prompts the list of answers, where a failed request has the finish reason
-            "error".
+            The answer, or a list of answers, in which a failed request has the finish reason "error".
 
         Raises:
             TruedraftError: a single prompt failed.
@@ -346,12 +338,12 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **how: Unpack[ChatOptions],
     ) -> Answer | list[Answer]:
-        """Answer a conversation by the model's chat template, or several at once; as `generate` but for that.
+        """Answer a conversation, or several at once, with the model's chat template; otherwise like `generate`.
 
         Args:
-            messages: with role and content each; or a list of such lists, one for each conversation.
+            messages: each with role and content; or a list of such lists, one for each conversation.
             params: sampling options, for several conversations one for all or one for each.
-            how: the template is used, the same for all: see `truedraft.text.tokenizer.ChatOptions`.
+            how: options of the template, the same for all: see `truedraft.text.tokenizer.ChatOptions`.
 
         Raises:
             PromptError: these are no messages.
@@ -373,7 +365,7 @@ class Engine:
         prompt: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Answer | list[Answer]:
-        """The same as `generate` for `asyncio`: a thread steps, and a task that is cancelled cancels its requests."""
+        """`generate` for `asyncio`: steps run in a thread, and cancelling the task cancels its requests."""
         asked = await asyncio.to_thread(self._asked, prompt, params)
         requests = self._enqueued(asked)
         try:
@@ -386,7 +378,7 @@ class Engine:
     def _asked(
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[list[Request] | Answer]:
-        """For each prompt the requests of all samples; of several, one that cannot be started is answered already."""
+        """For each prompt the requests of all samples; of several prompts, an invalid one is answered already."""
         if is_one(prompt):
             if params is not None and not isinstance(params, SamplingParams):
                 raise PromptError(f"one prompt takes one SamplingParams, got a {type(params).__name__}")
@@ -396,12 +388,10 @@ class Engine:
         return [self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)]
 
     def _prepare_all(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
-        """A checked request for each sample of a prompt."""
         count = params.n if isinstance(params, SamplingParams) else 1
         return [self.prepare(prompt, params, sample=sample) for sample in range(count)]
 
     def _enqueued(self, asked: Sequence[list[Request] | Answer]) -> list[Request]:
-        """All requests, queued."""
         requests = [request for samples in asked if isinstance(samples, list) for request in samples]
         for request in requests:
             self.enqueue(request)
@@ -420,7 +410,7 @@ class Engine:
         The last piece carries the whole answer. `scope` is as for `submit`, `how` as for `chat`.
 
         Raises:
-            OptionError: several samples are asked for; call `submit` for each, and read their pieces.
+            OptionError: several samples are requested; call `submit` for each, and read their pieces.
             TruedraftError: the request failed.
         """
         return self._pieces(self._prepare_stream(prompt, params, scope, how))
@@ -433,7 +423,7 @@ class Engine:
         scope: Hashable = None,
         **how: Unpack[ChatOptions],
     ) -> AsyncGenerator[Piece]:
-        """The same as `stream` for `async for`; a cancelled task, or leaving the loop, cancels the request."""
+        """`stream` for `async for`; cancelling the task or leaving the loop cancels the request."""
         piece: Piece | None = None
         request = await asyncio.to_thread(self._prepare_stream, prompt, params, scope, how)
         self.enqueue(request)
@@ -480,26 +470,21 @@ class Engine:
         rule: Rule | None = None,
         scope: Hashable = None,
     ) -> Request:
-        """Queue a request, which takes part from the next step on; first come, first served where there is no room.
+        """Queue a request, which takes part from the next step on; first come, first served if there is no room.
 
-        It does not wait, whoever is stepping; any thread may call it. Somebody has to call `step`, or wait in
-        `generate` or `stream`, until the last piece, `request.pieces[-1].answer`, is there; `request.closed` says so.
+        Does not block. The caller must call `step`, or wait in `generate` or `stream`, until the last piece,
+        `request.pieces[-1].answer`, is present and `request.closed` is true.
 
         Args:
-            prompt: a text, or token ids.
-            params: sampling options.
-            sample: which of its `n` answers this request is for; each is drawn with noise of its own.
-            speculation: what may be drafted for it; None is all that the engine drafts.
-            rule: judges its drafts in place of the engine's.
-            scope: it shares what it begins with with requests of the same scope alone, as of one client.
-
-        Returns:
-            The request, to be read and to be given to `cancel`.
+            sample: which of its `n` answers this request is for; each is drawn with its own noise.
+            speculation: restricts drafting; None allows all that the engine drafts.
+            rule: verifies its drafts in place of the engine's rule.
+            scope: prefixes are shared only among requests of the same scope, such as those of one client.
 
         Raises:
-            PromptError: the prompt is empty, too long, holds ids that do not exist, or needs more than all memory.
+            PromptError: the prompt is empty, too long, has ids that do not exist, or needs more than all memory.
             OptionError: the options cannot be used.
-            IncompatibleRuleError: the rule cannot judge what the engine's drafters draw.
+            IncompatibleRuleError: the rule cannot verify the draws of the engine's drafters.
         """
         request = self.prepare(prompt, params, sample=sample, speculation=speculation, rule=rule, scope=scope)
         self.enqueue(request)
@@ -516,9 +501,8 @@ class Engine:
         scope: Hashable = None,
         shown: Mapping[int, str] | None = None,
     ) -> Request:
-        """A checked request that waits to be given to `enqueue`; as `submit` but for that.
-
-        `shown` are names of special tokens by their ids, which the answer's text shows.
+        """Return a checked request for `enqueue`; otherwise like `submit`. `shown` names special tokens, by id, to be
+        shown.
         """
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -537,7 +521,7 @@ class Engine:
             raise OptionError(f"must be hashable, as a text is, got a {type(scope).__name__}", field="scope") from error
         inputs, owner = None, scope
         if isinstance(prompt, MultimodalPrompt):
-            # Placeholders are alike, whatever they stand for.
+            # The ids of placeholders are the same for different inputs.
             inputs, scope = prompt.inputs, (scope, prompt.digest)
         judge = self._verifier.rule_for(params, rule)
         request = Request(ids, params, judge, target, sample, scope, self.forms, inputs, shown, owner)
@@ -548,16 +532,16 @@ class Engine:
         return request
 
     def _fresh_seed(self) -> int:
-        """What keys the noise of a request without a seed; no other one of this engine has it."""
+        """A noise seed for a request without a seed, unique within this engine."""
         return secrets.randbits(64) if self.entropy is None else mix(mix(GOLDEN, self.entropy), next(self._unseeded))
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request that `prepare` made; any thread may call it."""
+        """Queue a request that `prepare` made. Thread-safe."""
         request.engine = weakref.ref(self)
         self._scheduler.add(request)
 
     def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> list[Request] | Answer:
-        """A checked request for each sample, or the answer of a prompt that cannot be started."""
+        """A checked request for each sample, or an error answer for an invalid prompt."""
         try:
             return self._prepare_all(prompt, params)
         except TruedraftError as error:
@@ -566,11 +550,10 @@ class Engine:
             return Answer(text, [], "error", Counters(), [], seed, 0, Timing(None, 0.0), str(error))
 
     def cancel(self, request: Request) -> None:
-        """End a request of this engine where it stands; its cache goes back. A finished one stays as it is.
+        """End a request of this engine and release its cache. A finished request remains as it is.
 
-        It does not wait, whoever is stepping; any thread may call it, also in the middle of a step. While a step runs,
-        the request ends after that step, with what the step gave it; else at once. Its answer then has the finish
-        reason "cancelled".
+        Does not block; thread-safe, also during a step. If a step is running, the request ends after the step and keeps
+        its tokens; otherwise immediately. Its answer then has the finish reason "cancelled".
 
         Raises:
             PromptError: the request was not submitted to this engine.
@@ -584,10 +567,10 @@ class Engine:
             raise PromptError("this is no request of this engine; give it what its own submit returned")
 
     def _settle(self) -> None:
-        """Close what was cancelled, unless somebody is stepping, who then does it.
+        """Close cancelled requests, unless another thread is stepping, which then does it.
 
-        Streams that nobody reads any longer are cancelled by Python's memory management, at any moment and in any
-        thread, so this must neither wait nor touch what a step is working on.
+        Abandoned streams are cancelled by finalizers, in any thread, so this must neither block nor disturb a running
+        step.
         """
         while self._leaving and self._turns.try_now():
             try:
@@ -604,9 +587,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One step for all running requests; returns whether any request is left.
+        """Run one step for all running requests; returns whether any request is left.
 
-        Several threads may step; they take turns in the order in which they come.
+        Several threads may call it; they are served in order of arrival.
 
         Raises:
             TruedraftError: called from inside a step, as by a listener.
@@ -630,7 +613,7 @@ class Engine:
             if len(batch):
                 self._run(batch)
         finally:
-            # Also after Ctrl-C in the middle of a step: what is over must not run again.
+            # Also after Ctrl-C in the middle of a step: a finished request must not run again.
             for item in batch:
                 if item.request.finish_reason is not None and not item.request.closed:
                     self._close(item.request)
@@ -638,7 +621,7 @@ class Engine:
             self.check_idle()
 
     def _admit(self) -> None:
-        """Let requests in, for which drafters may have to give memory back; where there is more again, they get it."""
+        """Admit requests, for which drafters may have to release memory; they get it back when there is room again."""
         grown, out = self._memory.grow(self._scheduler.running)
         for request in out:
             self._or_fail(request, self._preempt)
@@ -666,7 +649,7 @@ class Engine:
         self._sharing.begin(request, self._scheduler.running)
 
     def _or_fail(self, request: Request, work: Callable[[Request], None]) -> None:
-        """Do something for a request; where that fails, as for lack of memory, it is over, and the others go on."""
+        """Call `work` for a request; if it fails, as for lack of memory, only this request ends."""
         try:
             work(request)
         except Exception as error:
@@ -676,12 +659,9 @@ class Engine:
 
     @torch.inference_mode()
     def pause(self, request: Request) -> bool:
-        """Let a request that runs or waits give its room back and leave, until it is given to `enqueue` again.
+        """Preempt a request and remove it, running or waiting, until it is passed to `enqueue` again.
 
-        It then goes on exactly where it was. A step that runs is waited for.
-
-        Returns:
-            Whether it left; one that is over did not.
+        It then continues exactly where it was. Blocks until a running step ends; returns False for a finished request.
 
         Raises:
             PromptError: the request was not submitted to this engine.
@@ -703,7 +683,7 @@ class Engine:
         return not request.closed
 
     def _preempt(self, request: Request) -> None:
-        """A request gives its room back, and waits before all others until there is some again."""
+        """Release a request's memory and move it to the front of the queue."""
         assert request.cache is not None
         self._drafting.end(request)
         self._sharing.end(request)
@@ -714,20 +694,20 @@ class Engine:
         self.preemptions += 1
 
     def _run(self, batch: Batch) -> None:
-        """Run a step; if it fails for several requests together, each half is tried, so that only the broken fail."""
+        """Run a step. If it fails for several requests, try each half, so that only the broken requests fail."""
         try:
             record = self._step.run(batch)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) and self._scheduler.reading.read_less(batch.prompt_tokens):
                 self._failures.log(f"a step that read {batch.prompt_tokens} tokens of prompts", error)
                 self._memory.give_back()
-                return  # the next step reads fewer, from what was committed on
+                return  # the next step reads fewer, from the last committed token
             requests = [item.request for item in batch if item.request.finish_reason is None]
             if len(batch) == 1:
                 for request in requests:
                     self._failures.log("the step", error)
                     request.fail(_as_ours(error))
-                    self._close(request)  # at once, as memory may be what the next one lacks, too
+                    self._close(request)  # immediately, because the next one may lack memory too
                 self._memory.give_back()
                 return
             self._failures.asked_again(requests, "the step", error)
@@ -737,22 +717,21 @@ class Engine:
         self._scheduler.reading.observe(record)
         measured = self._times.go_on(record.total_s)
         if measured and self._memory.limit is not None and self.cache_bytes > self._memory.limit:
-            self._times.rest()  # what is measured on has what requests leave
+            self._times.rest()  # measurements get only the memory that requests leave
         self._memory.settle(self._scheduler.running)
         for listener in self.listeners:
             listener(record)
 
     def give_back(self) -> None:
-        """Give buffers that wait for the next request back to the system; what is kept of earlier ones stays."""
+        """Release free buffers to the system; cached prefixes are kept."""
         with self._turns, torch.inference_mode():
             self._memory.give_back()
         self._settle()
 
     def check_idle(self) -> list[str]:
-        """What is left of requests where none runs or waits: an empty list, or a mistake of ours.
+        """Leaks of requests while none runs or waits: an empty list, unless the engine has a bug.
 
-        Called whenever the engine becomes idle. What an interrupted step did not close is closed; what should not be
-        there is logged.
+        Called whenever the engine becomes idle. Requests left open by an interrupted step are closed; leaks are logged.
         """
         self._times.rest()
         for request in [request for request in self._open.values() if request.finish_reason is not None]:
@@ -765,7 +744,7 @@ class Engine:
         return lost
 
     def _close(self, request: Request) -> None:
-        """A request is over: give back what it held, whatever fails on the way."""
+        """Release what a finished request held, even if a part of that fails."""
         self._scheduler.remove(request)
         try:
             if request.cache is not None:
@@ -782,10 +761,10 @@ class Engine:
                 self._memory.settle(self._scheduler.running)
             self._open.pop(request.id, None)
             request.finish()
-            request.closed = True  # last: other threads take it that the answer is there
+            request.closed = True  # last, because other threads then read the answer
 
     def _end(self, requests: Sequence[Request]) -> None:
-        """See to it that these are closed, whoever steps: one that is over is closed when that step is, too."""
+        """Close these requests; one that a running step works on is closed after the step."""
         left = [request for request in requests if not request.closed]
         for request in left:
             self.cancel(request)
@@ -796,11 +775,7 @@ class Engine:
 
 
 def _answers_of(prompt: Prompt | Sequence[Prompt], asked: Sequence[list[Request] | Answer]) -> Answer | list[Answer]:
-    """The answer to a prompt, or one for each of several, whose requests are over.
-
-    Raises:
-        TruedraftError: a single prompt failed.
-    """
+    """The answer to a prompt, or a list for several prompts, from their finished requests."""
     found: list[Answer] = []
     for samples in asked:
         if isinstance(samples, Answer):
@@ -815,7 +790,6 @@ def _answers_of(prompt: Prompt | Sequence[Prompt], asked: Sequence[list[Request]
 
 
 def _check_layers(drafter: Drafter, target: LanguageModel) -> None:
-    """Refuse a drafter that reads layers which the target's forward does not show."""
     features = drafter.features
     if features is not None and not all(0 <= layer < target.shown_layers for layer in features.layers):
         shown = f"shows those of layers 0 to {target.shown_layers - 1}" if target.shown_layers else "shows none"
@@ -826,14 +800,12 @@ def _check_layers(drafter: Drafter, target: LanguageModel) -> None:
 
 
 def _check_kind(what: str, given: object, kind: type, words: str = "") -> None:
-    """Refuse a part of another type."""
     if not isinstance(given, kind):
         name = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise OptionError(f"{what} must be a {kind.__name__}{words}, got {name}")
 
 
 def _as_ours(error: Exception) -> TruedraftError:
-    """The error as one of this package's own, which is what callers are promised."""
     if isinstance(error, TruedraftError):
         return error
     ours = ModelError(f"the target failed ({told(error)})")

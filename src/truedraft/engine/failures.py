@@ -1,4 +1,4 @@
-"""What failed in an engine and was got over: counted, logged once with its traceback, and warned of once."""
+"""Failures that an engine recovered from: counted, logged once with a traceback, and warned of once."""
 
 from __future__ import annotations
 
@@ -14,26 +14,22 @@ from truedraft.engine.request import Request
 Found = TypeVar("Found")
 
 _log = logging.getLogger(__name__)
-# Where nobody set up logging Python prints to standard error what has no handler, tracebacks too.
+# Without logging handlers Python prints records to standard error, tracebacks too.
 logging.getLogger("truedraft").addHandler(logging.NullHandler())
 
 
 class Failures:
-    """The failures of one engine's parts. They cost no answer, so nobody would see them if they were not told."""
+    """The failures of one engine's parts. They fail no answer, so they would go unnoticed if they were not logged."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[object, ...]] = set()
         self._warned = False
 
     def log(self, who: str, error: Exception) -> None:
-        """Log a failure with its traceback, unless the same was logged before: one kind of error at one line.
+        """Log a failure with its traceback, unless the same kind of error at the same line was logged before.
 
-        The traceback goes on to name its lines, but its frames let go of what they hold. An answer keeps its error, and
-        these would keep tensors and caches with it, where memory may be what is short.
-
-        Args:
-            who: what failed.
-            error: how.
+        The traceback keeps its lines, but the locals of its frames are cleared: an answer keeps its error, which would
+        keep tensors and caches alive when memory may be short.
         """
         last = traceback.extract_tb(error.__traceback__)[-1:]
         kind = (who, type(error), *((frame.filename, frame.lineno) for frame in last))
@@ -52,16 +48,14 @@ class Failures:
         work: Callable[[Sequence[StepItem]], Sequence[Found]],
         give_up: Callable[[Request, Exception], None],
     ) -> list[Found | None]:
-        """What something finds for each item.
+        """Call `work` for all items together; if that fails, for each item separately.
 
-        Where it fails for all together, each is tried alone: so shows whose fault it was. It finds None for these, and
-        their requests are given up.
+        An item that fails separately gets None, and its request is given up.
 
         Args:
-            who: works.
             items: of a step, at least one.
-            work: finds something for each of some items.
-            give_up: is told of a request that it fails for.
+            work: returns a result for each item.
+            give_up: is called with a request for which it fails, and the error.
         """
         try:
             return list(work(items))
@@ -73,13 +67,7 @@ class Failures:
             return [found for item in items for found in self.together(who, [item], work, give_up)]
 
     def asked_again(self, requests: Sequence[Request], who: str, error: Exception) -> None:
-        """Something failed for several requests together, and they are now asked for apart.
-
-        Args:
-            requests: each counts one recovery.
-            who: what failed.
-            error: how.
-        """
+        """Log that something failed for several requests together, and is now tried separately."""
         self.log(who, error)
         for request in requests:
             request.counters.recoveries += 1

@@ -1,4 +1,4 @@
-"""A drafter with its failures kept from the requests: what it proposes is checked, what it raises costs no answer."""
+"""Isolates requests from a drafter's failures: proposals are checked, and exceptions fail no answer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,15 @@ from truedraft.models.base import LanguageModel
 
 
 class GuardedDrafter:
-    """Deals with one drafter for all requests.
+    """Calls one drafter for all requests.
 
-    A request that it fails for goes on without it, with a warning; the others do not notice.
+    A request for which it fails continues without it, with a warning; others are not affected.
 
     Args:
-        name: under which controllers choose it.
-        number: of it among all, which its noise is keyed by.
-        drafter: any drafter.
-        target: what is drafted for.
-        failures: is told what failed.
+        number: its index among all drafters, a key of its noise.
 
     Attributes:
-        name: as given.
-        drafter: as given.
-        spent: what the last `propose` took; None where nobody was asked.
+        spent: time of the last `propose`; None if it was not measured.
     """
 
     def __init__(self, name: str, number: int, drafter: Drafter, target: LanguageModel, failures: Failures) -> None:
@@ -42,18 +36,17 @@ class GuardedDrafter:
         self.spent: DraftTime | None = None
         self._number = number
         self._vocab_size = target.vocab_size
-        self._on_device = transfers.waits(target.device)  # whether drafted ids may stay there until they were judged
+        self._on_device = transfers.waits(target.device)  # whether drafted ids may stay there until verification
         self._failures = failures
 
     def begin(self, request: Request) -> None:
-        """Tell it that a request starts."""
         try:
             self.drafter.begin(request.draft)
         except Exception as error:
             self.give_up(request, error)
 
     def hint(self, request: Request) -> Hint:
-        """What it knows before it drafts for a request; nothing where it drafts for it no more, or has no room."""
+        """Its hint before drafting for a request; an empty one if it cannot draft for it now."""
         if self.name in request.undrafted_by:
             return NOTHING_FOUND
         try:
@@ -63,13 +56,12 @@ class GuardedDrafter:
             return NOTHING_FOUND
 
     def propose(self, items: Sequence[StepItem]) -> dict[int, Proposal]:
-        """Checked proposals by request, each within its budget; none for those that it fails for."""
+        """Checked proposals by request id, each within its budget; none for requests for which it fails."""
         self.spent = None
         made = self._failures.together(self._who, items, self._ask, self.give_up)
         return {item.request.id: each for item, each in zip(items, made, strict=True) if each is not None}
 
     def _ask(self, items: Sequence[StepItem]) -> list[Proposal]:
-        """Checked proposals."""
         requests, budgets = [item.request for item in items], [item.budget(self.name) for item in items]
         noise = [item.noise.of_member(self._number) for item in items]
         behind = 0 if self._on_device else sum(self.hint(request).behind for request in requests)
@@ -98,11 +90,9 @@ class GuardedDrafter:
         return proposals
 
     def check_ids(self, tree: TokenTree) -> None:
-        """Refuse ids that do not exist."""
         check_ids(self.name, tree, self._vocab_size)
 
     def observe(self, seen: Sequence[tuple[Request, StepOutcome]]) -> None:
-        """Tell it what became of a step."""
         try:
             self.drafter.observe([request.draft for request, _ in seen], [outcome for _, outcome in seen])
         except Exception as error:
@@ -111,14 +101,13 @@ class GuardedDrafter:
                 return
             self._failures.asked_again([request for request, _ in seen], self._who, error)
             for request, outcome in seen:
-                # What was noted of whom is unknown, so the drafter forgets them all.
+                # It is unknown which outcomes it processed, so its state of all of them is rebuilt.
                 self.end(request)
                 self.begin(request)
                 if self.name not in request.excluded:
                     self.observe([(request, outcome)])
 
     def end(self, request: Request) -> None:
-        """Tell it that a request is over."""
         try:
             self.drafter.end(request.draft)
             if request.id in self.drafter.held.requests:
@@ -128,10 +117,10 @@ class GuardedDrafter:
             request.warnings.append(f"{self._who} failed at the end of the request ({told(error)})")
 
     def give_up(self, request: Request, error: Exception) -> None:
-        """The request goes on without it.
+        """Let the request continue without it.
 
         Raises:
-            LostDrawsError: it cannot, for what was drawn is not known.
+            LostDrawsError: the request cannot continue, because its draws are unknown.
         """
         if isinstance(error, LostDrawsError):
             raise error
@@ -145,7 +134,7 @@ class GuardedDrafter:
 
 
 def disowned(rows: Collection[int], proposal: Proposal) -> DrafterError:
-    """Why draws below some tree rows of a proposal are not judged."""
+    """The error that explains why draws below some tree rows are not verified."""
     depth = min((0, *proposal.tree.shape.depths)[row] for row in rows) + 1
     return DrafterError(
         f"the probabilities that draws at depth {depth} were made from are no distributions (finite, not negative, "

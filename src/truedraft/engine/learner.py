@@ -1,4 +1,4 @@
-"""What an engine asks of what learns beside it; `truedraft.training.online` has one."""
+"""The interface between an engine and a background learner; implemented in `truedraft.training.online`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnerStatus:
-    """What a learner did, over all heads and tenants.
+    """The work of a learner, over all heads and tenants.
 
     Attributes:
-        promotions: how often a head took the place of the one that was served.
-        rollbacks: how often it gave it back.
-        trials: heads that were held to the one that was served.
-        version: of the head that is served, the highest of all.
-        time_share: processor time that was spent on it, of the time that passed.
-        answers_bytes: of memory that answers take.
-        tokens_per_call_before: by replay, of the head that the last promotion replaced; None where there was none.
-        tokens_per_call_after: of the one that replaced it, on the same answers.
-        failures: heads that learn no more, for something failed or the thread that learns ended, and versions that are
-            served and could not be noted in their folder; the log says what.
+        promotions: how often a new head replaced the served one.
+        rollbacks: how often the previous head was restored.
+        trials: heads that were compared with the served one.
+        version: of the served head, the highest of all.
+        time_share: processor time spent on learning, as a share of the elapsed time.
+        tokens_per_call_before: measured by replay, of the head that the last promotion replaced; None before any.
+        tokens_per_call_after: of its replacement, on the same answers.
+        failures: heads that no longer learn because something failed or the learner thread ended, and served versions
+            that could not be saved in their folder; see the log.
     """
 
     promotions: int
@@ -40,24 +39,24 @@ class LearnerStatus:
 
 
 class EngineLearner(Protocol):
-    """Trains what drafts while an engine runs."""
+    """Trains drafters while an engine runs."""
 
     @property
     def status(self) -> LearnerStatus:
-        """What it did so far."""
+        """Its work so far."""
 
     def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
-        """An engine is made, its target, drafter and rule checked and nothing else.
+        """Called while an engine is made, when only its target, drafter and rule have been checked.
 
         Returns:
-            What drafts from now on, and what is told of every step.
+            The drafter to use from now on, and the watcher that observes every step.
 
         Raises:
-            CompositionError: nothing that drafts can learn.
+            CompositionError: no drafter can learn.
         """
 
     def close(self) -> None:
-        """Learn no more."""
+        """Stop learning."""
 
     def changes(self) -> Sequence[tuple[str, Callable[[], None]]]:
-        """Asked before each step: names of drafters whose weights change now, each with what changes them."""
+        """Called before each step: names of drafters with new weights, each with the function that sets them."""

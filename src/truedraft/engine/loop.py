@@ -1,4 +1,4 @@
-"""Which thread steps an engine: a caller that is alone does it itself, several share a driver."""
+"""Which thread steps an engine: a single caller does it itself, several share a driver thread."""
 
 from __future__ import annotations
 
@@ -14,30 +14,27 @@ from truedraft.errors import TruedraftError
 
 
 class Turns:
-    """A lock that is handed over: who has waited longest gets it, before the one who gives it back can ask again.
+    """A fair lock: the longest waiting thread gets it before the releasing thread can acquire it again.
 
-    Python's own locks go to whoever comes first, mostly the thread that just had it, so others wait by luck. Not
-    re-entrant.
+    Python's own locks are not fair: mostly the thread that just released one gets it again. Not re-entrant.
     """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._taken = False
         self._owner = 0
-        self._waiting: deque[threading.Lock] = deque()  # each is released when its thread's turn comes
+        self._waiting: deque[threading.Lock] = deque()  # each is released when its thread gets the lock
 
     @property
     def mine(self) -> bool:
-        """Whether the calling thread holds it."""
+        """Whether the calling thread holds the lock."""
         return self._taken and self._owner == threading.get_ident()
 
     @property
     def waiting(self) -> int:
-        """Threads that wait for it."""
         return len(self._waiting)
 
     def __enter__(self) -> None:
-        """Wait for the turn."""
         with self._guard:
             if not self._taken:
                 self._taken, turn = True, None
@@ -61,7 +58,7 @@ class Turns:
             raise
 
     def try_now(self) -> bool:
-        """Take it if it is free at this moment; never waits, so that it may be called from a finalizer."""
+        """Acquire the lock if it is free; never blocks, so that finalizers may call it."""
         if not self._guard.acquire(blocking=False):
             return False
         try:
@@ -75,11 +72,10 @@ class Turns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give it to who has waited longest."""
         self.give_back()
 
     def give_back(self) -> None:
-        """The same, after `try_now`."""
+        """Release the lock after `try_now`."""
         with self._guard:
             self._hand_over()
 
@@ -92,16 +88,15 @@ class Turns:
 
 
 class Loop:
-    """Steps an engine for all who wait for something.
+    """Steps an engine for all waiting callers.
 
-    A caller that is alone steps in its own thread: nothing is handed over. As soon as a second one waits, a driver
-    thread steps for all of them, until the engine has nothing left to do; so threads do not hand the engine over at
-    every step, and one that takes its tokens slowly, or never, holds nobody up. For who waits in an event loop the
-    driver steps from the first one on.
+    A single caller steps in its own thread. As soon as a second one waits, a driver thread steps for all of them until
+    the engine is idle, so that threads do not pass the engine on at every step, and a slow consumer delays nobody. For
+    callers in an event loop the driver always steps.
 
     Args:
-        step: one step of the engine; says whether any request is left. It takes its turn itself.
-        turns: of the threads that step, which a user's own calls of `step` also take.
+        step: one step of the engine; returns whether any request is left. It acquires `turns` itself.
+        turns: lock of the threads that step, which a user's own calls of `step` also acquire.
     """
 
     def __init__(self, step: Callable[[], bool], turns: Turns) -> None:
@@ -111,14 +106,14 @@ class Loop:
         self._waiting = 0  # callers in `run_until`
         self._driver: threading.Thread | None = None
         self._failure: BaseException | None = None  # what ended the last driver
-        self._wakes: list[Callable[[], object]] = []  # of those who wait in event loops
+        self._wakes: list[Callable[[], object]] = []  # of callers in event loops
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Return when `done` says so; until then the engine steps, in this thread or in the driver.
+        """Step the engine, in this thread or in the driver, until `done` returns True.
 
         Raises:
             TruedraftError: called from inside a step.
-            BaseException: what a step raised, a listener's error for one.
+            BaseException: raised by a step, such as a listener's error.
         """
         if self._turns.mine:
             raise TruedraftError("a step was asked for from inside a step; ask for it when `step` is over")
@@ -137,7 +132,7 @@ class Loop:
                 self._news.notify_all()
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Let the driver step until `done`, or until there is none any more."""
+        """Let the driver step until `done`, or until the driver ends."""
         with self._news:
             self._begin_driving()
             self._news.wait_for(lambda: done() or self._driver is None)
@@ -145,15 +140,15 @@ class Loop:
                 raise self._failure
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """Return when `done` says so, which the driver's steps bring about; the event loop runs on meanwhile.
+        """`run_until` for an event loop, which continues to run while the driver steps.
 
         Raises:
-            BaseException: what a step raised, a listener's error for one.
+            BaseException: raised by a step, such as a listener's error.
         """
         there, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop was closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
                 loop.call_soon_threadsafe(there.set)
 
         with self._news:
@@ -174,7 +169,7 @@ class Loop:
         """Start the driver unless it runs; the lock is held."""
         if self._driver is None:
             self._failure = None
-            run = contextvars.copy_context().run  # the caller's choice of threads for torch is the driver's
+            run = contextvars.copy_context().run  # so that torch uses the caller's number of threads
             self._driver = threading.Thread(target=run, args=(self._drive,), name="truedraft-driver", daemon=True)
             self._driver.start()
 
@@ -192,7 +187,7 @@ class Loop:
                 self._tell_all()
 
     def _tell_all(self) -> None:
-        """Something may have come; the lock is held."""
+        """Wake all waiting callers; the lock is held."""
         self._news.notify_all()
         for wake in self._wakes:
             wake()

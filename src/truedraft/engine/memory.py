@@ -1,10 +1,10 @@
-"""Memory that requests take: key/value caches of the target, what drafters hold, and buffers that wait to be reused.
+"""Memory of requests: the target's key/value caches, drafters' caches and state, and free buffers kept for reuse.
 
 A request is granted room for its prompt and the next 256 tokens of its answer, or for all that `max_tokens` lets it
-write. Memory is shared out when requests come, come to the end of what they were granted, or are over, and no other
-step need count anything. The target's caches come first; drafters get what is left, and give theirs back when more is
-needed. Where even that is not enough the request that came last gives its room back and waits, to be read again from
-its beginning, answer so far included; what it had written stays, and it goes on as if nothing had happened.
+write. Memory is distributed when requests arrive, approach the end of their grant, or finish; other steps count
+nothing. The target's caches come first; drafters get the rest and release theirs when more is needed. If even that is
+not enough, the latest request is preempted: it releases its memory and waits. Later its prompt and the answer so far
+are computed again, and it continues exactly where it was.
 """
 
 from __future__ import annotations
@@ -27,31 +27,29 @@ from truedraft.models.mapped import return_freed_memory
 from truedraft.options import check_whole
 
 RESUMES_AT = 0.9
-"""Share of the memory within which a drafter must fit that drafts for a request again, so that it does not come and
-go."""
+"""Share of the memory within which a drafter must fit to be resumed, so that it is not released and resumed in turn."""
 
 
 _AHEAD = 256
-"""Tokens that a request is granted beyond those that it has."""
+"""Tokens that a request is granted beyond its current length."""
 _NEAR = 64
-"""So many tokens before the end of what it was granted it is granted more, so that drafts are not cut short."""
+"""Number of tokens before the end of a grant at which it is extended, so that drafts are not cut short."""
 
 
 GPU_MEMORY_UTILIZATION = 0.9
-"""Share of a GPU's memory that may be in use."""
+"""Default share of a GPU's memory that may be in use."""
 _WORKSPACE = 3 << 29
-"""Bytes of a GPU for what forwards compute on the way, and for recordings of them."""
+"""Bytes of a GPU for activations and for recorded forwards."""
 
 
 def gpu_cache_bytes(device: torch.device, utilization: float, reserved: int = 0) -> int | None:
-    """What keys and values may take of a GPU's memory; None on a processor.
+    """Bytes available for keys and values on a GPU; None on a CPU.
 
-    A share of all its memory, less what is in use now, by weights and by others, and 1.5 GiB for what forwards compute.
+    A share of the total memory, less what weights and other processes use now, and less 1.5 GiB for activations.
 
     Args:
-        device: of the target, which is loaded.
-        utilization: the share, by vLLM's name and meaning `gpu_memory_utilization`.
-        reserved: bytes that are in use now for keys and values of these models.
+        utilization: the share; as vLLM's `gpu_memory_utilization`.
+        reserved: bytes in use now for keys and values of these models.
 
     Raises:
         OptionError: it is no number above 0 and up to 1, or leaves nothing.
@@ -74,39 +72,32 @@ def gpu_cache_bytes(device: torch.device, utilization: float, reserved: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a drafter holds for a request, or would hold.
-
-    Attributes:
-        request: that it is held for.
-        drafter: by name.
-    """
+    """A drafter's caches and state for one request, present or possible."""
 
     request: Request
     drafter: str
 
     @property
     def is_held(self) -> bool:
-        """Whether it has room; asked of requests that run."""
+        """Whether it has room; defined for running requests."""
         return self.drafter not in self.request.no_room
 
 
 class CacheMemory:
-    """Shares memory out among the requests of one engine.
+    """Distributes memory among the requests of one engine.
 
     Args:
-        target: what is drafted for.
-        members: the drafters, by name.
         limit: bytes; None is no limit, on a GPU what `utilization` leaves.
-        prefixes: what is kept of earlier requests, of target and drafters, and where the memory of each comes from.
-        utilization: share of a GPU's memory that may be in use, by whoever; see `gpu_cache_bytes`. What is measured
-            while requests run has its part of what that leaves.
+        prefixes: prefix caches of target and drafters, each with the pool of its memory.
+        utilization: share of a GPU's memory that may be in use, by any process; see `gpu_cache_bytes`. The caches for
+            measuring costs while requests run are taken from it.
         requests: most that run at once; None is any number.
 
     Raises:
         OptionError: the limit is no whole number of 1 or more, the share leaves nothing, or there is less memory.
     """
 
-    _holding: Sequence[CachePool] = ()  # pools whose memory was reserved
+    _holding: Sequence[CachePool] = ()  # pools with reserved memory
     _limited_by = "max_cache_bytes"
 
     def __init__(
@@ -121,8 +112,8 @@ class CacheMemory:
         self.limit = None if limit is None else check_whole("max_cache_bytes", limit, least=1)
         self._target = target
         self._members = members
-        self._reserved = 0  # for running requests and what drafters hold for them
-        self._changed = False  # since memory was shared out
+        self._reserved = 0  # bytes of running requests and of drafters for them
+        self._changed = False  # since memory was last distributed
         models = [target, *(own.model for each in members.values() for own in each.held.models)]
         heads = [own for each in members.values() for own in each.held.heads]
         self._pools = {id(model): _pool_of(model) for model in models}  # several models may share one
@@ -138,20 +129,19 @@ class CacheMemory:
             for model in models:
                 pool = self._pools[id(model)]
                 _use_a_cache(model, pool)
-                pool.expect(1 + drafted)  # tokens that a step adds at most
+                pool.expect(1 + drafted)  # most tokens that a step adds
             spare = max(map(most_held, models))
             if self._limited_by == "gpu_memory_utilization":
                 self.limit = _less_measured(self.limit, sum(pool.bytes_alone(spare) for pool in distinct))
             self._reserve(distinct, requests, spare)
         self._distinct_pools = distinct
-        # What is kept in a block that does not grow is given back where a request needs it, and needs no care here.
+        # Prefixes in a reserved block are evicted by the pool when a request needs the room.
         self._prefixes = [store for store, pool in prefixes if pool is None or pool.most_bytes is None]
 
     def _reserve(self, pools: Sequence[CachePool], requests: int | None, spare: int) -> None:
-        """Get the memory of caches that lie in one block now: each model a share by what a token takes in its caches.
+        """Allocate fixed pools in proportion to their bytes per token, because target and drafts cache the same tokens.
 
-        All that is read is in the caches of target and drafts alike, so all are full together. More than all requests
-        with whole contexts and all that is kept of earlier ones come to is not needed.
+        No pool gets more than `requests` full contexts and all cached prefixes need.
         """
         assert self.limit is not None
         of_all = max(sum(pool.position_bytes for pool in pools), 1)
@@ -171,10 +161,9 @@ class CacheMemory:
             self._holding = [*self._holding, pool]
 
     def __del__(self) -> None:
-        """The engine is gone: what it kept and reserved is given back, whatever becomes of the models.
+        """Release cached prefixes and reserved memory, even if the models live on.
 
-        Never within a recording: nothing that is recorded lets go of an engine, `CudaGraphs` lets Python collect none
-        meanwhile, and what other threads free then is no part of it.
+        Never during a recording: nothing recorded drops an engine, and `CudaGraphs` disables garbage collection.
         """
         for store in self._stores if self._holding else ():
             store.trim(0)
@@ -182,7 +171,7 @@ class CacheMemory:
             pool.unreserve()
 
     def refuse(self, request: Request) -> None:
-        """Refuse a request that could never run, even alone and undrafted.
+        """Refuse a request that could never run, even as the only one and without drafts.
 
         Raises:
             PromptError: says how many bytes it needs, and what can be done.
@@ -202,17 +191,14 @@ class CacheMemory:
             )
 
     def fits(self, running: Sequence[Request], request: Request) -> bool:
-        """Whether a request may join those that run: its cache of the target fits, if drafters hold nothing."""
+        """Whether a request can join the running ones: its target cache fits if drafters release everything."""
         return self.limit is None or not running or self._has_room([*running, request], ())
 
     def grow(self, running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Grant more to requests that come to the end of what they were granted.
-
-        Args:
-            running: requests, in the order in which they came.
+        """Extend the grants of requests that approach the end of theirs.
 
         Returns:
-            Those that were granted more and stay, and those for which there is no room any more, the last one first.
+            Those with extended grants, and those to preempt for lack of room, the latest first.
         """
         if self.limit is None:
             return [], []
@@ -228,7 +214,7 @@ class CacheMemory:
         return [each for each in near if each in stay], out
 
     def extend(self, request: Request) -> None:
-        """Let the caches of a request grow to what it was granted."""
+        """Raise the limits of a request's caches to its grant."""
         assert request.cache is not None
         request.cache.limit_to(request.granted)
         request.most_positions = request.cache.most
@@ -236,24 +222,23 @@ class CacheMemory:
             self.bound_drafter(request, name)
 
     def released(self) -> None:
-        """A request is over, and its caches were given back."""
         self._changed = True
 
     def give_back(self) -> None:
-        """Give caches that wait for requests back to the system, which may be short of memory."""
+        """Release free buffers to the system."""
         for pool in self._distinct_pools:
             pool.trim(pool.kept_bytes)
         return_freed_memory()
 
     def share(self, running: Sequence[Request], new: Collection[Request]) -> tuple[list[Holding], list[Holding]]:
-        """Who holds memory from now on.
+        """Distribute memory among drafters.
 
         Args:
-            running: requests, `new` among them.
-            new: for whom nothing is held yet; what has no room is noted in their `no_room`.
+            running: requests, including `new`.
+            new: requests without any memory yet; drafters without room are added to their `no_room`.
 
         Returns:
-            What must be given back at once, and what may be held again.
+            What must be released now, and what may be held again.
         """
         if self.limit is None or not (new or self._changed):
             return [], []
@@ -262,7 +247,7 @@ class CacheMemory:
         held = [each for each in wanted if each.request not in new and each.is_held]
         before, taken = set(held), []
         while held and not self._has_room(running, held):
-            taken.append(held.pop())  # what costs most, of the request that came last
+            taken.append(held.pop())  # the most expensive, of the latest request
         for each in wanted:
             if each not in before and each.drafter not in each.request.excluded:
                 share = 1.0 if each.request in new else RESUMES_AT
@@ -274,7 +259,7 @@ class CacheMemory:
         return taken, [each for each in held if each not in before and each.request not in new]
 
     def _wanted(self, requests: Iterable[Request]) -> list[Holding]:
-        """All that drafters would hold, what costs least first, then by the order of requests."""
+        """All that drafters would hold, sorted by bytes, then by the order of requests."""
         found = [
             (self._bytes((), [holding]), place, holding)
             for place, request in enumerate(requests)
@@ -284,11 +269,10 @@ class CacheMemory:
         return [holding for *_, holding in sorted(found, key=lambda each: each[:2])]
 
     def _bytes(self, requests: Sequence[Request], held: Iterable[Holding]) -> int:
-        """The most that requests and what is held for them come to."""
         return sum(self._bytes_by_pool(requests, held).values())
 
     def _has_room(self, requests: Sequence[Request], held: Iterable[Holding], share: float = 1.0) -> bool:
-        """Whether so much fits into a share of the memory, and into that of each pool."""
+        """Whether these fit into a share of the memory, and of each pool."""
         assert self.limit is not None
         found = self._bytes_by_pool(requests, held)
         most = [(found[id(pool)], pool.most_bytes) for pool in self._distinct_pools]
@@ -297,7 +281,7 @@ class CacheMemory:
         )
 
     def _bytes_by_pool(self, requests: Sequence[Request], held: Iterable[Holding]) -> dict[int, int]:
-        """The same by pool, and by 0 what else is held."""
+        """The same by pool id; under 0 the state of drafters outside pools."""
         caches: dict[int, list[tuple[int, RequestCache | None]]] = {id(pool): [] for pool in self._distinct_pools}
         target = caches[id(self._pools[id(self._target)])]
         target.extend((request.granted, request.cache) for request in requests)
@@ -310,12 +294,11 @@ class CacheMemory:
         return {0: beside} | {id(pool): pool.bytes_for(caches[id(pool)]) for pool in self._distinct_pools}
 
     def _caches_of(self, drafter: Drafter) -> list[tuple[CachePool, ModelCaches | HeadCaches]]:
-        """What a drafter holds in caches, and the pool of each."""
         held = drafter.held
         return [(self._pools[id(own.model)], own) for own in held.models] + [(own.pool, own) for own in held.heads]
 
     def bound(self, request: Request) -> None:
-        """Keep the caches of a request to what was reserved for them; they are empty."""
+        """Limit a new request's empty caches to its grant."""
         if self.limit is None:
             return
         assert request.cache is not None
@@ -326,13 +309,13 @@ class CacheMemory:
                 self.bound_drafter(request, name)
 
     def bound_drafter(self, request: Request, name: str) -> None:
-        """The same for what one drafter holds for it."""
+        """Limit one drafter's caches of a request to its grant."""
         for _, own in self._caches_of(self._members[name]):
             if request.id in own.caches:
                 own.caches[request.id].limit_to(own.most(request.granted))
 
     def settle(self, running: Sequence[Request]) -> None:
-        """A step is over, and requests of it may be: give back what there is no room to keep."""
+        """After a step: release buffers and prefixes that exceed the limit."""
         if self.limit is None:
             return
         if self._changed:
@@ -340,7 +323,7 @@ class CacheMemory:
         self.trim()
 
     def trim(self) -> None:
-        """Give kept buffers back to the system for which there is no room beside what is reserved."""
+        """Release free buffers and cached prefixes that do not fit together with the reserved memory."""
         if self.limit is None:
             return
         for pool in self._distinct_pools:
@@ -356,11 +339,11 @@ class CacheMemory:
 
     @property
     def kept_bytes(self) -> int:
-        """Of buffers that wait for the next request, and of what is kept of earlier ones."""
+        """Bytes of free buffers and of cached prefixes."""
         return sum(pool.kept_bytes for pool in self._distinct_pools) + sum(each.n_bytes for each in self._prefixes)
 
     def room(self, requests: int) -> int:
-        """Tokens that the target's caches have room for: of the limit, or without one of so many whole contexts."""
+        """Tokens that the target's caches can hold: within the limit, or without one in `requests` full contexts."""
         whole = self._target.context_length
         if self.limit is None:
             return requests * whole
@@ -369,26 +352,25 @@ class CacheMemory:
         return most * whole // max(pool.bytes_alone(whole), 1)
 
     def share_taken(self, running: Sequence[Request], requests: int) -> float:
-        """Of that room, what requests that run were granted, or without a limit have; what can be had back is free."""
+        """Share of that room granted to running requests, or used by them if unlimited; reclaimable memory is free."""
         if self.limit is None:
             return sum(len(each.tokens) for each in running) / self.room(requests)
-        return min(self._bytes(running, ()) / self.limit, 1.0)  # they are granted more before one has to go
+        return min(self._bytes(running, ()) / self.limit, 1.0)  # grants are extended before a request is preempted
 
     def used(self, running: Iterable[Request]) -> int:
-        """Bytes that are allocated now: for running requests, by drafters, and kept."""
-        caches = [request.cache for request in running]  # who asks may do so while a step runs
+        """Bytes allocated now: for running requests, by drafters, and kept."""
+        caches = [request.cache for request in running]  # a copy, because a step may run at the same time
         own = sum(cache.n_bytes for cache in caches if cache is not None)
         own = self._pools[id(self._target)].held_bytes or own
         return own + sum(drafter.held.n_bytes for drafter in self._members.values()) + self.kept_bytes
 
     @property
     def lost_pages(self) -> int:
-        """Pages that nobody holds for a request or keeps, where none runs: none, or a mistake of ours."""
+        """Pages held by no request and no prefix while none runs; more than 0 is a bug."""
         return sum(pool.lost for pool in self._distinct_pools)
 
 
 def _less_measured(limit: int, measured: int) -> int:
-    """What is left for requests beside so many bytes with which costs are measured."""
     if measured >= limit:
         raise OptionError(
             f"leaves {in_bytes(limit)} for keys and values, and those with which costs are measured take "
@@ -407,13 +389,12 @@ def _is_near(request: Request) -> bool:
 
 
 def _pool_of(model: LanguageModel) -> CachePool:
-    """The model's own pool, or one that only counts."""
     pool = model.pool
     return pool if pool is not None else CachePool(model.context_length, keep=0)
 
 
 def _use_a_cache(model: LanguageModel, pool: CachePool) -> None:
-    """One forward, behind which the pool knows what a position takes."""
+    """Run one forward, from which the pool measures the bytes per position."""
     with model.trying() as cache:
         with torch.inference_mode():
             model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])

@@ -1,4 +1,4 @@
-"""From what callers give to prompts, and from a prompt to token ids that the target can run."""
+"""From callers' prompts to token ids that the target can run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation as a prompt: the model's chat template makes token ids of it.
-
-    Attributes:
-        messages: with role and content each.
-        how: the template is used.
-    """
+    """A conversation as a prompt; the model's chat template converts it to token ids."""
 
     messages: Messages
     how: ChatOptions = field(default_factory=ChatOptions)
@@ -38,8 +33,8 @@ def chats_of(messages: Prompt | Messages | Sequence[Messages], how: ChatOptions)
 
     Raises:
         PromptError: it is neither, or a message lacks its role or content.
-        OptionError: that is no matter of the template.
-        UnknownOptionError: a template is used in no such way.
+        OptionError: an option is not the template's.
+        UnknownOptionError: there is no such option.
     """
     for name in how:
         if name in SamplingParams.__dataclass_fields__:
@@ -68,7 +63,7 @@ def _chat(messages: Messages, how: ChatOptions) -> Chat:
 
 
 def is_messages(given: object) -> TypeGuard[Messages]:
-    """Whether this is a conversation that says something."""
+    """Whether this is a non-empty conversation."""
     return _is_chat(given) and bool(given)
 
 
@@ -77,7 +72,7 @@ def _is_chat(given: object) -> TypeGuard[Messages]:
 
 
 def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt: a text, or ids. A list of either is many; an empty list is none at all.
+    """Whether this is one prompt: a text, or ids. A list of either is several; an empty list is no prompt.
 
     Raises:
         PromptError: it is neither.
@@ -103,7 +98,7 @@ def params_of_each(
 
     Raises:
         OptionError: neither one SamplingParams nor a list of them.
-        PromptError: another number than there are prompts.
+        PromptError: their number is not that of the prompts.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
@@ -118,7 +113,7 @@ def encode_prompt(target: Reader, prompt: TextPrompt) -> list[int]:
     """Token ids of a prompt, checked against the target's ids and context.
 
     Raises:
-        PromptError: the prompt is empty, too long, of the wrong type, or holds ids that do not exist.
+        PromptError: the prompt is empty, too long, of the wrong type, or has ids that do not exist.
     """
     if target.sources is not None and target.sources.sound is not None:
         raise PromptError(
@@ -134,10 +129,10 @@ def encode_prompt(target: Reader, prompt: TextPrompt) -> list[int]:
 
 
 def encode_chat(target: Reader, chat: Chat) -> list[int]:
-    """Token ids of a conversation, up to where its answer begins, checked likewise.
+    """Token ids of a conversation up to the beginning of its answer, checked as in `encode_prompt`.
 
     Raises:
-        PromptError: as `encode_prompt`; or the model has no chat template, or its template refuses these messages.
+        PromptError: as `encode_prompt`; or the model has no chat template, or its template rejects these messages.
     """
     if target.tokenizer is None:
         raise PromptError(f"{target.name!r} has no tokenizer, so no chat template; give token ids")
@@ -146,10 +141,10 @@ def encode_chat(target: Reader, chat: Chat) -> list[int]:
 
 
 def encode_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> list[int]:
-    """Token ids of a prompt with images or sound, likewise; what it has beside them is held to what the target takes.
+    """Token ids of a prompt with images or sound, checked as in `encode_prompt`, with inputs that the target accepts.
 
     Raises:
-        PromptError: as `encode_prompt`, or the target takes no such thing.
+        PromptError: as `encode_prompt`, or the target does not accept such inputs.
     """
     _check_inputs(target, prompt)
     ids = _whole_numbers(prompt.token_ids)
@@ -158,12 +153,12 @@ def encode_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> list[int]:
 
 
 def check_max_tokens(target: Reader, max_tokens: int) -> None:
-    """Refuse to be asked for more tokens than the target's context could hold behind any prompt.
+    """Refuse more tokens than the target's context can hold after any prompt.
 
-    An answer of less ends, with the finish reason "length", where its prompt leaves no more room.
+    A smaller number is accepted; the answer ends with the finish reason "length" when the context is full.
 
     Raises:
-        OptionError: says what the context holds.
+        OptionError: says what the context can hold.
     """
     if max_tokens > target.context_length:
         raise OptionError(
@@ -195,11 +190,7 @@ def _too_long(target: Reader, has: str, context: int) -> PromptError:
 
 
 def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
-    """Hold what a prompt has beside its tokens to what the target's forward takes.
-
-    Raises:
-        PromptError: it takes no such thing.
-    """
+    """Check the inputs of a prompt against those that the target's forward accepts."""
     unknown = sorted(set(prompt.inputs) - target.input_names)
     if unknown and not target.input_names:
         raise PromptError(f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} reads text alone here")
@@ -228,7 +219,7 @@ def _encode_text(target: Reader, prompt: str) -> list[int]:
 
 
 _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
-"""Their members may be numbers, but not ids in an order."""
+"""Their elements may be numbers, but they are not ordered ids."""
 
 
 def _whole_numbers(prompt: Sequence[int]) -> list[int]:
@@ -240,7 +231,7 @@ def _whole_numbers(prompt: Sequence[int]) -> list[int]:
 def _whole_number(token: object) -> int:
     if not isinstance(token, bool) and "bool" not in str(getattr(token, "dtype", "")):
         try:
-            # index, unlike int, refuses 2.7 and "2", and takes the whole numbers of numpy and torch.
+            # index, unlike int, rejects 2.7 and "2", and accepts the integers of numpy and torch.
             return operator.index(token)  # type: ignore[arg-type]
         except TypeError:
             pass

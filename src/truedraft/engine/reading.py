@@ -1,4 +1,4 @@
-"""How much of prompts a step reads, and whose."""
+"""How many prompt tokens a step reads, and of which requests."""
 
 from __future__ import annotations
 
@@ -14,40 +14,34 @@ from truedraft.engine.request import Request
 from truedraft.models.cache.carried import PIECE
 
 MOST_TOKENS = 8192
-"""Of prompts that a step reads on a device. What a layer computes for them is in memory together: 470 MB of an MLP of
-14,336 channels in bfloat16."""
+"""Limit of prompt tokens that a step reads on a device. A layer's activations for all of them are in memory: 470 MB
+for an MLP of 14,336 channels in bfloat16."""
 MOST_SHOWN = 2048
-"""Likewise where a drafter sees the logits of all of them: 500 MB at 128,000 ids in bfloat16."""
+"""The limit if a drafter reads the logits of all of them: 500 MB at 128,000 ids in bfloat16."""
 LONGEST_S = 0.4
-"""That a step may take which reads prompts, while no answer is being written."""
+"""Bound of seconds for a step that reads prompts while no answer is being decoded."""
 LONGEST_DECODING_S = 0.1
-"""Likewise, while others are: so long may the next token of each of these take."""
-_START = 2048  # tokens, until steps were timed
-_RETRY = 64  # timed steps after which more is tried
+"""The bound while others are being decoded; their next token may take as long."""
+_START = 2048  # tokens, until steps have been timed
+_RETRY = 64  # timed steps after which more tokens are tried
 
 
 def reading_on(device: torch.device, features: Features | None) -> PromptReading:
-    """How prompts are read there.
-
-    Args:
-        device: of the target.
-        features: that drafters want to see of its forwards.
-    """
+    """The policy of reading prompts on a device."""
     if not transfers.waits(device):
         return FixedParts()
     return TimedParts(MOST_SHOWN if features is not None and features.of_prompts else MOST_TOKENS)
 
 
 class PromptReading(ABC):
-    """Shares the tokens of prompts that a step reads out among the requests whose prompts are not computed yet."""
+    """Distributes the prompt tokens of a step among the requests in prefill."""
 
     @abstractmethod
     def parts(self, reading: Sequence[Request], decoding: bool) -> list[int]:
-        """Tokens that each of these reads in the next step; 0 where it waits.
+        """Tokens that each of these reads in the next step; 0 to wait.
 
         Args:
-            reading: requests, at least one, in the order in which they came.
-            decoding: whether answers of others are being written in the same step.
+            decoding: whether other requests decode in the same step.
         """
 
     @abstractmethod
@@ -56,18 +50,18 @@ class PromptReading(ABC):
 
     @abstractmethod
     def read_less(self, tokens: int) -> bool:
-        """A step that read so many tokens of prompts lacked memory; returns whether later ones read fewer."""
+        """After a step that read `tokens` prompt tokens ran out of memory; returns whether later steps read fewer."""
 
 
 class FixedParts(PromptReading):
-    """A fixed number of tokens a step, for processors: rows of a part have the same bits whoever else is read.
+    """A fixed number of tokens per step, for CPUs: the rows of a part have the same bits whatever else is read.
 
-    While answers are being written, no step reads more than one part, so that they go on. Parts end at multiples of
-    their size, whatever was copied before them.
+    While answers are being decoded, no step reads more than one part, so that they are not delayed. Parts end at
+    multiples of their size, whatever was copied before them.
 
     Args:
         part: most tokens of one prompt in one step.
-        most: of all prompts together, while no answer is being written.
+        most: of all prompts together, while no answer is being decoded.
     """
 
     def __init__(self, part: int = PIECE, most: int = 1024) -> None:
@@ -91,30 +85,30 @@ class FixedParts(PromptReading):
 
 
 class TimedParts(PromptReading):
-    """As many tokens a step as a bound on its seconds allows, for devices, which read thousands as fast as hundreds.
+    """As many tokens per step as a bound on its seconds allows, for devices, which read thousands as fast as hundreds.
 
-    The number is a power of two. A step that took longer than the bound halves it; it doubles where twice the seconds
-    are within the bound, and after 64 steps in any case, as what was slow may have been something else. It is known
-    apart for steps beside answers that are being written, whose bound is tighter. Only steps for which the host waited
-    tell what reading takes: behind parts that are not the last of their prompts nothing is drawn, so they are only
-    queued, and count for the next step that is waited for.
+    The number is a power of two. A step that exceeds the bound halves it. It doubles if twice the seconds are within
+    the bound, and after 64 steps in any case, because something else may have been slow. Steps that also decode have
+    their own number and a tighter bound. Only steps for which the host waited show the time of reading: after a part
+    that is not the last of its prompt nothing is drawn, so it is only queued and counts for the next step that is
+    waited for.
 
-    Half of a step's tokens are for the prompt that came first, so that none waits for ever; the other half goes to
-    those that have the least left to read, so that a long prompt holds no short ones up. What one half leaves the other
-    takes. Parts end with their prompts or at multiples of 256 tokens.
+    Half of a step's tokens are for the oldest prompt, so that none starves. The other half is for the prompts with the
+    least left to read, so that a long prompt does not delay short ones. What one half leaves the other takes. Parts end
+    with their prompts or at multiples of 256 tokens.
 
     Args:
-        most: tokens that no step exceeds, for memory; a power of two from 256 on.
+        most: limit of a step's tokens, for memory; a power of two from 256 on.
     """
 
     def __init__(self, most: int = MOST_TOKENS) -> None:
         self._most = most
         self._sizes = {decoding: min(_START, most) for decoding in (False, True)}
-        self._unchanged = {False: 0, True: 0}  # steps that were timed since
+        self._unchanged = {False: 0, True: 0}  # steps timed since the last change
         self._queued = _Queued()
 
     def tokens(self, decoding: bool) -> int:
-        """Of prompts that the next step reads at most."""
+        """Most prompt tokens of the next step."""
         return self._sizes[decoding]
 
     def parts(self, reading: Sequence[Request], decoding: bool) -> list[int]:
@@ -131,7 +125,7 @@ class TimedParts(PromptReading):
     def observe(self, record: StepRecord) -> None:
         tokens = sum(each.rows for each in record.requests if each.prefill)
         if not tokens:
-            self._queued = _Queued()  # nobody knows what of it this step waited for
+            self._queued = _Queued()  # it is unknown how much of it this step waited for
             return
         queued = self._queued
         queued.add(tokens, record)
@@ -143,11 +137,10 @@ class TimedParts(PromptReading):
             self._learn(decoding, queued.tokens / queued.steps, queued.seconds / queued.steps)
 
     def _learn(self, decoding: bool, tokens: float, seconds: float) -> None:
-        """A step that read so many tokens took so long."""
         size, longest = self._sizes[decoding], LONGEST_DECODING_S if decoding else LONGEST_S
         if seconds > longest:
             self._resize(decoding, size // 2)
-        elif 2 * tokens > size:  # smaller ones say little of it
+        elif 2 * tokens > size:  # smaller steps say little about it
             self._unchanged[decoding] += 1
             if 2 * seconds * size / tokens <= longest or self._unchanged[decoding] >= _RETRY:
                 self._resize(decoding, 2 * size)
@@ -159,7 +152,7 @@ class TimedParts(PromptReading):
     def read_less(self, tokens: int) -> bool:
         fewer = 1 << (tokens - 1).bit_length() - 1  # the last power of two below
         if not PIECE <= fewer < self._most:
-            return False  # as of a prompt with images, which is read at once
+            return False  # as after a prompt with images, which is read in one step
         self._most = fewer
         for decoding, size in self._sizes.items():
             self._resize(decoding, size)
@@ -182,14 +175,14 @@ class _Queued:
 
 
 def _whole(request: Request) -> int:
-    """All tokens of a prompt that is read at once: what images gave a token is known only then. 0 for others."""
+    """All tokens of a prompt with inputs such as images, which is read in one step; 0 for others."""
     return request.prompt_tokens if request.inputs is not None and not request.computed else 0
 
 
 def _part(request: Request, room: int) -> int:
-    """Tokens of a prompt's next part: what is left of it, or up to the last multiple of 256 within `room` tokens.
+    """Tokens of a prompt's next part: all that is left, or up to the last multiple of 256 within `room` tokens.
 
-    A prompt whose logprobs are asked is read in parts of 256, for the logits of all of them are in memory then.
+    A prompt with logprobs is read in parts of 256, because the logits of all its tokens are in memory then.
 
     Worked example: of a prompt of 1,000 tokens 100 are computed. Room for 900 takes the rest, room for 700 takes 668 of
     them (up to 768), and room for 100 none.

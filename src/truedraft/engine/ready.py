@@ -1,9 +1,8 @@
-"""Run beforehand what steps will run, so that no request waits while forwards are recorded.
+"""Warmup: run what steps will run, so that no request waits while forwards are recorded.
 
-A backend that records replays a shape of forward from its third time on; `LanguageModel.warmups` counts what came
-before. So each shape that steps will have is run on made-up requests until that number stands still. What a drafter
-runs is its own affair: it drafts for made-up requests, as many at once as steps will have, until its number stands
-still.
+A backend that records replays a shape of forward from its third run on; `LanguageModel.warmups` counts the runs before.
+Each shape of later steps runs on dummy requests until that number no longer changes. A drafter drafts for dummy
+requests, in all batch sizes, until its own number no longer changes.
 """
 
 from __future__ import annotations
@@ -34,38 +33,34 @@ from truedraft.progress import Progress
 _log = logging.getLogger("truedraft.engine")
 
 MOST_KEPT = 256
-"""Recordings that a model's or a drafter's runner keeps."""
-_LEAST_CONTEXT = 256  # shorter ones run as this one does
-_MOST_TOGETHER = 128  # rows of several requests, beyond which drafts rarely pay
-_MOST_ROWS = 64  # of one request, beyond which nothing is recorded
-_TILES = (4, 16, 64)  # tokens of a request up to which attention has kernels of their own
-_PART = 512  # tokens of a prompt that are read at once
-_TRIES = 6  # of one shape: two are recorded, and memory that grows meanwhile voids what was
-_ALL_DEPTHS = 8  # of drafts; beyond, only every doubling
-_SLACK = 96  # tokens that the text of a made-up request grows by
-_LONGEST = 16  # draft
-_SHORT = 16  # tokens of such a text beside a long one
+"""Most recordings of a model's or a drafter's runner."""
+_LEAST_CONTEXT = 256  # shorter contexts share its recordings
+_MOST_TOGETHER = 128  # rows of several requests; with more, drafts rarely pay off
+_MOST_ROWS = 64  # rows of one request; more are not recorded
+_TILES = (4, 16, 64)  # upper bounds of tokens per request with separate attention kernels
+_PART = 512  # prompt tokens per forward
+_TRIES = 6  # most runs of one shape: two warm up, and memory that grows during them invalidates recordings
+_ALL_DEPTHS = 8  # depths of drafts; beyond, only doublings
+_SLACK = 96  # tokens that the text of a dummy request may grow by
+_LONGEST = 16  # depth of drafts
+_SHORT = 16  # tokens of the other dummy texts in a batch
 
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
 Step: TypeAlias = tuple[TreeShape, ...]
-"""A target's forward in a step, whatever it is behind: how the new tokens of each request hang together."""
+"""Shape of a target's forward, without its context: the tree of new tokens of each request."""
 
 
 def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
-    """The forwards of steps up to rounding to powers of two, the largest first.
+    """The shapes of forwards in steps, rounded up to powers of two, the largest first.
 
-    That are 1, 2, 4, ... requests with a token each; the same with drafts of 1, 3, 7, ... tokens up to what limits
-    allow, as long as few rows come together; and the ends of prompts, one at a time. Kernels are others for trees, and
-    for few tokens of a request or many: so parts of prompts of each kind stand beside a tree, too.
+    These are 1, 2, 4, ... requests with one token each; the same with drafts of 1, 3, 7, ... tokens up to the limits,
+    while the total number of rows is small; and the ends of prompts, one at a time. Trees, and few or many tokens per
+    request, use different kernels, so parts of prompts of each kind are also combined with a tree.
 
     >>> [[len(each) for each in step] for step in step_shapes([Budget(3)], 2) if len(step[0]) <= 4]
     [[4, 4], [2, 2], [4], [1, 1], [2], [1]]
-
-    Args:
-        limits: of drafters.
-        max_batch: most requests in one step.
     """
     drafting = [each for each in limits if not each.is_zero]
     chains = max((min(each.depth, each.nodes) for each in drafting if each.width == 1), default=0)
@@ -84,14 +79,16 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
 
 
 def recorded_steps(steps: Sequence[Step], contexts: Iterable[int]) -> list[tuple[int, Step]]:
-    """Which steps are run, and behind texts of how many tokens: those of one bucket once, and of more than are kept
-    those of few new tokens behind short texts."""
+    """Pairs of context length and shape to run, one per bucket.
+
+    If there are more than can be kept, those with few new tokens and short contexts are taken.
+    """
     found = {_bucket(step, context): (context, step) for context in contexts for step in steps}
     return sorted(found.values(), key=lambda each: each[0] * _total(each[1]))[:MOST_KEPT]
 
 
 def _bucket(step: Step, context: int) -> Bucket:
-    """That the longest of its texts ends in with so many tokens."""
+    """The bucket of a shape if the longest text has `context` tokens at its end."""
     nodes = max((len(each) for each in step if not each.is_chain), default=0)
     return Bucket.recorded(len(step), max(map(len, step)), _total(step), context, nodes)
 
@@ -101,12 +98,12 @@ def _total(step: Step) -> int:
 
 
 def _star(rows: int) -> TreeShape:
-    """The first token with all others below it."""
+    """A root with all other tokens as its children."""
     return TreeShape((-1, *(0,) * (rows - 1)))
 
 
 def contexts_of(tokens: int) -> list[int]:
-    """Lengths of texts that forwards are run behind, the longest first.
+    """Context lengths for which forwards are run, the longest first.
 
     >>> contexts_of(1500), contexts_of(100)
     ([1500, 1024, 512, 256], [100])
@@ -124,7 +121,7 @@ def _doublings(most: int) -> list[int]:
 
 
 def settle(run: Callable[[], object], warmups: Callable[[], int]) -> None:
-    """Run something until that makes no forward any more which takes longer than later ones."""
+    """Run something until it makes no further warmup forwards."""
     for _ in range(_TRIES):
         before = warmups()
         run()
@@ -140,18 +137,14 @@ def make_ready(
     tokens: int,
     progress: Progress,
 ) -> None:
-    """Run the forwards of steps, and drafts of all sizes, until none of them would be recorded any more.
+    """Run the forwards of steps, and drafts of all sizes, until all are recorded.
 
-    Where a model records nothing, nothing is run but one forward of the target. What has no room is left out, and a
-    drafter that fails drafts unrecorded.
+    If the model records nothing, only one forward of the target is run. What does not fit into memory is skipped, and a
+    failing drafter drafts unrecorded.
 
     Args:
-        target: the model that answers.
-        drafters: that draft for it.
-        features: that these want to see of the target's forward; None is nothing.
-        max_batch: most requests in one step.
-        tokens: of the longest text that forwards are run behind.
-        progress: is told of each shape.
+        features: that the drafters read of the target's forward; None is nothing.
+        tokens: of the longest context.
 
     Raises:
         ModelError: the target failed.
@@ -162,7 +155,7 @@ def make_ready(
     contexts = contexts_of(max(1, min(tokens, target.context_length)))
     steps = step_shapes([each.limits for each in drafters], max_batch) if target.warmups else []
     forwards = recorded_steps(steps, contexts)
-    # One that drafts in the target's own caches runs what the target runs.
+    # A drafter in the target's own caches uses the target's forwards.
     recorded = [each for each in drafters if not (each.limits.is_zero or each.held.in_target)]
     groups = [
         (drafter, *group)
@@ -188,14 +181,14 @@ def _run_forwards(
     forwards: Sequence[tuple[int, Step]],
     told: Callable[[], None],
 ) -> None:
-    """Run steps, the largest first, each behind one request that is as long as said, and others that are empty."""
+    """Run steps, the largest first; one request has the context, the others are empty."""
     with ExitStack() as held:
         caches = []
         for _ in range(max(len(step) for _, step in forwards)):
             caches.append(target.new_cache())
             held.callback(target.release_cache, caches[-1])
         for context, step in sorted(forwards, key=lambda each: (each[0], _total(each[1])), reverse=True):
-            # The rows of any step end between half the context and all of it, as far as there are so many.
+            # The rows of any step end between half the context and all of it, if it is long enough.
             _read_up_to(target, caches[0], max(context - _MOST_ROWS, context // 2))
             if len(step[0]) <= context - caches[0].length:
                 _settle_forward(target, layers, list(map(_segment, caches, step)))
@@ -213,7 +206,7 @@ def _settle_forward(target: LanguageModel, layers: Sequence[int], segments: Sequ
 
 
 def _read_up_to(target: LanguageModel, cache: RequestCache, length: int) -> None:
-    """Let a cache hold so many tokens of a made-up text."""
+    """Fill a cache to a length with a dummy text."""
     cache.rollback(min(cache.length, length))
     while (count := min(length - cache.length, _PART)) > 0:
         target.forward([Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), (), prompt=count)])
@@ -221,19 +214,18 @@ def _read_up_to(target: LanguageModel, cache: RequestCache, length: int) -> None
 
 
 def _segment(cache: RequestCache, shape: TreeShape) -> Segment:
-    """With logits at all rows, as verdicts want them."""
+    """A segment with logits at all rows, as verification needs them."""
     return Segment(cache, torch.zeros(len(shape), dtype=torch.int64), shape, range(len(shape)))
 
 
 def _forward(target: LanguageModel, layers: Sequence[int], segments: Sequence[Segment]) -> ForwardOutput:
-    """As the engine's steps run it."""
     return target.forward_showing(segments, layers) if layers else target.forward(segments)
 
 
 def _rehearse(
     drafter: Drafter, vocab_size: int, seen: ForwardOutput, params: SamplingParams, context: int, count: int
 ) -> None:
-    """Let a drafter draft for so many requests, one of which is almost as long as a context, to all depths."""
+    """Let a drafter draft to all depths for `count` requests, one of them almost as long as the context."""
     length = max(1, context - min(_SLACK, context // 2))
     group = _Group(drafter, vocab_size, seen, params, [length, *[min(_SHORT, length)] * (count - 1)])
     try:
@@ -241,7 +233,7 @@ def _rehearse(
         limit = min(drafter.limits.depth, _LONGEST)
         for depth in _depths(limit):
             settle(partial(group.step, depth, 0, context), lambda: drafter.warmups)
-        for kept in _doublings(limit):  # the more were accepted, the more is read before the next draft
+        for kept in _doublings(limit):  # more accepted tokens are more to read before the next draft
             group.step(limit, kept, context)
             settle(partial(group.step, limit, kept, context), lambda: drafter.warmups)
     finally:
@@ -249,10 +241,10 @@ def _rehearse(
 
 
 def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[tuple[int, int]]:
-    """Contexts, and for how many requests it drafts together behind them, the largest first; no more than are kept.
+    """Pairs of context length and number of requests to draft for, the largest first, within the number kept.
 
-    A draft is one recording for each depth, and for each number of tokens that is read before; greedy and sampled.
-    Where there are more, those of few requests behind short texts are taken.
+    A draft is recorded once for each depth and for each number of tokens read before, greedy and sampled. If there are
+    too many pairs, few requests and short contexts come first.
     """
     limit = min(drafter.limits.depth, _LONGEST)
     each = 2 * (len(_depths(limit)) + len(_doublings(limit)))
@@ -262,7 +254,7 @@ def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[t
 
 
 def _depths(limit: int) -> list[int]:
-    """All small ones, then every doubling, and the limit.
+    """All small depths, then the doublings, and the limit.
 
     >>> _depths(20)
     [1, 2, 3, 4, 5, 6, 7, 8, 16, 20]
@@ -271,14 +263,10 @@ def _depths(limit: int) -> list[int]:
 
 
 class _Group:
-    """Made-up requests that a drafter drafts for together.
+    """Dummy requests that a drafter drafts for together.
 
     Args:
-        drafter: is told of them.
-        vocab_size: of the target.
-        seen: one row of a forward of the target, which stands for all that drafters want to see.
-        params: of all requests.
-        lengths: of their prompts.
+        seen: one row of a forward of the target, used for all features that drafters read.
     """
 
     def __init__(
@@ -291,7 +279,7 @@ class _Group:
     ) -> None:
         self._drafter, self._vocab_size, self._seen = drafter, vocab_size, seen
         self._texts = [[place * 7919 % vocab_size for place in range(length)] for length in lengths]
-        # The engine counts its requests up from 0; two of a scope of their own share nothing with anybody.
+        # The engine numbers its requests from 0 upwards; a scope of its own prevents sharing.
         self._requests = [
             DraftRequest(-1 - number, params, TokenView(text), scope=object(), kept=False)
             for number, text in enumerate(self._texts)
@@ -300,7 +288,6 @@ class _Group:
         self._steps = itertools.count()
 
     def begin(self) -> None:
-        """Their prompts are read, and a first token stands behind each."""
         outcomes = []
         for request, text in zip(self._requests, self._texts, strict=True):
             self._begun.append(request)
@@ -312,12 +299,8 @@ class _Group:
         self._drafter.observe(self._requests, outcomes)
 
     def step(self, depth: int, kept: int, most: int) -> None:
-        """Draft for all of them, and keep a part of their longest paths; nothing is done where a text grew too long.
-
-        Args:
-            depth: of the drafts.
-            kept: tokens of them that are accepted at most.
-            most: tokens that a text may have.
+        """Draft for all requests and accept a part of their longest paths; does nothing if a text would get too
+        long.
         """
         if max(map(len, self._texts)) + depth + 1 > most:
             return
@@ -337,7 +320,6 @@ class _Group:
         self._drafter.observe(self._requests, outcomes)
 
     def _outcome(self, proposal: Proposal, path: tuple[int, ...], tokens: tuple[int, ...], rows: int) -> StepOutcome:
-        """What became of a proposal; all rows that a drafter sees are alike."""
         features = self._drafter.features
         if features is None:
             return StepOutcome(proposal, path, tokens)
@@ -348,7 +330,7 @@ class _Group:
         return StepOutcome(proposal, path, tokens, hidden, logits if features.logits else None, tuple(layers))
 
     def end(self) -> None:
-        """They are over, and nothing of them is kept."""
+        """End the requests and empty their caches."""
         for request in self._begun:
             for own in self._drafter.held.models:
                 if request.id in own.caches:

@@ -1,4 +1,4 @@
-"""One request in the engine: its tokens, its cache, and where its answer ends."""
+"""One request of the engine: its tokens, its cache and its answer."""
 
 from __future__ import annotations
 
@@ -34,26 +34,23 @@ if TYPE_CHECKING:
     from truedraft.engine.batch import StepItem
     from truedraft.models.base import LanguageModel
 
-_numbers = itertools.count()  # over all engines: two of them may share a drafter
+_numbers = itertools.count()  # over all engines, because two of them may share a drafter
 
 
 class Request:
     """A request from its prompt to its answer.
 
     Args:
-        prompt: token ids, at least one.
-        params: sampling options.
-        rule: judges what is drafted for it.
-        target: that answers.
-        sample: which of several answers to the same prompt; each has noise of its own.
-        scope: it shares what it begins with with requests of this one.
-        forms: makes the form of a structured answer.
-        inputs: what its prompt has beside its tokens; the whole prompt is then read at once, and shared as a whole.
-        shown: names of special tokens that its text shows, by their ids.
-        owner: it shares prepared forms with requests of this one.
+        rule: verifies its drafts.
+        sample: which of several answers to the same prompt; each has its own noise.
+        scope: prefixes are shared only with requests of the same scope.
+        inputs: inputs of its prompt in addition to tokens; the whole prompt is then read in one step, and shared as a
+            whole.
+        shown: names by id of special tokens that its text shows.
+        owner: prepared forms are shared only with requests of the same owner.
 
     Raises:
-        OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
+        OptionError: an option names ids that do not exist, or texts without a tokenizer.
         UnknownOptionError: the target has no such adapter.
     """
 
@@ -74,52 +71,51 @@ class Request:
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
         self.params, self.rule = params, rule
-        self.noise_seed = params.seed or 0  # keys its noise; an engine gives one to a request without a seed
+        self.noise_seed = params.seed or 0  # key of its noise; an engine sets it for a request without a seed
         self.sample = sample
         self.tokens = list(prompt)  # prompt and answer so far
-        self.prompt_tokens = self._read_to = len(prompt)  # and so many are read, more once it gave its room back
+        self.prompt_tokens = self._read_to = len(prompt)  # and tokens to prefill, more after a preemption
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)))
-        self.shaping = self._shaped(target, forms)  # what its options do to logits
-        self.leader: Request | None = None  # that reads what it begins with, and that it waits for
-        self.awaits = 0  # so many tokens of that
-        self.copied_tokens = 0  # of its prompt, that others had computed
+        self.shaping = self._shaped(target, forms)  # how its options change logits
+        self.leader: Request | None = None  # request that reads the common prefix, and that it waits for
+        self.awaits = 0  # length of that prefix
+        self.copied_tokens = 0  # of its prompt, computed by others
         view = TokenView(self.tokens)
         predicted = _predicted(params.prediction, target)
         self.draft = DraftRequest(
             next(_numbers), params, view, self.shaping, scope, predicted, inputs, judged=rule.prefers
         )
         self.counters = Counters()
-        self.excluded: set[str] = set()  # drafters that do not draft for it: they failed, or it may not have them
-        self.most_positions: int | None = None  # of its cache, uncommitted ones included; None is no limit
-        self.preemptions = 0  # how often it gave its room back and began again
-        self.most_depth = MOST_NODES  # of what is drafted
-        self.no_room: set[str] = set()  # drafters that hold nothing for it: it does not want them, or memory is short
+        self.excluded: set[str] = set()  # drafters that failed for it or that it may not use
+        self.most_positions: int | None = None  # limit of its cache, uncommitted ones included; None is no limit
+        self.preemptions = 0  # how often it was preempted
+        self.most_depth = MOST_NODES  # limit of drafts
+        self.no_room: set[str] = set()  # drafters without state for it: excluded, or memory is short
         self.view: RequestView | None = None  # what a controller sees of it
         self.last_step: StepItem | None = None
-        self.told: dict[str, int] = {}  # with how many tokens the step began that each drafter was told of last
+        self.told: dict[str, int] = {}  # by drafter, context of the last step reported to it
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.warnings: list[str] = []
         self.origins: list[Origin] = []
         self.divergences: list[Divergence] = []  # of each emitted token, under a lossy rule
-        self.logprobs: list[TokenLogprobs] = []  # of each emitted token, where they are asked for
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those behind it
+        self.logprobs: list[TokenLogprobs] = []  # of each emitted token, if enabled
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second and later tokens
         self.pieces: list[Piece] = []  # not yet taken by a stream
         self._given = 0  # tokens that went into pieces
-        self._prefilled: list[int] = []  # places in the answer of tokens that prefill steps gave
-        self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
-        self.closed = False  # whether it is over and its last piece is there
-        self.engine: weakref.ref[object] | None = None  # that it was submitted to, which an answer must not keep alive
+        self._prefilled: list[int] = []  # answer indices of tokens from prefill steps
+        self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and its drafters
+        self.closed = False  # whether it is finished and its last piece is available
+        self.engine: weakref.ref[object] | None = None  # where it was submitted; an answer must not keep it alive
         self._tokenizer = target.tokenizer
         self._text = TextStream(self._tokenizer, params.stop, params.min_tokens, shown)
-        # Most tokens, and those that there is room for, which are no more.
+        # Limit of tokens, and the tokens granted, at most as many.
         self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
         self._steps, self._submitted = 0, time.perf_counter()
         self._first_token: float | None = None
         self._finished: float | None = None
 
     def _shaped(self, target: LanguageModel, forms: Forms | None) -> Shaping | None:
-        """What its options do to logits; None where they do nothing."""
         params, tokenizer, vocab_size = self.params, target.tokenizer, target.vocab_size
         if not params.shapes_logits:
             return None
@@ -138,7 +134,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Of prompt and answer together."""
+        """Limit of prompt and answer together."""
         return self._limit
 
     @property
@@ -148,24 +144,23 @@ class Request:
 
     @property
     def computed(self) -> int:
-        """Tokens that the target has seen."""
+        """Tokens in the target's cache."""
         cache = self.draft.cache
         return cache.length if cache is not None else 0
 
     @property
     def uncomputed(self) -> int:
-        """Tokens that it has not; 1 when only the last token waits, more during the prefill."""
+        """Tokens not in the target's cache: 1 while decoding, more during the prefill."""
         return len(self.tokens) - self.computed
 
     @property
     def decodes(self) -> bool:
-        """Whether its prompt is computed, and what it had written before it gave its room back."""
+        """Whether its prompt, and after a preemption the answer so far, is computed."""
         computed = self.computed
         return computed >= self._read_to and len(self.tokens) - computed <= 1
 
     @property
     def cache(self) -> RequestCache | None:
-        """The target's keys and values of it, while it runs."""
         return self.draft.cache
 
     @cache.setter
@@ -183,7 +178,7 @@ class Request:
         return self.excluded | self.no_room if self.no_room else self.excluded
 
     def put_back(self) -> None:
-        """It gave its cache back and waits again; what was written stays, and is read like a prompt when it goes on."""
+        """Wait again after a preemption; the answer so far is kept, and is prefilled like a prompt later."""
         self.cache, self.leader, self.last_step = None, None, None
         self._read_to = len(self.tokens)
         self.no_room = set(self.excluded)
@@ -191,18 +186,14 @@ class Request:
         self.preemptions += 1
 
     def noise(self) -> KeyedNoise:
-        """The noise of the next step: its keys never occur in another step of this request."""
+        """The noise of the next step, with keys that occur in no other step of this request."""
         return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.
 
-        Args:
-            verdict: of the step.
-            logprobs: of its tokens, where they are asked for.
-
         Returns:
-            The tokens, and whether an end-of-text or stop token ended the answer behind them.
+            The tokens, and whether an end-of-text or stop token ended the answer after them.
         """
         tokens: list[int] = []
         text: list[str] = []
@@ -236,15 +227,15 @@ class Request:
         return tuple(tokens), ended_by_id
 
     def count(self, step: RequestStep) -> None:
-        """Count what a step did for it, after its tokens were emitted."""
+        """Count a step's work for it, after its tokens were emitted."""
         self.counters.count(step)
         if step.prefill and step.emitted:
             self._prefilled.append(self.emitted - step.emitted)
-        if step.shares and self.params.stop:  # a stop text may take back what drafters are counted for
+        if step.shares and self.params.stop:  # a stop text may remove tokens counted for drafters
             self._drafted.append((self.emitted - step.emitted, step.shares))
 
     def _give(self, text: str, settled: int, answer: Answer | None = None) -> None:
-        """Append a piece with tokens that were not given yet, up to the answer's first `settled`."""
+        """Append a piece with the tokens not given yet, up to the answer's first `settled`."""
         first, self._given = self._given, settled
         tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
         self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))
@@ -261,7 +252,6 @@ class Request:
         return piece
 
     def fail(self, error: Exception) -> None:
-        """End with an error; what was emitted stays."""
         self.error = error
         self.finish_reason = "error"
 
@@ -271,9 +261,9 @@ class Request:
         self._finished = time.perf_counter()
         rest = self._text.finish()
         if self._text.stopped and self.finish_reason == "length":
-            self.finish_reason = "stop"  # the stop text became complete in what was held back
+            self.finish_reason = "stop"  # the stop text became complete in the held text
         if self.last_step is not None:
-            self.last_step.shown = None  # it is the output of the whole batch
+            self.last_step.shown = None  # frees the output of the whole batch
         self.view = None
         kept = min(self._text.kept_tokens, self.emitted)
         self._take_back(kept)
@@ -282,14 +272,14 @@ class Request:
         return answer
 
     def _take_back(self, kept: int) -> None:
-        """Tokens of a stop text are neither accepted nor emitted, and their positions not tried."""
+        """Remove tokens of a stop text from the counts of accepted, emitted and tried tokens."""
         behind = self.origins[kept:]
         counters = self.counters
         prefill = sum(place >= kept for place in self._prefilled)
         counters.prefill_tokens -= prefill
         counters.emitted_tokens -= len(behind) - prefill
         counters.stop_tokens += len(behind) - prefill
-        position = 0  # of the first one in its step, which ends with the first token that was not accepted
+        position = 0  # of the first removed token in its step, which ends with the first token that was not accepted
         while position < kept and self.origins[kept - 1 - position] is Origin.ACCEPTED:
             position += 1
         for origin in behind:
@@ -301,7 +291,7 @@ class Request:
             position = position + 1 if origin is Origin.ACCEPTED else 0
         for first, shares in reversed(self._drafted):
             if all(first + len(share.path) <= kept for share in shares):
-                break  # nor is anything of the steps before it taken back
+                break  # earlier steps remain as they are
             for share in shares:
                 taken = first + len(share.path) - max(first, kept)
                 counters.by_drafter[share.drafter].accepted_tokens -= max(taken, 0)
@@ -345,22 +335,13 @@ def _check_target(params: SamplingParams, target: LanguageModel, source_tokens: 
 
 
 def _form_of(structured: Structured, forms: Forms | None, request: Request) -> Form:
-    """The form of a structured answer.
-
-    Raises:
-        OptionError: it cannot be read, or there is no tokenizer.
-    """
     if forms is None:
         raise OptionError("needs a tokenizer, and this model has none", field="structured")
     return forms.start(structured, request.tokens, request.prompt_tokens, request.owner)
 
 
 def _reasoned(request: Request, target: LanguageModel, forms: Forms | None) -> Form | None:
-    """The form of an answer behind its reasoning; None where both may be anything.
-
-    Raises:
-        OptionError: the form cannot be read, or there is no tokenizer.
-    """
+    """The form of an answer with reasoning; None if both may be anything."""
     structured, span = request.params.structured, request.params.reasoning
     assert span is not None
     if structured is None and span.budget is None:
@@ -373,11 +354,7 @@ def _reasoned(request: Request, target: LanguageModel, forms: Forms | None) -> F
 
 
 def _predicted(prediction: str | tuple[int, ...] | None, target: LanguageModel) -> tuple[int, ...]:
-    """Token ids of what an answer is expected to repeat.
-
-    Raises:
-        OptionError: a text, and there is no tokenizer; or longer than any answer.
-    """
+    """Token ids that an answer is expected to repeat."""
     if isinstance(prediction, str):
         if target.tokenizer is None:
             raise OptionError("is a text and needs a tokenizer; this model has none, so give ids", field="prediction")
@@ -395,11 +372,7 @@ def _predicted(prediction: str | tuple[int, ...] | None, target: LanguageModel) 
 
 
 def _check_ids(params: SamplingParams, banned: Sequence[tuple[int, ...]], vocab_size: int) -> None:
-    """Refuse options about ids that do not exist.
-
-    Raises:
-        OptionError: names the first one.
-    """
+    """Refuse options with ids that do not exist."""
     _check_known("allowed_token_ids", params.allowed_token_ids, vocab_size)
     _check_known("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
     _check_known("bad_words", [token for word in banned for token in word], vocab_size)
@@ -412,10 +385,10 @@ def _check_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """Token ids of texts as they stand in a text, at its beginning and behind a space; lists of ids are themselves.
+    """Token ids of words at the beginning of a text and after a space; lists of ids are unchanged.
 
     Raises:
-        OptionError: a text, and there is no tokenizer, or none of its tokens write it.
+        OptionError: a text without a tokenizer, or one that no tokens write.
     """
     found: list[tuple[int, ...]] = []
     for word in words:

@@ -14,14 +14,11 @@ class Scheduler:
     """Requests join and leave between steps; first come, first served.
 
     Args:
-        max_batch: most requests in one step.
-        reading: says how much of prompts a step reads.
+        reading: decides how many prompt tokens a step reads.
 
     Attributes:
-        max_batch: as given.
-        reading: as given.
-        waiting: requests that have not begun, or gave their room back.
-        running: requests that take part in steps, in the order in which they came.
+        waiting: requests that have not started or were preempted.
+        running: requests that take part in steps, in order of arrival.
     """
 
     def __init__(self, max_batch: int, reading: PromptReading) -> None:
@@ -31,15 +28,10 @@ class Scheduler:
         self.running: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self.waiting.append(request)
 
     def admit(self, fits: Callable[[Sequence[Request], Request], bool]) -> list[Request]:
-        """Let waiting requests in while there is room; returns the new ones.
-
-        Args:
-            fits: whether there is memory for a request beside those that run.
-        """
+        """Admit waiting requests while there is room; returns the new ones."""
         admitted: list[Request] = []
         while self.waiting and len(self.running) < self.max_batch and fits(self.running, self.waiting[0]):
             request = self.waiting.popleft()
@@ -56,12 +48,12 @@ class Scheduler:
         return Batch([StepItem(request, tokens) for request in ready if (tokens := fed.get(request, 1))])
 
     def put_back(self, request: Request) -> None:
-        """A request that ran waits again, before all others."""
+        """Move a running request to the front of the queue."""
         self.running.remove(request)
         self.waiting.appendleft(request)
 
     def remove(self, request: Request) -> None:
-        """A request is over, wherever it was."""
+        """Remove a request, running or waiting."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -69,5 +61,4 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs."""
         return not self.waiting and not self.running

@@ -1,4 +1,4 @@
-"""Requests that begin alike: what one has read the others copy, of the target's keys and values and of drafters'."""
+"""Prefix sharing: requests with a common prefix copy the keys and values of target and drafters."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from truedraft.models.cache import PrefixCache
 from truedraft.options import check_whole
 
 _AMPLE = 1.25
-"""Of what heads would be given by their layers: what they forget before the target is read again by both."""
+"""Factor on the heads' share by layers, because a prefix that heads evict first is read again by the target too."""
 _LEAST_SHARE = 1 / 16
-"""Of the bytes, for a drafter's model however small it is beside the target."""
+"""Smallest share of a drafter's model relative to the target's, however small the model."""
 
 
 class PrefixSharing:
-    """Lets the requests of one engine share what they begin with.
+    """Shares prefixes among the requests of one engine.
 
     Args:
-        target: the model that answers.
-        members: the drafters, by name; those with models or heads of their own share what these read.
-        most_bytes: kept for requests to come, over all models, shared out by their weights; None keeps nothing, and 0
-            lets nobody share.
+        most_bytes: kept for later requests, divided among models by their weights; None keeps nothing, 0 disables
+            sharing.
 
     Attributes:
-        stores: what is kept, of the target and of drafters.
-        pools: where the memory of each of these comes from; None where nobody counts it.
+        stores: prefix caches of the target and of drafters.
+        pools: for each store the pool of its memory; None for uncounted memory.
 
     Raises:
         OptionError: `most_bytes` is no whole number of 0 or more.
@@ -52,26 +50,23 @@ class PrefixSharing:
                 pool.reclaim_from(store)
         self.stores, self.pools = [store for store, *_ in weights], [pool for _, pool, _ in weights]
         self._heads = [texts for each in members.values() for texts in each.held.shared]
-        # Who wants to see the rows of all tokens of a prompt, and shares none, has to see them computed.
+        # A drafter that reads the rows of all prompt tokens, and shares none, needs all of them computed.
         watching = [each for each in members.values() if each.features is not None and each.features.of_prompts]
         if not all(each.held.shared for each in watching):
             self._own.shares = False
 
     @property
     def copied_tokens(self) -> int:
-        """Tokens of prompts that the target need not compute, of all requests so far."""
+        """Prompt tokens of all requests so far that the target did not compute."""
         return self._own.copied
 
     def begin(self, request: Request, running: Sequence[Request]) -> None:
-        """A request got its cache: fill it with what is known, or let it wait for one that reads the same.
-
-        Args:
-            request: it is among those that run.
-            running: in the order in which they came.
+        """Fill the cache of a new request with a known prefix, or let it wait for a request that reads the same
+        prefix.
         """
         assert request.cache is not None
         if request.inputs is not None and request.tokens[request.prompt_tokens - 1] in self._placeholders:
-            return  # the last token is computed again, as text
+            return  # the last token would be computed again, as text
         scope = request.draft.scope, request.params.adapter
         self._own.join(request.id, request.cache, request.tokens, scope, request.prompt_tokens)
         if request.params.prompt_logprobs is not None and not request.emitted:
@@ -84,29 +79,29 @@ class PrefixSharing:
             request.leader = next(each for each in running if each.id == number)
 
     def go_on(self, request: Request) -> None:
-        """Who waited for another copies what that has read, once it is all that they have in common, or it is over."""
+        """Copy the common prefix once the request it waits for has read it or is finished."""
         leader = request.leader
         if leader is not None and (leader.cache is None or leader.cache.length >= request.awaits):
             request.leader = None
             self._fill(request)
 
     def _fill(self, request: Request) -> None:
-        # Behind a part of a prompt with images nobody could go on: the rest would be read as text.
+        # After a part of a prompt with images it could not continue: the rest would be read as text.
         least, most = 0 if request.inputs is None else request.prompt_tokens - 1, None
         assert request.cache is not None
         if self._heads and self._own.available(request.id, least) == request.cache.length:
-            return  # heads need not look for what they could go on with
+            return  # no prefix, so heads need no lookup
         found = {texts: count for texts in self._heads if (count := texts.available(request.id)) is not None}
         if found:
             most = min(found.values())
         copied = self._own.fill(request.id, least, most)
         for texts in found if copied else ():
             texts.take(request.id, request.cache.length)
-        if not request.preemptions:  # what it copies when it goes on is no longer its prompt alone
+        if not request.preemptions:  # after a preemption it copies more than its prompt
             request.copied_tokens += copied
 
     def end(self, request: Request) -> None:
-        """A request is over, and its cache still there: keep what it began with, unless it failed by what is there."""
+        """Keep a finished request's prefix, unless it failed or has other inputs; its cache still exists."""
         try:
             if request.error is None and request.inputs is None:
                 self._own.keep(request.id)

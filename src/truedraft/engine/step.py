@@ -19,14 +19,7 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 
 class Step:
-    """Runs steps of a target. On a device the host waits once in a step.
-
-    Args:
-        target: the model that decides.
-        drafting: asks drafter and controller.
-        verifier: judges what was drafted.
-        features: what the drafter wants to see of the forward.
-    """
+    """Runs steps of a target. On a device the host synchronizes once per step."""
 
     def __init__(
         self, target: LanguageModel, drafting: Drafting, verifier: Verifier, features: Features | None
@@ -58,7 +51,7 @@ class Step:
         return self._target.forward_showing(segments, self._layers) if self._layers else self._target.forward(segments)
 
     def _commit(self, batch: Batch) -> tuple[RequestStep, ...]:
-        """Keep accepted paths in the caches, emit, count, and say what became of each proposal."""
+        """Keep accepted paths in the caches, emit and count; returns a record for each request."""
         steps: list[RequestStep] = []
         for item in batch:
             shape = item.proposal.tree.shape
@@ -79,7 +72,9 @@ class Step:
         return tuple(steps)
 
     def _emit(self, item: StepItem, verdict: Verdict, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Append what a verdict emits to the answer; returns the accepted path, cut where the answer ended, and it."""
+        """Append a verdict's tokens to the answer; returns the accepted path and the tokens, cut where the answer
+        ended.
+        """
         request, shape = item.request, item.proposal.tree.shape
         tokens, ended_by_id = request.emit(verdict, item.logprobs)
         step.nodes, step.depth, step.listed_tokens = len(shape), shape.depth, shape.listed
@@ -93,7 +88,6 @@ class Step:
         return verdict.path[: step.accepted], tokens
 
     def _broken(self, request: Request, *, banned: bool) -> TruedraftError:
-        """Why nothing can be drawn behind the text of a request."""
         count = len(request.tokens) - request.prompt_tokens
         form = None if request.shaping is None else request.shaping.form
         if not banned:
@@ -114,14 +108,11 @@ class Step:
 
 
 class StepClock:
-    """Stopped after the decisions, after drafting, after the forward and after the verdicts of one step.
+    """Times the parts of one step: decisions, drafting, forward and verdicts.
 
-    On a CUDA device drafting and the forward are only queued, so there events in the queue tell how long they took; the
-    host reads them after the step's one wait, and does not wait for them itself. Where nothing was waited for, as
-    behind a part of a prompt, the seconds are the host's.
-
-    Args:
-        device: of the target.
+    On a CUDA device drafting and the forward are only queued, so events in the queue time them; the host reads these
+    after the step's one synchronization, without waiting for them. If a step does not synchronize, as after a part of a
+    prompt, the seconds are the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +121,6 @@ class StepClock:
         self.lap()
 
     def lap(self) -> None:
-        """A part of the step is over."""
         if self._events is not None:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -138,7 +128,7 @@ class StepClock:
         self._marks.append(time.perf_counter())
 
     def seconds(self) -> tuple[float, float, float, float, float]:
-        """Of drafting, of the forward, of the verdicts, of the whole step up to now, and of deciding."""
+        """Seconds of drafting, forward, verdicts, the whole step so far, and deciding."""
         began, decided, drafted, forwarded, verified = self._marks
         draft_s, target_s = drafted - decided, forwarded - drafted
         if self._events is not None and self._events[3].query():

@@ -23,12 +23,12 @@ from truedraft.verification.rule import read_verdicts
 
 
 class Verifier:
-    """Judges the proposals of a step, those of one rule together. On a device the host waits once.
+    """Verifies the proposals of a step, all of one rule together. On a device the host synchronizes once.
 
     Args:
-        rule: judges proposals of requests that are neither greedy nor seeded, or all if it is lossy.
-        coupled: judges seeded requests, and in its greedy form greedy ones under a lossless rule, by comparison.
-        drafting: is told of drafted ids that turn out not to exist, and of draws that were not made as they say.
+        rule: verifies requests that are neither greedy nor seeded, or all of them if it is lossy.
+        coupled: verifies seeded requests, and in its greedy form greedy ones under a lossless rule, by comparison.
+        drafting: is notified of invalid drafted ids, and of draws that do not match their probabilities.
     """
 
     def __init__(self, rule: Rule, coupled: Rule, drafting: Drafting) -> None:
@@ -37,17 +37,16 @@ class Verifier:
         self._drafting = drafting
 
     def rule_for(self, params: SamplingParams, own: Rule | None = None) -> Rule:
-        """The rule that judges a request, from its first step to its last.
+        """The rule for a request, from its first step to its last.
 
-        Greedy requests under a lossless rule are judged by comparison: every such rule keeps just the argmax. So are
-        seeded ones, whose tokens are to be the same whatever drafts and judges.
+        Greedy requests under a lossless rule are verified by comparison, because every such rule keeps exactly the
+        argmax. So are seeded ones, because their tokens must not depend on drafter and rule.
 
         Args:
-            params: of a request.
-            own: the rule that it asks for; None is the engine's.
+            own: the request's rule; None is the engine's.
 
         Raises:
-            OptionError: a seed, and a lossy rule, whose tokens depend on what is drafted.
+            OptionError: a seed together with a lossy rule, under which tokens depend on the drafts.
         """
         rule = own if own is not None else self._rule
         if params.seeded:
@@ -58,7 +57,7 @@ class Verifier:
         return (self._coupled if rule.lossless else rule).greedy_form
 
     def verify(self, batch: Batch, output: ForwardOutput) -> None:
-        """Give each item its verdict, but for parts of a prompt that are not its last."""
+        """Set each item's verdict, except for parts of a prompt that are not the last."""
         for item in batch:
             if item.prefill and item.request.params.prompt_logprobs is not None:
                 _note_prompt(item, output.logits)
@@ -67,7 +66,7 @@ class Verifier:
             return
         logits = output.logits
         sizes = [len(item.proposal.tree) + 1 for item in items]
-        if sum(sizes) < len(logits):  # there are rows of parts of prompts, which somebody wanted
+        if sum(sizes) < len(logits):  # there are rows of prompts, which drafters or logprobs need
             logits = torch.cat([logits[item.judged_rows] for item in items])
         sound = self._take_rows(items, sizes, logits)
         self._judge(items, sizes, sound)
@@ -75,7 +74,7 @@ class Verifier:
             _settle(item)
 
     def _take_rows(self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor) -> Tensor | None:
-        """Give the items the distributions of their tree rows; which rows of `logits` `[rows, vocab]` give any."""
+        """Set the distributions of the items' tree rows; returns which rows of `logits` `[rows, vocab]` are valid."""
         own = logits.split_with_sizes(list(sizes))
         if any(item.request.shaping is not None for item in items):
             trees, shapings = [item.proposal.tree for item in items], [item.request.shaping for item in items]
@@ -93,7 +92,7 @@ class Verifier:
         return sound
 
     def _judge(self, items: Sequence[StepItem], sizes: Sequence[int], sound: Tensor | None) -> None:
-        """Set the verdicts of the items and their broken tree rows: judge all, read all that was decided, at once."""
+        """Set the verdicts of the items and their broken tree rows, with one transfer to the host."""
         by_rule: dict[Rule, list[StepItem]] = {}
         for item in items:
             by_rule.setdefault(item.request.rule, []).append(item)
@@ -123,12 +122,10 @@ class Verifier:
     def _changed(
         self, items: Sequence[StepItem], on_device: Collection[StepItem], unsound: Mapping[int, Collection[int]]
     ) -> list[StepItem]:
-        """Take out ids that do not exist and draws that were not made as they say; the items where there were any.
+        """Remove invalid ids and draws that do not match their probabilities; returns the items that had any.
 
         Args:
-            items: of the step.
-            on_device: those whose ids were there, and have just come to the host.
-            unsound: tree rows with such draws, by number of the item.
+            unsound: tree rows with such draws, by index of the item.
         """
         changed = []
         for number, item in enumerate(items):
@@ -144,11 +141,10 @@ class Verifier:
 
 
 def _settle(item: StepItem) -> None:
-    """Cut an item's verdict behind the first token that the forward did not see, and before the first broken tree row.
+    """Cut an item's verdict after the first token that was not computed, and before the first broken tree row.
 
-    What is left is what plain decoding would emit.
-
-    Lets go of what it was judged by."""
+    The rest is what plain decoding would emit. Frees the tensors used for verification.
+    """
     verdict = item.verdict
     assert verdict is not None
     if item.kept is not None:
@@ -160,11 +156,11 @@ def _settle(item: StepItem) -> None:
             verdict, item.broken = verdict.cut(place), True
             item.banned = item.shaped is not item.logits and bool(item.logits[rows[place]].amax().isfinite())
     item.verdict, item.logprobs = verdict, _logprobs(item, verdict)
-    del item.logits, item.shaped, item.probs  # they are large, and its request keeps the item until the next step
+    del item.logits, item.shaped, item.probs  # large tensors, and the request keeps the item until the next step
 
 
 def _logprobs(item: StepItem, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
-    """Of the verdict's tokens, where the request asks for them."""
+    """Log probabilities of the verdict's tokens, if the request has them enabled."""
     params = item.request.params
     if params.logprobs is None or not verdict.tokens:
         return ()
@@ -177,26 +173,20 @@ def _logprobs(item: StepItem, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
 
 
 def _argmax_will_do(item: StepItem) -> bool:
-    """Whether nobody looks at more than the largest entry of a row: neither the rule, nor who wants logprobs."""
+    """Whether rule and logprobs need only the largest entry of each row."""
     params = item.request.params
     told = params.logprobs is not None and params.logprobs_mode == "processed"
     return item.request.rule.sees == "argmax" and not told
 
 
 def _note_prompt(item: StepItem, logits: Tensor) -> None:
-    """Keep what the target gave the tokens of a part of a prompt.
-
-    Args:
-        item: of the part; its rows are those of all its tokens, and the last of the whole prompt has no successor.
-        logits: `[rows, vocab]` of the step.
-    """
+    """Record the log probabilities of a prompt's part from the step's `logits` `[rows, vocab]`."""
     request = item.request
     following = request.tokens[item.context + 1 : min(item.context + item.fed + 1, request.prompt_tokens)]
-    del request.prompt_logprobs[item.context :]  # of a step that failed half-way
+    del request.prompt_logprobs[item.context :]  # left by a step that failed half-way
     rows = logits[item.rows.start : item.rows.start + len(following)]
     request.prompt_logprobs += token_logprobs(rows, following, request.params.prompt_logprobs or 0)
 
 
 def _asked(items: Sequence[StepItem]) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
-    """What a rule is given."""
     return [item.proposal for item in items], [item.probs for item in items], [item.noise for item in items]

@@ -1,5 +1,4 @@
-"""Kinds of drafters, a folder each: the head's module, its drafter, folders of other projects, its training.
+"""Kinds of drafters, one folder each: the head's module, its drafter, formats of other projects, and its training.
 
-Nobody else knows their names but the table of kinds (`truedraft.drafters.specs`), which imports a folder when its word
-is asked for.
+Only the table of kinds (`truedraft.drafters.specs`) has their names; it imports a folder on first use.
 """

@@ -1,6 +1,6 @@
-"""What drafting brings: traces and their replay, plans, the trees that are kept with heads, and how many nodes pay.
+"""Acceptance and gain of drafting: traces and their replay, plans, trees fitted to text, and how many nodes pay.
 
-`bench` and `peers`, other engines, measure it. Each name loads on first use.
+`bench` runs benchmarks, also of other engines (`peers`). Each name loads on first use.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.draft_model import DraftModel
 
 LONGEST = 12
-"""Longest chain that is tried where nobody chose a length."""
+"""Longest chain that is tried where no length is given."""
 _LENGTH, _BRANCHING, _NODES = "num_speculative_tokens", "branching", "nodes"
 _BEAMS, _PATHS = "beams", "length"
 _CHAINS, _SAMPLED, _TREE = "chains", "sampled", "tree"
@@ -36,13 +36,12 @@ _MOST_OF_A_KIND = 8
 
 @dataclass(frozen=True)
 class Candidate:
-    """One drafter at its largest; each of its sizes is a number of nodes that a budget keeps.
+    """One drafter at its largest; each of its sizes is a node budget.
 
     Attributes:
-        typed: the words that it came from.
-        drafter: drafts as much as the largest size, and is replayed.
-        timed: a drafter whose proposals cost what this one's cost, by their depth.
-        words: for each size, in rising order, the words that `--drafter` reads.
+        drafter: of the largest size; it is replayed.
+        timed: a drafter with proposals of the same cost, by their depth.
+        words: by size, in rising order, the words for `--drafter`.
     """
 
     typed: str
@@ -52,19 +51,16 @@ class Candidate:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of nodes."""
         return tuple(self.words)
 
 
 def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnings.warn) -> dict[str, Drafter]:
-    """Drafters that are known to fit a target, by their words: what `auto` chooses among, and more of a kind if any.
+    """Drafters known to fit a target, by their words: those that `auto` chooses among, and more of each kind if any.
 
-    The newest of a kind that was trained for the target is that kind's word alone, unless `auto` leaves that one
-    out; the others have their folders.
+    The newest trained drafter of a kind has only the kind's word, unless `auto` leaves it out; others have folders.
 
     Args:
-        target: that they draft for.
-        tell: as of `auto_members`.
+        tell: as in `auto_members`.
     """
     found: list[tuple[str, Drafter]] = []
     newest = {each.kind: str(each.folder) for each in reversed(find_drafters(target))}
@@ -77,17 +73,15 @@ def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnin
 def candidates_of(
     typed: str, target: LanguageModel, params: SamplingParams, made: Drafter | None = None
 ) -> list[Candidate]:
-    """The candidates that the words of one drafter leave open; one that has its sizes chosen is one candidate.
+    """The candidates that a drafter's words leave open; a drafter with chosen sizes is one candidate.
 
-    What is tried where nothing was chosen: chains of 1 to 12 tokens, of a draft model also a few trees and, where
-    chance decides, two to four chains at once; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of
-    them of every length that it was trained for; of drafts made of the target both widths of weights.
+    Where nothing was chosen these are tried: chains of 1 to 12 tokens, of a draft model also a few trees and, for
+    sampled requests, two to four chains at once; trees of heads of 1 to 64 nodes; 1 to 8 beams of a recurrent head, of
+    every length that it was trained for; both widths of weights for drafts made of the target.
 
     Args:
-        typed: the words.
-        target: that it drafts for.
-        params: how answers are drawn.
-        made: the drafter, of any sizes, where somebody has it; its model or heads are not loaded again.
+        params: sampling options of the answers.
+        made: the drafter, of any sizes, if it is loaded already; its model or heads are not loaded again.
 
     Raises:
         TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
@@ -136,12 +130,12 @@ def candidates_of(
 
 
 def _whole(typed: str, drafter: Drafter, words: str | None = None) -> Candidate:
-    """A drafter as it is; `words` are its own where they are not those that were typed."""
+    """A drafter as it is; `words` are given where they differ from those typed."""
     return Candidate(typed, drafter, drafter, {drafter.limits.nodes: words or typed})
 
 
 def _pairs(words: Words, typed: str, base: Drafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
-    """Of a head that reads pairs chains of every length and, where answers are greedy, likeliest trees."""
+    """For a head that reads pairs: chains of every length and, for greedy answers, likeliest trees."""
     if words.options.keys() & {_LENGTH, _BRANCHING, _NODES}:
         return [_whole(typed, base)]
     longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
@@ -155,7 +149,7 @@ def _pairs(words: Words, typed: str, base: Drafter, target: LanguageModel, param
 
 
 def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) -> list[Candidate]:
-    """Of a draft model a chain, trees and, where chance decides, several chains; or so many chains as were chosen."""
+    """For a draft model: a chain, trees and, for sampled requests, several chains; or the number of chains chosen."""
     if _CHAINS in words.options:
         return [_chains(words, typed, base, int(words.options[_CHAINS]))]
     longest = base.resized(num_speculative_tokens=LONGEST)
@@ -169,19 +163,18 @@ def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) 
 
 
 def _chains(words: Words, typed: str, base: DraftModel, count: int) -> Candidate:
-    """So many chains at once, of every length: a budget of `count` nodes for each level keeps the first levels."""
+    """`count` chains at once, of every length: a budget of `count` nodes per level keeps the first levels."""
     drafter = base.resized(num_speculative_tokens=LONGEST, chains=count)
     lengths = {count * length: spelled(words, {_CHAINS: count, _LENGTH: length}) for length in range(1, LONGEST + 1)}
     return Candidate(typed, drafter, drafter, lengths)
 
 
 def _lengths(words: Words) -> dict[int, str]:
-    """The words of chains of every length."""
     return {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
 
 
 def _settled(words: Words, base: Any, target: LanguageModel, params: SamplingParams) -> tuple[Any, Words]:
-    """A head that is known to draw or not; where nobody chose, it does not, for drawn beams cannot be replayed."""
+    """A head with sampling settled; by default it does not sample, because sampled beams cannot be replayed."""
     made = base.settled(params)
     if base.sampled is None and made.sampled:
         words = replace(words, options=dict(words.options) | {_SAMPLED: "false"})
@@ -191,10 +184,10 @@ def _settled(words: Words, base: Any, target: LanguageModel, params: SamplingPar
 
 
 def _beams(words: Words, typed: str, base: Any, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
-    """Every width and length; a shorter search keeps other nodes than the longer one's first, so each is replayed.
+    """Every width and length; each is replayed, because a shorter search keeps other nodes than a longer one's first.
 
-    Seeded requests get beams that noise chooses, whose order is not that in which fewer nodes would be kept; so there
-    each number of nodes is a candidate of its own.
+    Seeded requests get beams chosen by noise, in another order than that in which fewer nodes would be kept; so each
+    number of nodes is a separate candidate.
     """
     found: list[Candidate] = []
     longest = base.head.config.length

@@ -1,4 +1,4 @@
-"""A drafter beside answers of its target, and what the doctor compares it with."""
+"""A drafter with answers of its target, and the variants that the doctor compares it with."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a drafter lies, and what of the files of a draft model is read otherwise.
+    """Where a drafter is stored, and changes to a draft model's files.
 
     Attributes:
-        path: a folder, a file or a name on the hub.
-        without: names of files that are left out, as a pattern; "" is none.
-        files: JSON objects in place of files.
-        dtype: of the model; None runs it as the target.
+        without: pattern of names of files to leave out; "" is none.
+        files: JSON objects by the names of the files that they replace.
+        dtype: of the model; None is the target's.
     """
 
     path: Path
@@ -43,11 +42,11 @@ class Source:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What config.json holds; empty where there is none."""
+        """Content of config.json; empty where there is none."""
         return dict(self.files.get(CONFIG) or object_of(self.path / CONFIG))
 
     def draft(self, target: LanguageModel) -> LanguageModel:
-        """The draft model, in the target's ids where its tokenizer is another.
+        """The draft model, with its ids translated to the target's where its tokenizer is another.
 
         Raises:
             OptionError: files are to be read otherwise, and there is no folder.
@@ -71,19 +70,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter beside answers of its target.
+    """A drafter with answers of its target.
 
     Attributes:
-        source: where the drafter lies.
-        target: that it drafts for.
         part: the head or draft model.
-        chain: makes the drafter of it that drafts one chain.
-        prompts: as they were given, text or ids, one for each trace.
-        traces: the target's answers, with what `layers` show.
-        layers: of the target, whose vectors the traces hold.
-        mended: variants without which it could not be loaded.
-        shown: what is made of what the target showed before the drafter sees it.
-        wide: whether the drafter computes in float32, whatever the target does.
+        chain: makes a drafter of one chain from it.
+        layers: the target's layers with hidden states in the traces.
+        mended: variants that were needed to load it.
+        shown: changes to step outcomes before the drafter receives them.
+        wide: whether the drafter computes in float32 regardless of the target's dtype.
     """
 
     source: Source
@@ -98,11 +93,9 @@ class Case:
     wide: bool = False
 
     def of(self, part: Any) -> Case:
-        """The same with another head or draft model."""
         return replace(self, part=part)
 
     def showing(self, change: Callable[[StepOutcome], StepOutcome]) -> Case:
-        """The same, where the drafter sees something else."""
         return replace(self, shown=(*self.shown, change))
 
     @property
@@ -111,7 +104,6 @@ class Case:
         return cast(LanguageModel, Wide(self.target)) if self.wide else self.target
 
     def seen(self) -> tuple[AnswerTrace, ...]:
-        """The traces as the drafter sees them."""
         traces = self.traces
         for change in self.shown:
             traces = tuple(replace(each, seen=tuple(map(change, each.seen))) for each in traces)
@@ -119,12 +111,10 @@ class Case:
 
 
 class Pair(NamedTuple):
-    """What is compared, on the same tokens.
+    """Two cases to compare on the same tokens.
 
     Attributes:
-        given: the case as it was.
-        changed: the variant.
-        better: what takes the place of the case where the variant is better.
+        better: the case to continue with if the variant is better.
     """
 
     given: Case
@@ -133,19 +123,18 @@ class Pair(NamedTuple):
 
 
 def instead(given: Case, changed: Case) -> Pair:
-    """What is compared where the variant itself takes the place of the case."""
+    """The pair where the variant itself is the case to continue with."""
     return Pair(given, changed, changed)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way in which a drafter may have to be read.
+    """Another way to read a drafter.
 
     Attributes:
-        name: of the variant.
-        meaning: what is wrong with the drafter as it is given if this is better.
-        fix: what to do then, by the case as it is better.
-        make: of the case as it is given what is to be compared.
+        meaning: what is wrong with the given drafter if this is better.
+        fix: what to do then, by the better case.
+        make: the cases to compare, from the given one.
     """
 
     name: str
@@ -155,7 +144,7 @@ class Variant:
 
 
 class Wide:
-    """A target to a head that computes in float32 beside it; its own weights stay as they are."""
+    """A target for a head that computes in float32; the target's own weights stay unchanged."""
 
     dtype = torch.float32
 
@@ -175,9 +164,9 @@ class Wide:
         return self._target.embed(tokens).float()
 
     def shared_heads(self, blocks: Any) -> None:
-        """None: the target's own way is in its dtype."""
+        """None: the target's own implementation is in its dtype."""
 
 
 def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
-    """An answer behind another prompt, with what the target shows the drafter there."""
+    """An answer after another prompt, with the features that the target shows there."""
     return trace_behind(case.target, prompt, trace, case.chain(case.part).features, case.layers)

@@ -1,10 +1,10 @@
-"""The doctor: a drafter replayed on its target's own answers, beside the variants that people get wrong.
+"""The doctor: a drafter is replayed on its target's own answers and compared with variants of common mistakes.
 
-Each variant drafts chains along the same answers. What it accepts at each place is known without chance, so the two
-are compared prompt by prompt: by flipping the signs of the differences (`sign_flips`), corrected for the number of
-variants by Holm. A variant is called better where that is significant and the gain is large enough to matter. Then it
-takes the place of what was given, and the others are tried again beside it, for a drafter may have several faults. A
-sound drafter is accused with a probability of 1 % at most: behind the first round it is not sound.
+Each variant drafts chains along the same answers. Its acceptance at each position is known without sampling, so the
+two are compared prompt by prompt by flipping the signs of the differences (`sign_flips`), with Holm's correction for
+the number of variants. A variant is called better if the difference is significant and large enough to matter. It then
+replaces the given drafter, and the other variants are tried again, because a drafter may have several faults. A sound
+drafter is called faulty with a probability of at most 1 %: later rounds are run only after a first fault was found.
 """
 
 from __future__ import annotations
@@ -29,30 +29,29 @@ from truedraft.measure.variants import Examined
 from truedraft.measure.walks import Numbers, walk_along
 
 TOKENS = 64
-"""Of an answer."""
+"""Tokens of an answer."""
 LEAST_PROMPTS = 12
 """With fewer no variant of several can be called better."""
 _FALSE_ALARM = 0.01
-_LEAST_SHARE, _LEAST_TOKENS = 0.05, 0.02  # of what is accepted, and accepted tokens of a place: less does not matter
+_LEAST_SHARE, _LEAST_TOKENS = 0.05, 0.02  # smallest relevant gain: share of accepted tokens, accepted tokens per place
 _MOST_FAULTS = 3
-_HARDLY = 1.1  # tokens per call below which a drafter brings next to nothing
+_HARDLY = 1.1  # tokens per call below which a drafter gains next to nothing
 _BELOW_CARD = 0.9
-_AS_GOOD = 0.9  # of the largest gain
+_AS_GOOD = 0.9  # share of the largest gain
 _NEAR = 64  # ids that are about as frequent
-_AS_OTHERS = 0.9  # of the loss with other ids, from where on its own ids mean nothing to a draft
+_AS_OTHERS = 0.9  # share of the loss with exchanged ids above which the ids carry no information for a draft
 
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What decoding answers with a drafter's chains comes to.
+    """Result of decoding answers with a drafter's chains.
 
     Attributes:
-        accepted: `[prompts]`: sums over the places of an answer of the tokens that would be accepted there.
-        places: `[prompts]`: places of an answer.
-        calls: `[prompts]`: target calls behind the prompt's.
-        survival: the share of places at which the first 1, 2, ... drafted tokens are accepted.
+        accepted: `[prompts]`: accepted tokens, summed over the positions of an answer.
+        calls: `[prompts]`: target calls after the prompt's.
+        survival: share of positions at which the first 1, 2, ... drafted tokens are accepted.
     """
 
     accepted: Numbers
@@ -62,26 +61,23 @@ class Replayed:
 
     @property
     def tokens_per_call(self) -> Interval:
-        """By resampling prompts."""
+        """Tokens per target call, with an interval by resampling prompts."""
         return ratio_over_prompts(self.places.tolist(), self.calls.tolist())
 
     @property
     def mean_accepted(self) -> float:
-        """Tokens that are accepted at a place."""
         return float(self.accepted.sum() / max(self.places.sum(), 1))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A variant beside the drafter as it was given, or as it was better before.
+    """A variant compared with the given drafter, or with the best one so far.
 
     Attributes:
-        variant: that was tried.
         tokens_per_call: of the variant; None where it could not be tried.
-        gain: what it brings more on the same texts, in tokens per call.
+        gain: tokens per call more than without the variant, on the same texts.
         p_value: corrected for the number of variants.
-        better: whether it is, significantly and by enough to matter.
-        reason: why it was not tried.
+        better: whether the gain is significant and large enough to matter.
     """
 
     variant: Variant
@@ -94,14 +90,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a drafter.
+    """A fault of a drafter.
 
     Attributes:
-        name: of it.
-        meaning: in a sentence.
-        fix: what to do.
-        gain: in tokens per call; None where it was seen otherwise than by a variant.
-        mends: whether another head or draft model is better.
+        gain: in tokens per call; None where the fault was not found by a variant.
+        mends: whether the fix is a changed head or draft model.
     """
 
     name: str
@@ -116,14 +109,10 @@ class Diagnosis:
     """What the doctor found.
 
     Attributes:
-        noun: what the drafter is.
-        faults: the worst first; of a sound drafter none.
-        trials: of the drafter as it was given, the best first; those that could not be tried last.
-        given: what it brings, by temperature.
-        best: likewise, with all faults that variants name mended.
-        promised: what its card promises, by temperature; empty where it promises nothing.
-        prompts: that were answered.
-        part: the best head or draft model.
+        faults: the worst first; empty for a sound drafter.
+        trials: variants of the given drafter, the best first; those that could not be tried last.
+        best: the replay with all faults fixed that variants name, by temperature.
+        promised: tokens per call on its card, by temperature; empty where the card has none.
     """
 
     noun: str
@@ -137,7 +126,6 @@ class Diagnosis:
 
     @property
     def sentence(self) -> str:
-        """The diagnosis."""
         expected = {temperature: each.tokens_per_call for temperature, each in self.best.items()}
         now = " and ".join(
             f"{each.value:.2f} [{each.low:.2f}, {each.high:.2f}] tokens per call at temperature {temperature:g}"
@@ -184,13 +172,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target answers.
-
-    Attributes:
-        name: for messages.
-        given: text or ids, as a user has them.
-        ids: as the target reads them.
-    """
+    """A prompt for the target."""
 
     name: str
     given: str | tuple[int, ...]
@@ -206,15 +188,11 @@ def examine(
     promised: Mapping[float, float] | None = None,
     progress: Progress = lambda done, total, remark: None,
 ) -> Diagnosis:
-    """Say whether a drafter is read as it was trained, and what it brings.
+    """Say whether a drafter is read as it was trained, and how much it gains.
 
     Args:
-        kind: of the drafter.
-        case: the drafter and its target, without traces.
-        prompts: what the target answers.
-        tokens: of an answer.
-        promised: what the drafter's card promises, by temperature.
-        progress: called with what is done, of how much, and what is being done.
+        promised: tokens per call on the drafter's card, by temperature.
+        progress: called with the number of finished parts, their total, and what is being done.
 
     Raises:
         DataError: there are too few prompts.
@@ -251,8 +229,6 @@ def examine(
 
 @dataclass
 class _Bar:
-    """How far an examination is."""
-
     progress: Progress
     total: int
     done: int = 0
@@ -266,13 +242,13 @@ class _Bar:
 
 
 Cases = Mapping[float, Case]
-"""A case by the temperature of its answers."""
+"""A case for each temperature of its answers."""
 
 
 def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
-    """The trials beside what was given; the faults that variants name, the worst first; and what is left then.
+    """Trials against the given drafter; the faults that variants name, the worst first; and the case without them.
 
-    A variant that is better takes the place of what was given, and the others are tried again.
+    A variant that is better replaces the given drafter, and the others are tried again.
     """
     faults: list[Fault] = []
     first: list[Trial] = []
@@ -284,7 +260,7 @@ def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[
         if not found:
             break
         least = _AS_GOOD * max(map(_gain, found))
-        worst = next(each for each in found if _gain(each) >= least)  # of those that explain as much the first
+        worst = next(each for each in found if _gain(each) >= least)  # the first of those that gain about as much
         variant, before = worst.variant, best[0.0].part
         best = {0.0: better[variant.name], 1.0: variant.make(best[1.0]).better}
         mends = best[0.0].part is not before
@@ -295,11 +271,10 @@ def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[
 
 
 def promised_by(figures: Mapping[str, Any], length: int) -> dict[float, float]:
-    """Tokens per call by temperature that a card has of chains of a length, which the doctor drafts, too.
+    """Tokens per call by temperature on a card, for chains of the length that the doctor drafts.
 
     Args:
-        figures: as of `TrainedDrafter`.
-        length: tokens of a chain.
+        figures: as in `TrainedDrafter`.
     """
     served = figures.get("served")
     return {
@@ -310,7 +285,7 @@ def promised_by(figures: Mapping[str, Any], length: int) -> dict[float, float]:
 
 
 def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: float) -> Case:
-    """The case with the target's answers; those without two tokens are left out."""
+    """The case with the target's answers; answers with fewer than two tokens are left out."""
     params = SamplingParams(max_tokens=tokens, temperature=temperature)
     asked = [(each.name, list(each.ids), params) for each in prompts]
     pairs = [
@@ -324,7 +299,7 @@ def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: f
 
 
 def replay(case: Case) -> Replayed:
-    """What decoding a case's answers with its drafter's chains comes to.
+    """Decode a case's answers with its drafter's chains.
 
     Raises:
         TruedraftError: the drafter does not fit the target, or failed.
@@ -347,7 +322,7 @@ def _padded(reach: Numbers, depth: int) -> Numbers:
 
 
 def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Trial], dict[str, Case]]:
-    """Every variant beside a case, and by name what takes its place where one is better."""
+    """Try every variant on a case; returns the trials, and by name the case to continue with if a variant is better."""
     found: list[Trial] = []
     untried: list[Trial] = []
     better: dict[str, Case] = {}
@@ -381,15 +356,15 @@ def _gain(trial: Trial) -> float:
 
 
 def _known(case: Case) -> list[Fault]:
-    """Why what was given could not be loaded as it is."""
+    """Faults that had to be fixed before the drafter could be loaded."""
     return [Fault(each.name, each.meaning, each.fix(case), mends=True) for each in case.mended]
 
 
 def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
-    """Faults that no variant is: numbers that are none, and a draft model that reads other ids.
+    """Faults found without a variant: weights that are not finite, and a draft model that reads other ids.
 
-    A draft may be weak and know little more than how frequent tokens are, which ids exchanged among as frequent ones
-    hardly change; so one that is accepted at times and does better than chance reads the right ones.
+    A weak draft may know little more than token frequencies, which an exchange of ids of similar frequency hardly
+    changes. So a draft that is sometimes accepted and does better than chance reads the right ids.
     """
     if isinstance(case.part, Head):
         broken = [name for name, each in case.part.state_dict().items() if not each.isfinite().all()]
@@ -417,7 +392,7 @@ def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
 
 
 def _losses(case: Case, exchanged: Tensor | None = None) -> Numbers:
-    """What a draft model gives to each answer, in nats a token, `[prompts]`; of texts with their ids exchanged."""
+    """Loss of a draft model on each answer, nats per token, `[prompts]`; with `exchanged`, on texts with mapped ids."""
     found = []
     for trace in case.traces:
         ids = torch.tensor((*trace.prompt, *trace.tokens))

@@ -1,12 +1,12 @@
-"""What drafting brings as load grows, and how many replicas it needs: closed forms over a plan's curves.
+"""Gain of drafting as load grows, and the number of replicas needed: closed forms over a plan's curves.
 
-A replica that always has n requests open answers, by Little's law, n / W(n) of them in a second:
+A replica that always has n requests open answers, by Little's law, n / W(n) of them per second:
 
     W(n) = n P + (A - 1) S(n) / tau(n)
 
-P is V(prompt), the seconds in which a prompt is read while the others wait; A the tokens of an answer, whose first one
-comes with its prompt; S(n) / tau(n) the seconds of a step over the tokens that it emits for each request, of the best
-size of the best drafter at n, or of plain decoding. Nothing is simulated: neither arrivals nor queues are in it.
+P is V(prompt), the seconds of reading a prompt while the others wait; A the tokens of an answer, where the first one
+comes with its prompt; S(n) / tau(n) the seconds of a step over its emitted tokens per request, for the best size of the
+best drafter at n, or for plain decoding. Nothing is simulated: neither arrivals nor queues are modelled.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from truedraft.options import check_positive, check_whole
 
 _MILLI = 1e3
 FILLED = 0.75
-"""Share of what a replica can answer that is asked of it, for requests do not come evenly; Ray aims at as much."""
+"""Planned utilisation of a replica, because requests do not arrive evenly; Ray aims at the same."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What comes in.
+    """Incoming requests.
 
     Attributes:
-        requests_per_s: that come.
-        prompt: tokens that are read for each; those of a kept prefix are not.
-        answer: tokens of each, 2 or more.
-        token_ms: longest that a token may take; None is no bound.
+        prompt: tokens to process per request, without those of a cached prefix.
+        answer: tokens per answer, 2 or more.
+        token_ms: longest time per token; None is no bound.
 
     Raises:
         OptionError: a number that is out of range.
@@ -45,7 +44,6 @@ class Traffic:
     token_ms: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no traffic."""
         check_positive("load", self.requests_per_s)
         check_whole("prompt_tokens", self.prompt, least=1)
         check_whole("answer_tokens", self.answer, least=2)
@@ -56,7 +54,7 @@ class Traffic:
     def of(
         cls, plan: Plan, requests_per_s: float, prompt: int | None, answer: int | None, token_ms: float | None
     ) -> Traffic:
-        """Prompts and answers as long as the plan's, the mean of each, where nothing is said."""
+        """Prompts and answers of the plan's mean lengths, where none are given."""
         behind_first = plan.tokens / plan.prompts
         prompt = max(1, round(plan.context - behind_first / 2)) if prompt is None else prompt
         return cls(requests_per_s, prompt, 1 + round(behind_first) if answer is None else answer, token_ms)
@@ -64,13 +62,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Way:
-    """A replica that always has so many requests open, answered in one way.
+    """A replica with a constant number of open requests, answered in one way.
 
     Attributes:
         drafter: words of the drafter and size, or `none`.
-        requests_per_s: that it answers.
-        tokens_per_s: of all their answers.
-        token_ms: between two tokens of an answer, the mean; prompts that are read meanwhile are in it.
+        token_ms: mean time between two tokens of an answer, including prompts that are read in between.
     """
 
     drafter: str
@@ -81,14 +77,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Level:
-    """A replica with so many requests open.
+    """A replica with a constant number of open requests.
 
     Attributes:
-        requests: that are open, always.
-        rows: most of a forward.
-        plain: without drafts.
-        best: in the way that is predicted to be fastest, which may be plain.
-        ratio: of their tokens a second, best over plain.
+        requests: open at all times.
+        best: the way predicted to be fastest, which may be plain.
+        ratio: tokens per second, best over plain.
     """
 
     requests: int
@@ -100,12 +94,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many replicas answer the load.
+    """Number of replicas that answer the load.
 
     Attributes:
-        count: of them.
         requests: open in each.
-        way: each one's.
     """
 
     count: int
@@ -117,10 +109,7 @@ def levels(plan: Plan, traffic: Traffic, most: int, what_if: WhatIf | None = Non
     """A replica with 1, 2, ... `most` requests open.
 
     Args:
-        plan: whose costs and tokens per call are taken.
         traffic: prompts and answers; their mean context replaces the plan's.
-        most: requests that it answers together.
-        what_if: another machine or drafter.
     """
     what_if, context = what_if or WhatIf(), round(traffic.prompt + traffic.answer / 2)
     there = replace(plan, context=context)
@@ -143,18 +132,13 @@ def levels(plan: Plan, traffic: Traffic, most: int, what_if: WhatIf | None = Non
 
 
 def stops_to_pay(found: Sequence[Level]) -> int | None:
-    """Fewest open requests from which on drafting gains nothing; None where it gains to the last."""
+    """Fewest open requests from which drafting gains nothing; None where it gains up to the last level."""
     last = max((level.requests for level in found if level.best.drafter != NONE), default=0)
     return None if last == found[-1].requests else last + 1
 
 
 def replicas(ways: Sequence[Way], traffic: Traffic) -> Replicas | None:
-    """The fewest replicas that answer the load; None where a token takes too long however few requests are open.
-
-    Args:
-        ways: of a replica with 1, 2, ... requests open.
-        traffic: what comes.
-    """
+    """The fewest replicas that answer the load; None where a token takes too long even with few open requests."""
     fast = [way for way in ways if traffic.token_ms is None or way.token_ms <= traffic.token_ms]
     if not fast:
         return None

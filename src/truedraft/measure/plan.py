@@ -41,21 +41,14 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found out, and where it holds.
+    """The measurements of a plan, and where they are valid.
 
     Attributes:
-        truedraft: its version.
         model: name, fingerprint (None where there is none), dtype, bytes of weights and device of the target.
-        machine: processor, cores, threads, device.
-        sampling: options of the answers.
-        prompts: that were planned with.
-        tokens: of their answers.
         context: mean number of cached tokens.
-        batch: requests answered together, for which it recommends.
+        batch: requests answered together, for the recommendation.
         forwards: V of the target.
-        memory: of the target.
-        drafters: what each brings and costs.
-        measured: speed-ups over plain decoding of what was run to check the plan, by its words.
+        measured: measured speed-ups over plain decoding of runs that checked the plan, by the drafter's words.
     """
 
     truedraft: str
@@ -76,20 +69,18 @@ class Plan:
 
         Args:
             batch: requests answered together; None is the plan's own.
-            what_if: another machine or drafter.
         """
         requests, what_if = batch or self.batch, what_if or WhatIf()
         there = Circumstance(what_if.forwards(self.forwards), self.context)
         drafters = [what_if.drafting(each, self.memory, self.forwards) for each in self.drafters]
         found = sorted((there.best_of(each, requests) for each in drafters), key=lambda each: -each.speedup.value)
-        first = {each.drafting.drafter: each for each in reversed(found)}  # of widths that cost differently the best
+        first = {each.drafting.drafter: each for each in reversed(found)}  # the best of widths with different costs
         return [each for each in found if first[each.drafting.drafter] is each]
 
     def ways(self, words: str, batch: int | None = None) -> list[Prediction]:
         """The best size of each way in which one drafter may draft (a chain, several, trees), the best way first.
 
         Args:
-            words: that the drafter was given by.
             batch: requests answered together; None is the plan's own.
         """
         there = Circumstance(self.forwards, self.context)
@@ -97,9 +88,9 @@ class Plan:
         return sorted(found, key=lambda each: -each.speedup.value)
 
     def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
-        """The words of the drafter that is predicted to gain most; `none` where none gains.
+        """The words of the drafter with the largest predicted gain; `none` where none gains.
 
-        Of the plan's own batch and machine, what was measured decides in place of what was predicted.
+        For the plan's own batch and machine a measured speed-up replaces the predicted one.
         """
         found = self.best(batch, what_if)
         if not found:
@@ -111,13 +102,12 @@ class Plan:
 
     @property
     def survival(self) -> dict[str, tuple[float, ...]]:
-        """Of the drafter that is recommended, by its name, for `Controller.expect`; empty where none is."""
+        """Survival of the recommended drafter, by its name, for `Controller.expect`; empty without one."""
         chosen = self.recommended()
         of = (each for each in self.drafters if any(option.drafter == chosen for option in each.options))
         return {each.name: each.survival for each in itertools.islice(of, 1)}
 
     def over_batches(self, prediction: Prediction, what_if: WhatIf | None = None) -> list[tuple[int, float]]:
-        """The predicted speed-up of one option by the number of requests answered together."""
         there = Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
         return [(n, there.predict(prediction.drafting, prediction.option, n).speedup.value) for n in BATCHES]
 
@@ -127,7 +117,7 @@ class Plan:
         return there.break_even(prediction.drafting, prediction.option)
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse another model, machine or version than it was made for.
+        """Refuse another model, machine or version than the plan's.
 
         Raises:
             CompositionError: says which.
@@ -149,7 +139,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """What `to_dict` gave.
+        """The inverse of `to_dict`.
 
         Raises:
             DataError: it is no plan.
@@ -164,7 +154,7 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """A plan that `truedraft plan --out` wrote: the file, or the folder with it.
+    """Read a plan that `truedraft plan --out` wrote, from the file or its folder.
 
     Raises:
         DataError: it cannot be read, or is no plan.
@@ -180,7 +170,7 @@ def read_plan(path: Path) -> Plan:
 
 
 PLAN_FILE = "plan.json"
-"""What a plan is called in a folder."""
+"""File name of a plan in a folder."""
 
 
 def make_plan(
@@ -194,21 +184,17 @@ def make_plan(
     costs: StepCosts | None = None,
     progress: Callable[[float, str], None] = lambda done, remark: None,
 ) -> Plan:
-    """Run the target once over prompts, replay every size of every drafter on its answers, and put costs beside it.
+    """Run the target once over prompts, replay every size of every drafter on its answers, and measure the costs.
 
     Args:
-        target: the model that decides.
-        drafters: words for drafters.
-        prompts: to plan with.
-        params: how answers are drawn; the prompts' own differ in the seed at most.
-        batch: requests that will be answered together.
-        made: drafters that are there already, by their words, so that their models are not loaded again.
-        costs: of the target's steps; None takes those that are kept, or measures.
-        progress: is called with the share that is done and what is being done.
+        params: sampling options of the answers; the prompts' own may differ only in the seed.
+        made: drafters that are loaded already, by their words.
+        costs: of the target's steps; None loads or measures them.
+        progress: called with the finished share and what is being done.
 
     Raises:
         DataError: the answers are too short to plan with.
-        OptionError: no drafter drafts, or replay knows nothing of an option in `params`.
+        OptionError: no drafter drafts, or replay does not support an option in `params`.
         TruedraftError: a drafter does not exist or fit, or something failed.
     """
     costs = costs or StepCosts(target)
@@ -246,7 +232,6 @@ def make_plan(
 def _candidates(
     drafters: Sequence[str], target: LanguageModel, params: SamplingParams, made: Mapping[str, Drafter]
 ) -> list[Candidate]:
-    """What the drafters' words stand for, where it can be replayed."""
     if params.shapes_logits:
         raise OptionError(
             "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
@@ -258,12 +243,11 @@ def _candidates(
 
 
 def _version() -> str:
-    """Of truedraft."""
     return str(machine_facts()["truedraft"])
 
 
 def _mean_context(traces: Sequence[AnswerTrace]) -> int:
-    """Cached tokens of a step, the mean over all places."""
+    """Cached tokens of a step, the mean over all positions."""
     cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
     return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
 
@@ -271,7 +255,7 @@ def _mean_context(traces: Sequence[AnswerTrace]) -> int:
 def _drafting(
     candidate: Candidate, walks: Sequence[Walk], costs: StepCosts, params: SamplingParams, context: int
 ) -> Drafting:
-    """What a candidate's sizes bring, by its walks along the traces, and what they cost."""
+    """Gains of a candidate's sizes, by its walks along the traces, and their costs."""
     drafter = candidate.drafter
     options, survival = options_of(walks, candidate.words)
     cost = costs.drafting(candidate.timed, params)
@@ -284,7 +268,7 @@ def _drafting(
 
 
 def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
-    """What costs the same is one drafter with all its options."""
+    """Merge options of one drafter that have the same cost."""
     found: dict[tuple[str, DraftCost], Drafting] = {}
     for each in drafting:
         key = each.drafter, each.cost
@@ -298,7 +282,7 @@ def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
 
 
 def _growth(drafter: Drafter, costs: StepCosts, context: int) -> CostCurve:
-    """How much dearer proposals for several requests are than for one: as so many rows, see `predictions`."""
+    """Cost of proposals for several requests relative to one: as that of as many rows, see `predictions`."""
     if drafter.model is None and drafter.features is None:
         return CostCurve(tuple(map(float, BATCHES)), tuple(map(float, BATCHES)))
     forwards = costs.forwards() if drafter.model is None else StepCosts(drafter.model).forwards()
@@ -308,7 +292,7 @@ def _growth(drafter: Drafter, costs: StepCosts, context: int) -> CostCurve:
 
 
 def model_facts(target: LanguageModel) -> dict[str, Any]:
-    """What a plan is bound to, of the target."""
+    """Properties of the target that a plan is bound to."""
     try:
         fingerprint: str | None = target.fingerprint
     except UnsupportedModelError:

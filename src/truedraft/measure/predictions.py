@@ -1,15 +1,15 @@
-"""What the options of a plan are predicted to gain: replayed tokens per call against measured costs.
+"""Predicted gains of a plan's options: replayed tokens per call against measured costs.
 
     speed-up = tau V(1) / (V(nodes + 1) + draft cost)
 
-for each request of a batch: V over the rows of all requests, and both sums averaged over the steps as they were
-replayed, for a drafter that finds nothing to propose costs no rows. What is assumed beyond that:
+for each request of a batch: V over the rows of all requests, both sums averaged over the replayed steps, because a
+drafter that finds nothing to propose costs no rows. Further assumptions:
 
-- All requests of a batch draft alike in a step, and stand at the plan's mean context.
+- All requests of a batch draft alike in a step, at the plan's mean context.
 - Drafting for n requests costs as much as n rows do where the drafter runs: by the draft model's own curve V(n) / V(1);
   for heads by the target's; for a drafter that runs no model n times as much.
-- The interval is that of tokens per call, by resampling prompts; costs are taken as they were measured. What host and
-  verdicts take beyond them is not in it.
+- The interval is that of tokens per call, by resampling prompts; costs are taken as measured. Host work and verdicts
+  beyond them are not included.
 """
 
 from __future__ import annotations
@@ -36,20 +36,13 @@ _LEAST_SHARE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A number and where it lies with a confidence of 95 %.
-
-    Attributes:
-        value: the estimate.
-        low: lower end.
-        high: upper end.
-    """
+    """An estimate with its 95 % confidence interval."""
 
     value: float
     low: float
     high: float
 
     def times(self, factor: float) -> Interval:
-        """All three multiplied."""
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
 
@@ -57,41 +50,41 @@ def ratio_over_prompts(above: Sequence[float], below: Sequence[float]) -> Interv
     """The ratio of two sums over prompts, and its interval by resampling prompts (percentile bootstrap).
 
     Args:
-        above: one number for each prompt.
-        below: likewise, with a sum above 0.
+        above: the numerator's terms, one per prompt.
+        below: the denominator's, with a sum above 0.
     """
     return _resampled(np.array([above, below], np.float64), lambda sums: sums[0] / sums[1])
 
 
 def ratio_of_rates(fast: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]) -> Interval:
-    """How many times faster one way was than another on the same prompts: of all tokens over all seconds.
+    """How many times faster one way was than another on the same prompts: ratio of all tokens over all seconds.
 
     Args:
-        fast: tokens and seconds for each prompt.
-        plain: likewise, of the other way.
+        fast: tokens and seconds of the one, per prompt.
+        plain: tokens and seconds of the other, per prompt.
     """
     numbers = np.concatenate([np.array(fast, np.float64).T, np.array(plain, np.float64).T])
     return _resampled(numbers, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
 
 
 def difference_over_prompts(tokens: Sequence[float], calls: Sequence[float], before: Sequence[float]) -> Interval:
-    """How many tokens per call more one way brings than another on the same prompts.
+    """Gain in tokens per call of one way over another on the same prompts.
 
     Args:
-        tokens: of each prompt.
-        calls: of the target, by the one way.
-        before: likewise, by the other.
+        tokens: emitted, per prompt.
+        calls: target calls of the one way, per prompt.
+        before: target calls of the other, per prompt.
     """
     numbers = np.array([tokens, calls, before], np.float64)
     return _resampled(numbers, lambda sums: sums[0] / sums[1] - sums[0] / sums[2])
 
 
 def sign_flips(differences: Numbers) -> float:
-    """How likely paired differences would have so large a sum if either sign of each were as likely, `[prompts]`.
+    """Probability that paired differences `[prompts]` have so large a sum if either sign of each is equally likely.
 
-    By random signs; one-sided, and never 0. Of two ways that could be exchanged on each prompt, none is called better
-    with more than the probability that is asked for, however large the differences are: either sign of each is as
-    likely then. Where only their mean is 0 and they are skewed, that holds for many prompts alone.
+    By random signs; one-sided, and never 0. If two ways are exchangeable on each prompt, the probability of calling one
+    better is at most the level used, however large the differences. Where only their mean is 0 and they are skewed,
+    that holds only for many prompts.
     """
     signs = np.random.default_rng(0).integers(0, 2, (_FLIPS, len(differences))) * 2 - 1
     as_large = (signs @ differences >= differences.sum() - 1e-9).sum()
@@ -99,10 +92,10 @@ def sign_flips(differences: Numbers) -> float:
 
 
 def _resampled(numbers: Numbers, ratio: Callable[[Numbers], Numbers]) -> Interval:
-    """A ratio of sums of `numbers` `[kinds, prompts]`, of which there are the same at every call."""
+    """A ratio of sums of `numbers` `[kinds, prompts]`, with an interval by the same resampled prompts at every call."""
     count = numbers.shape[1]
     chosen = np.random.default_rng(0).integers(0, count, (_RESAMPLED, count))
-    with np.errstate(all="ignore"):  # none of the prompts with a number above 0 may be among the chosen
+    with np.errstate(all="ignore"):  # a resample may have a denominator of 0
         ratios = ratio(numbers[:, chosen].sum(axis=2))
     tail = 100.0 * (1.0 - CONFIDENCE) / 2.0
     low, high = np.percentile(ratios[np.isfinite(ratios)], [tail, 100.0 - tail])
@@ -111,13 +104,11 @@ def _resampled(numbers: Numbers, ratio: Callable[[Numbers], Numbers]) -> Interva
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One size of one drafter, and what it brings.
+    """One size of one drafter, and its tokens per call.
 
     Attributes:
-        drafter: the words that `--drafter` reads.
-        nodes: most that are drafted in a step; the length of a chain.
-        tokens_per_call: that are emitted.
-        steps: kinds of steps: nodes and depth that were drafted, and the share of the steps.
+        nodes: most nodes drafted in a step; the length of a chain.
+        steps: kinds of steps: drafted nodes, their depth, and the share of steps.
     """
 
     drafter: str
@@ -133,7 +124,7 @@ class Footprint:
     Attributes:
         weights: read in a forward.
         cached_token: keys and values of a token.
-        each_token: whether the weights are read for each level that is drafted, or once for all.
+        each_token: whether the weights are read for each level of drafting, or once for all.
     """
 
     weights: int
@@ -141,22 +132,18 @@ class Footprint:
     each_token: bool = False
 
     def read(self, forwards: int, context_tokens: int) -> int:
-        """Bytes of so many forwards of few tokens that read so many cached tokens in all."""
+        """Bytes read by `forwards` forwards of few tokens that read `context_tokens` cached tokens in all."""
         return forwards * self.weights + context_tokens * self.cached_token
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter in a plan: what it costs, and what its sizes bring.
+    """A drafter in a plan: its costs, and the gains of its sizes.
 
     Attributes:
-        drafter: its words, as they were typed.
-        name: of its kind.
-        options: its sizes.
-        survival: for the largest one, the share of steps in which the first 1, 2, ... drafted tokens are accepted.
+        survival: for the largest size, the share of steps in which the first 1, 2, ... drafted tokens are accepted.
         cost: seconds of a proposal for one request, by its depth.
-        growth: how many times that a proposal for 1, 2, ... requests takes.
-        memory: of the drafter.
+        growth: cost of a proposal for 1, 2, ... requests relative to one.
     """
 
     drafter: str
@@ -168,21 +155,13 @@ class Drafting:
     memory: Footprint
 
     def seconds(self, depth: int, requests: int) -> float:
-        """Of drafting so deep for so many requests; looking for something and finding nothing costs as depth 1."""
+        """Seconds of drafting `depth` levels for `requests` requests; an empty proposal costs as depth 1."""
         return self.cost(max(1, depth)) * self.growth(requests)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What an option is predicted to gain.
-
-    Attributes:
-        option: the option.
-        drafting: the drafter that it is of.
-        speedup: over plain decoding.
-        step_s: seconds of a step.
-        plain_s: seconds of a plain step.
-    """
+    """Predicted gain of an option."""
 
     option: PlanOption
     drafting: Drafting
@@ -193,7 +172,7 @@ class Prediction:
 
 @dataclass
 class Circumstance:
-    """On what is predicted.
+    """Conditions of a prediction.
 
     Attributes:
         forwards: V of the target.
@@ -205,14 +184,14 @@ class Circumstance:
     _known: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def verify_s(self, rows: int, requests: int) -> float:
-        """V: seconds of a forward over so many rows of each of so many requests."""
+        """V: seconds of a forward over `rows` rows for each of `requests` requests."""
         key = rows, requests
         if key not in self._known:
             self._known[key] = self.forwards(rows * requests, [self.context] * requests)
         return self._known[key]
 
     def predict(self, drafting: Drafting, option: PlanOption, requests: int = 1) -> Prediction:
-        """What an option is predicted to gain for each request of a batch."""
+        """Predicted gain of an option for each request of a batch."""
         plain_s = self.verify_s(1, requests)
         verify_s = sum(share * self.verify_s(nodes + 1, requests) for nodes, _, share in option.steps)
         draft_s = sum(share * drafting.seconds(depth, requests) for _, depth, share in option.steps)
@@ -220,7 +199,7 @@ class Circumstance:
         return Prediction(option, drafting, option.tokens_per_call.times(factor), verify_s + draft_s, plain_s)
 
     def best_of(self, drafting: Drafting, requests: int = 1) -> Prediction:
-        """The size of a drafter that is predicted to gain most, the first of several."""
+        """The size of a drafter with the largest predicted gain, the first of equal ones."""
         found = (self.predict(drafting, option, requests) for option in drafting.options)
         return max(found, key=lambda each: each.speedup.value)
 
@@ -237,10 +216,10 @@ class WhatIf:
     """Another machine, or another drafter.
 
     Attributes:
-        bandwidth: memory is read so many times faster. The seconds of a forward of one row are taken to be reading, as
-            is what longer contexts add; what further rows add is computing and stays. Of drafting, what reading its
-            weights takes at the target's rate.
-        draft_cost: drafting costs so many times as much.
+        bandwidth: factor of memory read speed. The seconds of a forward of one row are assumed to be reading, as is the
+            extra time of longer contexts; the extra time of further rows is computing and does not change. For
+            drafting, the time of reading its weights at the target's rate changes.
+        draft_cost: factor of drafting costs.
 
     Raises:
         OptionError: a factor that is not above 0.
@@ -250,12 +229,10 @@ class WhatIf:
     draft_cost: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what no machine is like."""
         check_positive("bandwidth", self.bandwidth)
         check_positive("draft_cost", self.draft_cost)
 
     def forwards(self, cost: TargetCost) -> TargetCost:
-        """V on that machine."""
         saved = cost.base.seconds[0] * (1.0 - 1.0 / self.bandwidth)
         base = CostCurve(cost.base.sizes, tuple(seconds - saved for seconds in cost.base.seconds))
         lines = tuple(tuple(each / self.bandwidth for each in line) for line in cost.attention.seconds)
@@ -276,11 +253,7 @@ class WhatIf:
 
 
 def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[PlanOption], tuple[float, ...]]:
-    """What the sizes of a candidate bring, and the survival by depth of the largest.
-
-    Args:
-        walks: of its largest size, along each trace.
-        words: for each number of nodes.
+    """Tokens per call of a candidate's sizes, and the largest one's survival by depth.
 
     Raises:
         DataError: no trace has a second token.

@@ -1,8 +1,8 @@
-"""Trace replay: walking along what a target wrote as decoding would, each step behind what the one before accepted.
+"""Trace replay: step along a target's own text as decoding would, each step starting after the tokens accepted before.
 
-The candidates of heads are deterministic: drawing from the target and following the child that carries the drawn token
-is the rule itself. So along a trace of the target's own draws no chance is left, and the replayed mean acceptance
-length is exactly what an engine would have had, at temperature 0 and at the temperature at which the trace was drawn.
+The candidates of heads are deterministic: sampling from the target and following the child with the sampled token is
+the verification rule itself. So along a trace of the target's own samples nothing is random, and the replayed mean
+acceptance length is exactly that of an engine, at temperature 0 and at the temperature at which the trace was sampled.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from truedraft.errors import DataError
 CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of nodes at which trees are replayed."""
 NEVER = 1 << 40
-"""More nodes than any tree has."""
+"""A number of nodes larger than any tree's."""
 
 
 @dataclass(frozen=True)
 class Trace:
     """One answer of the target, as heads see it.
 
-    At a step whose last token is `tokens[i]`, head k (from 0) reads `hidden[i]` and guesses `tokens[i + 1 + k]`.
+    At a step with last token `tokens[i]`, head k (from 0) reads `hidden[i]` and guesses `tokens[i + 1 + k]`.
 
     Attributes:
         tokens: `[n]`, int64: the answer; its first token is the one that the prompt's forward gives.
-        hidden: `[n, width]`: the vectors that entered the target's LM head, each the one that gave its token.
+        hidden: `[n, width]`: inputs of the target's LM head, each the one that gave its token.
         stopped: whether the last token ended the answer and is not a part of it; otherwise it ended at its length.
 
     Raises:
@@ -46,7 +46,6 @@ class Trace:
     stopped: bool = False
 
     def __post_init__(self) -> None:
-        """Each token has its vector."""
         if self.tokens.dim() != 1 or self.hidden.dim() != 2 or len(self.tokens) != len(self.hidden):
             raise DataError(
                 "a trace needs tokens [n] and as many vectors [n, width], got shapes "
@@ -60,15 +59,16 @@ class Trace:
 
 
 def starts_of(traces: Sequence[Trace]) -> tuple[int, ...]:
-    """For each of some traces, whose positions stand one behind another, the first one; then how many there are."""
+    """The first position of each trace in their concatenation; then the number of positions."""
     return tuple(itertools.accumulate((trace.steps for trace in traces), initial=0))
 
 
 def tree_depths(traces: Sequence[Trace], most: int) -> NDArray[Any]:
-    """How deep a tree may be at each position: where an answer ends at its length, the engine drafts what is left.
+    """Largest depth of a tree at each position.
+
+    Where an answer ends at its length, the engine drafts only what is left.
 
     Args:
-        traces: one behind another.
         most: the depth elsewhere.
 
     Returns:
@@ -83,17 +83,15 @@ def tree_depths(traces: Sequence[Trace], most: int) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class TraceReplay:
-    """At each position of some traces, how many nodes it takes until a drafter's tree holds what the target said.
+    """At each position of some traces, the fewest nodes with which a drafter's tree contains the target's tokens.
 
     Worked example, one trace of 5 tokens and trees of one level: the fewest nodes (1), (never), (2), (never) say that
     the first node was right at position 0, none at 1, and the second at 2. A tree of one node accepts 1 token at 0, so
     the next step starts at 2; it accepts none, and neither does the one at 3. Three steps emit 4 tokens: 1.33 each.
 
     Attributes:
-        fewest: `[positions, depth]`, int64: the fewest nodes with which the tree there holds the true continuation down
-            to each depth; `NEVER` where no number does, or no token is drafted.
-        starts: of the traces, by `starts_of`.
-        most: the largest number of nodes that was looked at.
+        fewest: `[positions, depth]`, int64: the fewest nodes with which the tree there contains the true continuation
+            down to each depth; `NEVER` where no number does, or no token is drafted.
     """
 
     fewest: Tensor
@@ -101,11 +99,11 @@ class TraceReplay:
     most: int
 
     def accepted(self, nodes: int) -> Tensor:
-        """Drafted tokens that a step at each position would accept from a tree of so many nodes: `[positions]`."""
+        """Tokens `[positions]` that a step at each position accepts from a tree of `nodes` nodes."""
         return (self.fewest <= nodes).cumprod(dim=1).sum(dim=1)
 
     def visited(self, nodes: int) -> Tensor:
-        """Positions `[steps]` at which decoding with so many nodes starts its steps."""
+        """Positions `[steps]` at which decoding with `nodes` nodes starts its steps."""
         lengths = (self.accepted(nodes) + 1).tolist()  # a step emits one more than it accepts
         found: list[int] = []
         for first, end in itertools.pairwise(self.starts):
@@ -116,12 +114,12 @@ class TraceReplay:
         return torch.tensor(found, dtype=torch.int64)
 
     def mean_acceptance_length(self, nodes: int) -> float:
-        """Tokens per target call of decoding the traces with trees of so many nodes, tokens that end answers included.
+        """Tokens per target call of decoding the traces with trees of `nodes` nodes, including tokens that end answers.
 
         NaN where no trace has two tokens.
         """
         return len(self.fewest) / len(self.visited(nodes)) if len(self.fewest) else math.nan
 
     def points(self, nodes: Iterable[int] = CURVE_NODES) -> tuple[tuple[int, float], ...]:
-        """(nodes, mean acceptance length) for some numbers of nodes, those above `most` left out."""
+        """(nodes, mean acceptance length) for some numbers of nodes, without those above `most`."""
         return tuple((each, self.mean_acceptance_length(each)) for each in nodes if each <= self.most)

@@ -1,16 +1,17 @@
-"""What draws from a draft's distribution bring along a trace: single ones, several chains, and trees.
+"""Acceptance of sampled drafts along a trace: single draws, several chains, and trees.
 
-Given the trace's token x at a place, where the target has p and the draft q, this is the probability that x was a
-drafted token that the rule accepted, over all that may be drawn there. A_j(x) is the probability that the j-th draw is
-x and the first that is accepted, by recursive rejection: with p_1 = p and p_(j+1) = norm(max(0, p_j - q_j)),
+Given the trace's token x at a position, with target distribution p and draft distribution q, this is the probability
+that x was a drafted token that the rule accepted, over everything that may be drawn there. A_j(x) is the probability
+that the j-th draw is x and the first that is accepted, by recursive rejection: with p_1 = p and
+p_(j+1) = norm(max(0, p_j - q_j)),
 
     A_j(x) = R_j E min(p_j(x), q_j(x)),   R_(j+1) = R_j (1 - sum of min(p_j, q_j)),   R_1 = 1,
 
-of which p(x) is the part that the trace has; acceptance at one place does not depend on that at another, given the
-text. One draw brings A_1(x) / p(x) = min(1, q(x) / p(x)). Independent draws have q_j = q, so the sum is exact. Without
-replacement q_j has lost the tokens that were rejected, each drawn from norm(max(0, q_j - p_j)): the mean over those is
-taken of a few that are drawn, which leaves the expected calls of an answer unbiased, for no place counts twice in one
-way to decode it.
+and the sum over j is divided by p(x), because x is given; acceptance at one position is independent of acceptance at
+another, given the text. One draw gives A_1(x) / p(x) = min(1, q(x) / p(x)). Independent draws have q_j = q, so the sum
+is exact. Without replacement q_j has lost the rejected tokens, each drawn from norm(max(0, q_j - p_j)): the mean over
+those is estimated from a few samples, which leaves the expected calls of an answer unbiased, because no position counts
+twice in one way to decode it.
 """
 
 from __future__ import annotations
@@ -30,56 +31,52 @@ from truedraft.core.theory import replay_factor
 from truedraft.drafters.base import Drafter
 
 Numbers = NDArray[Any]
-_REJECTED = 4  # sequences of rejected draws that stand for all at one place
+_REJECTED = 4  # sampled sequences of rejected draws at one position
 
 
 def draws_several(drafter: Drafter) -> bool:
-    """Whether sampled requests get several draws at one place, of which it is known what a trace would accept."""
+    """Whether sampled requests get several draws at one position with known acceptance along a trace."""
     several = {DrawKind.INDEPENDENT}, {DrawKind.WITHOUT_REPLACEMENT}
     return len(drafter.branching) > 0 and drafter.limits.width > 1 and set(drafter.kinds) in several
 
 
 class Draws(ABC):
-    """The draws of a drafter along one trace, place by place."""
+    """The draws of a drafter along one trace, position by position."""
 
     def __init__(self) -> None:
         self._places: list[Numbers] = []
 
     def note(self, p_x: float, p: Tensor | None, q: Tensor | None, token: int) -> None:
-        """One place more.
+        """Add a position.
 
         Args:
-            p_x: the target's probability of the trace's token; 0 stands for one that rounding lost.
-            p: `[vocab]`: the target's distribution, where several draws are looked at.
-            q: `[vocab]`: what was drawn from; None where nothing was.
-            token: of the trace.
+            p_x: the target's probability of the trace's token; 0 if rounding lost it.
+            p: `[vocab]`: the target's distribution, needed for several draws.
+            q: `[vocab]`: the draft's distribution; None where nothing was drawn.
         """
         self._places.append(self._nothing() if q is None else self._factors(p_x, p, q, token))
 
     @abstractmethod
     def _nothing(self) -> Numbers:
-        """Of a place where nothing is drawn."""
+        """Factors of a position without draws."""
 
     @abstractmethod
     def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
-        """Of a place; arguments as in `note`."""
+        """Factors of a position; arguments as in `note`."""
 
     @abstractmethod
     def survival(self, place: int, depth: int) -> Numbers:
-        """The probability `[depth]` that a step at a place accepts its first 1, 2, ... drafted tokens.
+        """The probability `[depth]` that a step at a position accepts its first 1, 2, ... drafted tokens.
 
-        Of draws by ranks it is `[nodes + 1, depth]`, for each number of nodes.
+        For draws by ranks it is `[nodes + 1, depth]`, for each number of nodes.
         """
 
 
 class ChainDraws(Draws):
-    """Chains that are drawn side by side; the state is how many of them pass the trace.
+    """Several independent chains; the state is the number of chains that match the trace so far.
 
     If the j-th of m draws is x and accepted, none before it was x: x is rejected only where q(x) > p(x), and then p_2
-    has none of it. Of the m - j behind it each is x with probability q(x).
-
-    Args:
-        chains: how many begin at a step.
+    has none of it. Each of the m - j after it is x with probability q(x).
     """
 
     def __init__(self, chains: int) -> None:
@@ -90,7 +87,7 @@ class ChainDraws(Draws):
         return np.zeros((self._chains + 1, self._chains + 1))
 
     def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
-        """`[chains + 1, chains + 1]`: that x is accepted and n chains pass it, where m came."""
+        """`[chains + 1, chains + 1]`: probability that x is accepted and n chains match it, of m before."""
         accepted = _accepted(p, q, token, self._chains, removes=False) / max(p_x, _tiny(p, token))
         share = min(1.0, float(q[token]))
         found = self._nothing()
@@ -113,12 +110,11 @@ class ChainDraws(Draws):
 
 
 class TreeDraws(Draws):
-    """Draws without replacement, as many at every node of a depth or by their ranks; one at each is a chain.
+    """Draws without replacement, with a fixed number per node of a depth or by ranks; one per node is a chain.
 
     Args:
-        branching: how many at depth 0, 1, ...; the most of `ranks`.
-        seed: of the rejected draws that stand for all.
-        ranks: the draws of the largest tree, the best ones first; None is as many at every node of a depth.
+        branching: draws per node at depth 0, 1, ...; with `ranks` the most.
+        ranks: the draws of the largest tree, the best ones first; None is the same number at every node of a depth.
     """
 
     def __init__(self, branching: Sequence[int], seed: int, ranks: RankTree | None = None) -> None:
@@ -130,7 +126,7 @@ class TreeDraws(Draws):
         return np.zeros(max(self._branching))
 
     def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
-        """`[draws]`: that x is accepted as one of the first 1, 2, ... draws."""
+        """`[draws]`: probability that x is accepted as one of the first 1, 2, ... draws."""
         if max(self._branching) == 1:  # which needs no whole distribution
             return np.array([replay_factor(min(p_x, 1.0), min(float(q[token]), 1.0)) if p_x > 0.0 else 1.0])
         accepted = _accepted(p, q, token, max(self._branching), removes=True, random=self._random)
@@ -143,9 +139,10 @@ class TreeDraws(Draws):
         return self._by_nodes(places)
 
     def _by_nodes(self, places: Sequence[Numbers]) -> Numbers:
-        """`[nodes + 1, depth]`: the same of the first 0, 1, ... draws.
+        """`[nodes + 1, depth]`: survival with the first 0, 1, ... draws.
 
-        A node is the accepted one of its depth with the product, over its path, of the chances of its ranks.
+        The probability that a node is the accepted one of its depth is the product of its ranks' probabilities along
+        its path.
         """
         assert self._ranks is not None
         chances = [np.diff(each, prepend=0.0) for each in places]
@@ -160,7 +157,7 @@ class TreeDraws(Draws):
 
 
 def draws_of(drafter: Drafter, seed: int) -> Draws:
-    """How a drafter draws for sampled requests; `seed` is of what stands for all draws."""
+    """How a drafter draws for sampled requests; `seed` is that of sampled rejected draws."""
     if not draws_several(drafter):
         return TreeDraws((1,) * max(1, drafter.limits.depth), seed)
     if drafter.kinds == {DrawKind.INDEPENDENT}:
@@ -177,14 +174,10 @@ def _tiny(p: Tensor | None, token: int) -> float:
 def _accepted(
     p: Tensor | None, q: Tensor, token: int, draws: int, *, removes: bool, random: np.random.Generator | None = None
 ) -> Numbers:
-    """A_j of a token for each of some draws, `[draws]`; see the module.
+    """A_j of a token for each draw, `[draws]`; see the module.
 
     Args:
-        p: `[vocab]`: the target's distribution.
-        q: `[vocab]`: what is drawn from.
-        token: x.
-        draws: how many.
-        removes: whether q loses what was drawn; then `random` draws what stands for all.
+        removes: whether draws are without replacement; `random` then samples the rejected draws.
     """
     assert p is not None
     rows = _REJECTED if removes else 1
@@ -206,6 +199,6 @@ def _accepted(
 
 
 def _scaled(weights: Numbers, otherwise: Numbers) -> Numbers:
-    """Rows that sum to 1; `otherwise` where they have no mass."""
+    """Rows normalised to sum 1; `otherwise` where they have no mass."""
     mass = weights.sum(axis=1, keepdims=True)
     return np.where(mass > 0.0, weights / np.where(mass > 0.0, mass, 1.0), otherwise)

@@ -1,4 +1,4 @@
-"""Fit how likely guesses are to be accepted to what heads said along a target's own text, by logistic regression."""
+"""Fit the acceptance probability of guesses to heads' outputs along a target's own text, by logistic regression."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import Tensor
 from truedraft.drafters.heads.acceptance import RAW, AcceptanceOdds, Odds, log_odds
 
 RANKS = 32
-"""Guesses that are fitted to; those behind follow the same line."""
+"""Guesses used for the fit; later ones follow the same line."""
 POSITIONS = 4000
-"""Positions that are enough for five numbers; of more, as many are taken evenly."""
-_PRIOR = 1.0  # how firmly the odds are drawn to RAW, which is what is held of depths that no text reaches
+"""Positions that are enough for five numbers; more are subsampled evenly."""
+_PRIOR = 1.0  # weight of the prior RAW, which is the estimate for depths that no text reaches
 _ROUNDS = 40
 
 
 def fit_survival(log_probs: Tensor, ranks: Tensor) -> AcceptanceOdds:
-    """The likeliest odds of acceptance at each depth, from positions at which the text followed the guesses above it.
+    """The most likely odds of acceptance at each depth, from positions at which the text followed the guesses above it.
 
     Args:
-        log_probs: `[depth, positions, guesses]`: logs of the probabilities that heads gave to their guesses, falling.
+        log_probs: `[depth, positions, guesses]`: log probabilities of the heads' guesses, falling.
         ranks: `[positions, depth]`, int64, of the true tokens; the number of guesses or more where none was right;
             below 0 where no token is drafted.
     """
@@ -33,7 +33,7 @@ def fit_survival(log_probs: Tensor, ranks: Tensor) -> AcceptanceOdds:
 
 
 def _fit(log_probs: Tensor, ranks: Tensor) -> Odds:
-    """At one depth; numbers that would go against the order of guesses are held at 0.
+    """Fit one depth; coefficients that would reverse the order of guesses are held at 0.
 
     Args:
         log_probs: `[positions, guesses]`.
@@ -56,7 +56,7 @@ def _fit(log_probs: Tensor, ranks: Tensor) -> Odds:
 
 
 def _logistic(known: Tensor, right: Tensor, free: list[int]) -> list[float]:
-    """Logistic regression by Newton's method, drawn a little towards the raw odds; others than `free` are 0."""
+    """Logistic regression by Newton's method with a weak prior at the raw odds; coefficients not in `free` are 0."""
     prior = torch.tensor(RAW, dtype=torch.float64)[free]
     x, found = known[:, free], prior.clone()
     for _ in range(_ROUNDS):

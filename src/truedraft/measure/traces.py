@@ -1,6 +1,6 @@
-"""Traces: what the target answers by itself, with everything that drafters want to see while it does.
+"""Traces: the target's own answers, together with the features that drafters need from each step.
 
-The target runs once. Drafters then live through its answers again and again without it (`walks`).
+The target runs once. Drafters are then replayed on its answers any number of times without it (`walks`).
 """
 
 from __future__ import annotations
@@ -26,28 +26,24 @@ from truedraft.measure.siblings import draws_several
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 _BATCH = 8
-_READ, _ROWS = 512, 32  # tokens of a text that are read at once, and of those that logits are wanted of
+_READ, _ROWS = 512, 32  # tokens per forward, without and with logits
 
 
 @dataclass(frozen=True)
 class AnswerTrace:
     """One answer of the target.
 
-    At place i the text is the prompt and the first i + 1 tokens, and a drafter guesses `tokens[i + 1]` and on.
+    At position i the text is the prompt and the first i + 1 tokens, and a drafter guesses `tokens[i + 1]` and onwards.
 
     Attributes:
-        name: of the prompt.
-        prompt: token ids.
-        tokens: the answer; the first is that of the prompt's forward.
-        params: how it was drawn.
-        seed: of its noise.
+        tokens: the answer; the prompt's forward gives its first token.
         limit: most tokens of prompt and answer together.
         stopped: whether the last token ended the answer and is no part of it; otherwise it ended at its length.
-        seen: what the steps of plain decoding showed, in their order: parts of the prompt, then a token each.
-        probs: what the target gave to each token of `tokens`, by its processed distribution; empty of greedy and
-            seeded answers, whose replay does not need it.
-        layers: numbers of the layers whose vectors were kept.
-        dists: those distributions `[vocab]` themselves, where a drafter draws several tokens at one place.
+        seen: outcomes of the steps of plain decoding in order: parts of the prompt, then one token each.
+        probs: the target's processed probability of each token of `tokens`; empty for greedy and seeded answers,
+            because their replay does not need it.
+        layers: numbers of the layers with kept hidden states.
+        dists: the whole distributions `[vocab]`, kept where a drafter draws several tokens at one position.
     """
 
     name: str
@@ -64,11 +60,10 @@ class AnswerTrace:
 
     @property
     def places(self) -> int:
-        """Steps of plain decoding behind the prompt's, and so most steps of any decoding."""
+        """Steps of plain decoding after the prompt's, which is also the most steps of any decoding."""
         return max(0, len(self.tokens) - 1)
 
     def remaining(self, place: int) -> int:
-        """Tokens that may still be emitted at a place."""
         return self.limit - len(self.prompt) - place - 1
 
 
@@ -77,7 +72,7 @@ Asked: TypeAlias = tuple[str, TextPrompt, SamplingParams]
 
 
 def is_drawn(params: SamplingParams) -> bool:
-    """Whether verdicts for such requests depend on chance: greedy and seeded ones are compared."""
+    """Whether verdicts for such requests are random; for greedy and seeded ones tokens are compared."""
     return not (params.greedy or params.seeded)
 
 
@@ -90,26 +85,24 @@ def trace_answers(
     entropy: int = 0,
     progress: Callable[[int, str], None] = lambda done, remark: None,
 ) -> list[AnswerTrace]:
-    """Let the target answer prompts by plain decoding, once, and keep what drafters need to live through it again.
+    """Let the target answer prompts once by plain decoding, and keep what drafters need for replay.
 
     Args:
-        target: the model that decides.
-        prompts: none of them with texts that end an answer.
-        drafters: whose declared features are kept.
-        batch: answers that are drawn together.
-        entropy: fixes the noise of prompts without a seed.
-        progress: is called with the number of finished answers and a remark.
+        prompts: none of them with stop strings.
+        drafters: their declared features are kept.
+        entropy: seeds the noise of prompts without a seed.
+        progress: called with the number of finished answers and a remark.
 
     Raises:
         PromptError: a prompt cannot be run.
-        ModelError: the target failed, or cannot show what a drafter wants to see.
+        ModelError: the target failed, or cannot show a feature that a drafter declares.
     """
     drawn, drafters = any(is_drawn(params) for _, _, params in prompts), list(drafters)
     wanted = [each.features for each in drafters if each.features is not None]
     watcher = StepWatcher(wanted, drawn, whole=any(map(draws_several, drafters)))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
     ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
-    # Beyond the end of text, so that the token that ended an answer is seen.
+    # End-of-text tokens are ignored, so that the token that ended an answer is recorded.
     whole = [dataclasses.replace(params, ignore_eos=True, stop_token_ids=()) for _, _, params in prompts]
     requests = [engine.submit(prompt, params) for prompt, params in zip(ids, whole, strict=True)]
     ends = [_ends(target, params) for _, _, params in prompts]
@@ -133,7 +126,6 @@ def trace_answers(
 
 
 def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
-    """Ids that end an answer."""
     return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
 
 
@@ -166,16 +158,14 @@ def traces_of_answers(
     params: SamplingParams,
     drafters: Iterable[Drafter],
 ) -> list[AnswerTrace]:
-    """The same of answers that are known, each read once.
+    """Traces of known answers, each read once by the target.
 
     Args:
-        target: that wrote them.
         answers: prompt, answer, and whether its last token ended it.
-        params: how all of them were drawn.
-        drafters: whose declared features are kept.
+        drafters: their declared features are kept.
 
     Raises:
-        ModelError: the target failed, or cannot show what a drafter wants to see.
+        ModelError: the target failed, or cannot show a feature that a drafter declares.
     """
     drafters = list(drafters)
     wanted = [each.features for each in drafters if each.features is not None]
@@ -199,7 +189,7 @@ def traces_of_answers(
 def _plain_steps(
     target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int], *, whole: bool
 ) -> Iterator[StepOutcome]:
-    """What plain decoding of an answer shows: parts of the prompt, of `whole` ones all rows, then a token each."""
+    """Outcomes of plain decoding: parts of the prompt (all rows if `whole`), then one token each."""
     ids, end = [*prompt, *answer[:-1]], len(prompt)
     cache, edges = target.new_cache(), [*range(0, end, _READ), *range(end, len(ids), _ROWS), len(ids)]
     try:
@@ -227,18 +217,16 @@ def _plain_steps(
 
 
 class StepWatcher(NoDrafter):
-    """Never drafts; keeps what each step of each request shows.
+    """Never drafts; keeps the outcome of each step of each request.
 
     Args:
-        wanted: what drafters want to see.
-        drawn: whether there are requests whose tokens' probabilities are kept.
-        whole: whether the distributions of these requests are kept, too.
+        drawn: whether there are sampled requests, for which token probabilities are kept.
+        whole: whether their whole distributions are kept as well.
 
     Attributes:
-        layers: numbers of the layers that are kept.
-        seen: by request, of each step.
-        probs: by request, what the target gave to each token that it drew, where chance decides.
-        dists: by request, the distributions that these are of.
+        seen: outcome of each step, by request.
+        probs: the target's probability of each sampled token, by request.
+        dists: the distributions of these tokens, by request.
     """
 
     observes_lazily = False
@@ -266,7 +254,6 @@ class StepWatcher(NoDrafter):
 
 
 def _copied(outcome: StepOutcome, logits: bool = False) -> StepOutcome:
-    """A copy, for the next forward may write over the rows; with or without their logits."""
     return dataclasses.replace(
         outcome,
         hidden=None if outcome.hidden is None else outcome.hidden.clone(),
@@ -278,9 +265,9 @@ def _copied(outcome: StepOutcome, logits: bool = False) -> StepOutcome:
 def outputs_along(
     model: LanguageModel, ids: Sequence[int], first: int, adapter: str | None = None
 ) -> Iterator[ForwardOutput]:
-    """What a model says at the tokens of a text from number `first` on, some at a time; those before are a prompt.
+    """Yield a model's outputs at the tokens of a text from number `first` on, in blocks; earlier tokens are a prompt.
 
-    What is given may be written over when the next is asked for.
+    An output may be overwritten when the next one is computed.
     """
     cache = model.new_cache()
     edges = [*range(0, first, _READ), *range(first, len(ids), _ROWS), len(ids)]
@@ -305,15 +292,7 @@ def trace_behind(
     features: Features | None,
     layers: tuple[int, ...] = (),
 ) -> AnswerTrace:
-    """An answer as if it stood behind a prompt, whoever wrote it, with what the target shows there.
-
-    Args:
-        target: of the drafter that is to live through it.
-        prompt: token ids.
-        trace: of the answer.
-        features: that the drafter declared.
-        layers: numbers of those that are kept.
-    """
+    """An answer as if it followed another prompt, with the features that the target shows there."""
     limit = trace.limit - len(trace.prompt) + len(prompt)
     if features is None:
         seen = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens]
@@ -323,19 +302,16 @@ def trace_behind(
 
 
 def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal: Proposal) -> StepOutcome:
-    """What a drafter is told of a step of a trace in which nothing of its proposal was accepted.
+    """The outcome that a drafter receives for a step of a trace in which nothing of its proposal was accepted.
 
     Args:
-        features: that it declared.
-        trace: whose step it is.
-        step: number of it in `trace.seen`.
-        proposal: what it proposed.
+        step: index in `trace.seen`.
     """
     kept = trace.seen[step]
     if features is None or kept.hidden is None:
         return StepOutcome(proposal, (), kept.tokens, partial=kept.partial)
     rows = slice(None) if features.of_prompts else slice(-1, None)
-    # One row was computed, so to a drafter that wants those of its nodes, nothing was proposed.
+    # Only one row was computed, so a drafter that needs rows of its nodes receives an empty proposal.
     told = Proposal.empty() if features.rows == "all" else proposal
     return StepOutcome(
         told,

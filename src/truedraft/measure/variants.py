@@ -1,9 +1,8 @@
-"""What people get wrong about a drafter, as data: for each kind the variants that the doctor tries, each with its fix.
+"""Common mistakes with drafters, as data: for each kind the variants that the doctor tries, each with its fix.
 
-A variant is made from the case as it is given: other weights, sizes or numbers of the head or draft model, other
-vectors of the target, or prompts written in another way. One that a case does not allow raises an error of this
-package, and is reported as not tried. What is tried of one kind of heads stands in its
-folder, as `variants`.
+A variant is made from the given case: other weights, sizes or dtypes of the head or draft model, other hidden states of
+the target, or prompts written in another way. A variant that a case does not allow raises an error of this package, and
+is reported as not tried. The variants of one kind of heads are in its folder, as `variants`.
 """
 
 from __future__ import annotations
@@ -31,20 +30,19 @@ from truedraft.measure.traces import trace_answers
 from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import embedded_folder, embedded_heads, embedded_names
 
-_USUAL_THETA = 10_000.0  # where a config.json names none
+_USUAL_THETA = 10_000.0  # default of config.json
 _DRAFT_WORD = "draft"
 _DRAFTED = 4  # tokens of a draft model's chain
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A kind of drafters.
+    """A kind of drafter that the doctor examines.
 
     Attributes:
-        noun: what reports call one.
-        chain: of a head or draft model, what drafts one chain as long as it was made for, chosen by rank.
-        own: variants that are tried, before those of how prompts are written.
-        head: of the part; None of a draft model.
+        chain: makes a drafter of one deterministic chain, as long as it was made for, from a head or draft model.
+        own: variants that are tried before those of how prompts are written.
+        head: class of the heads; None for draft models.
     """
 
     noun: str
@@ -54,11 +52,10 @@ class Examined:
 
     @property
     def variants(self) -> Sequence[Variant]:
-        """All that are tried."""
         return (*self.own, *_FORMS)
 
     def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
-        """The head or draft model at a path, and the variants without which it cannot be loaded.
+        """The head or draft model at a path, and the variants that were needed to load it.
 
         Raises:
             TruedraftError: it cannot be loaded.
@@ -69,7 +66,7 @@ class Examined:
         try:
             head: Any = self.head.load(path)
         except ModelError as error:
-            try:  # a published folder whose table cannot be of offsets
+            try:  # a published folder with a table that cannot hold offsets
                 head, mended = self.head.load_published(path, ids_in_d2t=True), (_IDS,)
             except ModelError:
                 raise error from None
@@ -84,7 +81,7 @@ class Examined:
 def changed(
     head: Any, sizes: Mapping[str, Any], without: str = "$.", weights: Mapping[str, Tensor] | None = None
 ) -> Any:
-    """A head with other sizes, without the weights that a pattern finds, and with others in place of its own.
+    """A head with other sizes, without the weights that match a pattern, and with others added or replaced.
 
     Raises:
         ModelError: these weights make no such head.
@@ -96,17 +93,17 @@ def changed(
 
 
 def another_head(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
-    """Makes a variant that is another head."""
+    """Makes a variant with another head."""
     return lambda case: instead(case, case.of(change(case.part)))
 
 
 def flipped(name: str) -> Callable[[Case], Pair]:
-    """Makes a variant with the other value of a flag."""
+    """Makes a variant with the opposite value of a flag."""
     return another_head(lambda head: changed(head, {name: not getattr(head.config, name)}))
 
 
 def resized(without: str, **sizes: Any) -> Callable[[Case], Pair]:
-    """Other sizes, and without the weights that go with them as they are."""
+    """Makes a variant with other sizes, without the weights that match a pattern."""
 
     def change(head: Any) -> Any:
         if all(getattr(head.config, name) == value for name, value in sizes.items()):
@@ -117,7 +114,7 @@ def resized(without: str, **sizes: Any) -> Callable[[Case], Pair]:
 
 
 def set_to(name: str) -> Callable[[Case], str]:
-    """Says that a field of config.json is to be what the case has."""
+    """Makes the fix to set a field of config.json to the value of the case."""
     return lambda case: f"set {name} to {json.dumps(getattr(case.part.config, name))} in {CONFIG}"
 
 
@@ -141,14 +138,14 @@ def _at_layers(change: Callable[[Sequence[int], int, LayerConfig], Sequence[int]
 
 
 def _theta_of(target: LanguageModel) -> float | None:
-    """Of a target's rotation; None where it does not say, or has several."""
+    """The target's rope_theta; None where it has none, or several."""
     config = getattr(getattr(target, "module", None), "config", None)
     rope = getattr(config and config.get_text_config(), "rope_parameters", None)
     return rope.get("rope_theta") if isinstance(rope, dict) else None
 
 
 def _thetas(change: Callable[[Case, float | None], Pair]) -> list[Variant]:
-    """Rotations with another theta, by what makes a case with one and refuses that which it has."""
+    """Variants with another rope_theta; `change` makes the case and refuses the theta that it has already."""
 
     def at_usual(case: Case) -> Pair:
         return change(case, None if _theta_of(case.target) == _USUAL_THETA else _USUAL_THETA)
@@ -169,7 +166,7 @@ def _at_theta(case: Case, theta: float | None) -> Pair:
 
 
 def _ids_moved(sign: int) -> Callable[[Case], Pair]:
-    """Ids of the draft's vocabulary with each one's own number added or taken away."""
+    """Makes a variant that adds each draft id's own index to it, or subtracts it."""
 
     def change(head: Any) -> Any:
         if head.draft_ids is None:
@@ -194,7 +191,7 @@ def _in_float32(case: Case) -> Pair:
 
 
 def _before_final_norm(case: Case) -> Pair:
-    """Heads read what leaves the last layer in place of what enters the LM head."""
+    """Heads read the output of the last layer in place of the input of the LM head."""
     last = case.target.shown_layers - 1
     if last not in case.layers:
         raise OptionError("the target shows no vector before its final norm")
@@ -247,7 +244,7 @@ LAYERS = (
 
 
 Form: TypeAlias = Callable[[Case, int], Sequence[int]]
-"""Writes the prompt of a trace, by its number, in some way."""
+"""Writes the prompt of a trace, given by its number, in one way."""
 
 
 def _plain(case: Case, number: int) -> Sequence[int]:
@@ -256,7 +253,7 @@ def _plain(case: Case, number: int) -> Sequence[int]:
 
 
 def _as_chat(of: Callable[[Case], Any]) -> Form:
-    """Writes a prompt as the one message of a user, by a model's chat template."""
+    """Writes a prompt as a single user message by a model's chat template."""
 
     def form(case: Case, number: int) -> Sequence[int]:
         tokenizer, prompt = of(case), case.prompts[number]
@@ -268,7 +265,7 @@ def _as_chat(of: Callable[[Case], Any]) -> Form:
 
 
 def _other_bos(case: Case, number: int) -> Sequence[int]:
-    """With the token that begins texts where it is missing, without it where it stands."""
+    """With the BOS token where it is missing, without it where it is present."""
     ids = case.traces[number].prompt
     bos = None if case.target.tokenizer is None else case.target.tokenizer.backend.bos_token_id
     if bos is None:
@@ -277,10 +274,10 @@ def _other_bos(case: Case, number: int) -> Sequence[int]:
 
 
 def _written(form: Form) -> Callable[[Case], Pair]:
-    """Makes a variant that is another way to write prompts.
+    """Makes a variant with another way to write prompts.
 
-    Other prompts have other answers, which may be easier to guess. So both answers are replayed behind both: what
-    hangs on the answers, and that each is its own prompt's, is the same on both sides.
+    Other prompts have other answers, which may be easier to predict. So both answers are replayed after both prompts:
+    what depends on the answers, and that each belongs to its own prompt, is the same on both sides.
     """
 
     def make(case: Case) -> Pair:
@@ -320,13 +317,13 @@ _FORMS = (
 
 
 def _redrafted(case: Case, **changes: Any) -> Pair:
-    """A draft of the same folder that is read otherwise, beside what other variants changed."""
+    """A draft model of the same folder that is read in another way, in addition to earlier changes."""
     source = replace(case.source, **changes)
     return instead(case, replace(case, source=source, part=source.draft(case.target)))
 
 
 def _same_ids(case: Case) -> Pair:
-    """A draft whose tokenizer is another, as if its ids were the target's."""
+    """A draft model with another tokenizer, read as if its ids were the target's."""
     if case.part.shared_ids is None:
         raise OptionError("it has the target's tokenizer")
     return _redrafted(case, without=r"token|vocab|merges|spiece|tekken")
@@ -366,7 +363,7 @@ _DRAFT = (
 
 
 def examined(word: str) -> Examined | None:
-    """What is tried of a kind, by the word that `--drafter` has for it; None of one that is not examined."""
+    """The kind that the doctor examines, by its word in `--drafter`; None for a kind that it does not examine."""
     if word == _DRAFT_WORD:
         return Examined("a draft model", lambda model: DraftModel(model, _DRAFTED), _DRAFT)
     kind = KINDS.get(word)
@@ -375,7 +372,7 @@ def examined(word: str) -> Examined | None:
 
 
 def examined_words() -> list[str]:
-    """The words of the kinds that are examined; a draft model is what nothing else is."""
+    """The words of the kinds that are examined, draft models last."""
     return [*(word for word, kind in KINDS.items() if kind.variants), _DRAFT_WORD]
 
 
@@ -395,10 +392,10 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Examined, Case]:
 
 
 def place_of(typed: str) -> tuple[str | None, Path]:
-    """The word of its kind, if one stands before it, and where a drafter lies; what ships is `embedded:NAME`.
+    """The word of a drafter's kind, if given, and its path; a shipped one is `embedded:NAME`.
 
     Raises:
-        OptionError: a kind of drafter stands there without a place, or one that has no weights.
+        OptionError: a kind of drafter without a path, or one that has no weights.
     """
     word, _, rest = typed.partition(":")
     if rest and examined(word) is not None:
@@ -410,11 +407,11 @@ def place_of(typed: str) -> tuple[str | None, Path]:
         raise OptionError(
             f"{typed!r} says no folder; heads and draft models are examined: name theirs", field="drafter"
         )
-    return None, path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
+    return None, path.absolute() if typed.startswith(".") or path.exists() else path  # or a name on the hub
 
 
 def _with_layers(case: Case) -> Case:
-    """The layers that a drafter reads, those beside them, and the last, as far as the target shows any."""
+    """The layers that a drafter reads, their neighbours, and the last, as far as the target shows any."""
     features, most = case.chain(case.part).features, case.target.shown_layers
     if features is None or not most:
         return case

@@ -1,20 +1,21 @@
-"""Walks: a drafter lives through answers that are known, and every smaller size of it is read off what it proposes.
+"""Walks: a drafter is replayed along known answers, and the result for every smaller draft size is read off its drafts.
 
-At each place of a trace the drafter is asked for its largest proposal, through the contract that the engine uses, and
-then told the token that came. Which of the proposed nodes lie on the trace says what a step that starts there accepts:
+At each position of a trace the drafter is called for its largest proposal, through the interface that the engine uses,
+and then receives the next token of the trace. The proposed nodes that match the trace say what a step starting there
+accepts:
 
-- Where the candidates were chosen (greedy and seeded requests, prompt lookup, heads), no chance is left. A budget of n
-  nodes keeps the first n, so it accepts as many as lie on the trace among these. Replay is exact.
-- Where a chain is drawn from a draft's distribution, the token x of the trace was an accepted draft with probability
-  min(1, q(x) / p(x)), given the text (`theory.replay_factor`). Acceptance at one place does not depend on that at
-  another, given the text, so the product of the factors is the probability that a step accepts so far. Of several draws
-  at one place it is known too (`planning.siblings`); how many nodes they come to is what was drawn in the replay. A
-  draft model has the same q at a place however deep its draft was there; a drafter of which that is not so is taken
-  along the trace from each place (`Drafter.along`).
+- Where the candidates are deterministic (greedy and seeded requests, prompt lookup, heads) nothing is random. A budget
+  of n nodes keeps the first n, so it accepts as many of them as match the trace. Replay is exact.
+- Where a chain is sampled from a draft's distribution, token x of the trace was an accepted draft token with
+  probability min(1, q(x) / p(x)), given the text (`theory.replay_factor`). Given the text, acceptance at one position
+  is independent of acceptance at another, so the product of the factors is the probability that a step accepts this
+  far. For several draws at one position the probability is known as well (`measure.siblings`); the number of nodes is
+  the one drawn in the replay. A draft model has the same q at a position for every draft depth; a drafter for which
+  this does not hold is evaluated along the trace from each position (`Drafter.along`).
 
-Either way a step at place i accepts a tokens and the next one starts at i + a + 1. Summing up the probability that a
-step starts at each place gives the expected number of target calls of the whole answer. (A mean over all places would
-be another number: a step starts where the one before it failed, and these are not places like all others.)
+In both cases a step at position i accepts a tokens and the next step starts at i + a + 1. The sum over positions of the
+probability that a step starts there is the expected number of target calls for the answer. (The mean over all positions
+is a different number, because a step starts where the one before it failed, and those positions are not typical.)
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ Numbers = NDArray[Any]
 
 @dataclass(frozen=True)
 class Steps:
-    """What decoding one trace with some sizes of a drafter comes to; expected numbers where chance decides.
+    """Result of decoding one trace with several draft sizes; expected values where sampling is random.
 
     Attributes:
-        calls: `[sizes]`: target calls behind the prompt's.
-        visits: `[sizes, places]`: the probability that a step starts at a place.
-        nodes: `[sizes, places]`: what would be drafted there.
-        depths: `[sizes, places]`: the depth of that.
-        reach: `[sizes, places, depth]`: the probability that a step there accepts so many tokens or more, from 1 on.
+        calls: `[sizes]`: target calls after the prompt's.
+        visits: `[sizes, places]`: probability that a step starts at a position.
+        nodes: `[sizes, places]`: nodes drafted there.
+        depths: `[sizes, places]`: depth of that draft.
+        reach: `[sizes, places, depth]`: probability that a step there accepts at least 1, 2, ... tokens.
     """
 
     calls: Numbers
@@ -68,23 +69,23 @@ class Steps:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a drafter proposes along one trace, at its largest.
+    """What a drafter proposes along one trace at its largest size.
 
-    Worked example, five tokens and chains of at most two that are chosen: a row of `fewest` for each of four places,
-    (1, 2), (never, never), (1, never), (never, never). A chain of two accepts 2 at the first place, so the next step
-    starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: two calls, too.
+    Worked example, five tokens and deterministic chains of at most two: a row of `fewest` for each of four positions,
+    (1, 2), (never, never), (1, never), (never, never). A chain of two accepts 2 at the first position, so the next step
+    starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: also two calls.
 
     Attributes:
-        fewest: `[places, depth]`, int64: nodes that a budget must have to hold the true continuation down to a depth;
+        fewest: `[places, depth]`, int64: smallest node budget that contains the true continuation down to a depth;
             `NEVER` where none does.
-        survival: `[places, depth]`: the probability that it is accepted so far if the nodes are there; of draws by
-            ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
+        survival: `[places, depth]`: probability that the draft is accepted down to this depth if the nodes are in the
+            budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
         depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
-        sizes: `[places]`: nodes of the whole proposal, or the budget that it takes.
-        drafted: `[places, nodes + 1]`: nodes within a budget of 0, 1, ..., where draws that agree may leave some of it;
-            None where a budget is used up.
-        guessed: share of a chain's tokens that took no level of drafting, as its drafter would foretell it behind the
-            last place.
+        sizes: `[places]`: nodes of the whole proposal, or the budget that it uses.
+        drafted: `[places, nodes + 1]`: nodes drafted with a budget of 0, 1, ..., where equal draws may leave part of it
+            unused; None where the whole budget is used.
+        guessed: share of a chain's tokens that took no level of drafting, as the drafter predicts it after the last
+            position.
     """
 
     fewest: Numbers
@@ -96,11 +97,11 @@ class Walk:
 
     @property
     def tokens(self) -> int:
-        """That are emitted behind the first one, one that ends the answer included."""
+        """Tokens emitted after the first one, including one that ends the answer."""
         return len(self.sizes)
 
     def steps(self, budgets: Sequence[int]) -> Steps:
-        """Decoding with so many nodes at most, for each of some numbers of nodes."""
+        """Decode with each of several node budgets."""
         wanted = np.asarray(budgets, np.int64)[:, None]
         survival = self.survival
         if survival.ndim == 3:
@@ -123,11 +124,10 @@ class Walk:
 
 
 def check_walkable(drafter: Drafter, drawn: bool) -> None:
-    """Refuse drafters whose acceptance along a trace is not known.
+    """Refuse drafters for which acceptance along a trace is not known.
 
     Args:
-        drafter: to be replayed.
-        drawn: whether for requests whose verdicts depend on chance.
+        drawn: whether for requests with random verdicts (sampled without a seed).
 
     Raises:
         OptionError: says which, and what to do.
@@ -163,13 +163,12 @@ def walk_along(
     *,
     batch: int = _BATCH,
 ) -> list[Walk]:
-    """Let a drafter live through answers, a token at a time.
+    """Replay a drafter along answers, one token at a time.
 
     Args:
-        drafter: at its largest, checked against the target; it runs nowhere else meanwhile.
-        target: that wrote the traces; it is not run.
-        traces: that hold what the drafter wants to see.
-        batch: answers that it lives through together.
+        drafter: at its largest size, checked against the target; it must not be used elsewhere during the walk.
+        target: the model that wrote the traces; it is not run.
+        traces: must hold the features that the drafter declares.
 
     Raises:
         OptionError: its acceptance along a trace is not known, or not from what these hold.
@@ -220,7 +219,7 @@ def _live(drafter: Drafter, lives: Sequence[_Life]) -> None:
 
 
 def _asked(drafter: Drafter, lives: Sequence[_Life]) -> list[Proposal | None]:
-    """What is proposed for lives; None where the drafter was taken along the trace instead."""
+    """Proposals for each life; None where the drafter was evaluated along the trace instead."""
     made: dict[_Life, Proposal | None] = dict.fromkeys(lives)
     if taken := [life for life in lives if life.is_taken_along(drafter)]:
         rests = [life.rest() for life in taken]
@@ -236,12 +235,10 @@ def _asked(drafter: Drafter, lives: Sequence[_Life]) -> list[Proposal | None]:
 
 
 class _Life:
-    """A request that lives through a trace.
+    """A request that is replayed along a trace.
 
     Args:
-        number: of the request; the engine counts its own up from 0, and two may share a drafter.
-        trace: is lived through.
-        drafter: is asked.
+        number: of the request; negative, because the engine counts its own up from 0 and both may share a drafter.
     """
 
     def __init__(self, number: int, trace: AnswerTrace, drafter: Drafter) -> None:
@@ -252,17 +249,16 @@ class _Life:
         self._step = 0
         self._begun = False
         self._guessed = 0.0
-        self._held: list[list[int]] = []  # of each place: nodes that hold the continuation, by depth
+        self._held: list[list[int]] = []  # by position: nodes that match the continuation, by depth
         self._draws = draws_of(drafter, trace.seed)
         self._depths: list[list[int]] = []
-        self._survival: list[Numbers] = []  # of each place, where the drafter is taken along
+        self._survival: list[Numbers] = []  # by position, where the drafter is evaluated along the trace
 
     @property
     def _place(self) -> int:
         return len(self._tokens) - len(self.trace.prompt) - 1
 
     def begin(self, drafter: Drafter) -> None:
-        """The prompt is read, and its forward gives the first token."""
         self._begun = True
         drafter.begin(self.request)
         while self._place < 0 and self._step < len(self.trace.seen):
@@ -270,7 +266,6 @@ class _Life:
             drafter.observe([self.request], [shown_to(drafter.features, self.trace, step, Proposal.empty())])
 
     def end(self, drafter: Drafter) -> None:
-        """It is over, also where it failed."""
         if self._begun:
             self._begun = False
             try:
@@ -279,33 +274,31 @@ class _Life:
                 drafter.end(self.request)
 
     def budget(self, drafter: Drafter) -> Budget:
-        """As large as a proposal may be here; of a drawn chain one token tells all, but how many levels others take."""
+        """The largest budget allowed here; one token where a sampled chain has the same q for every depth."""
         left = self._allowed(self._place)
-        alike = drafter.levels is None and not drafter.walks_along  # tokens at one place, whatever depth drew them
+        alike = drafter.levels is None and not drafter.walks_along  # same q at a position for every draft depth
         first = self._draws_tokens(drafter) and drafter.limits.width == 1 and alike
         return drafter.limits.cut(min(left, 1) if first else left)
 
     def _allowed(self, place: int) -> int:
-        """Tokens that may be drafted at a place."""
         return max(0, self.trace.remaining(place) - 1)
 
     def _draws_tokens(self, drafter: Drafter) -> bool:
-        """Whether tokens are drawn, rather than candidates chosen."""
+        """Whether draft tokens are sampled, rather than deterministic candidates."""
         return self._drawn and not drafter.kinds <= {DrawKind.DETERMINISTIC}
 
     def is_taken_along(self, drafter: Drafter) -> bool:
-        """Whether what the drafter gives to the trace's tokens is asked for, in place of proposals."""
+        """Whether the drafter's distributions along the trace are used in place of proposals."""
         return drafter.walks_along and self._draws_tokens(drafter)
 
     def rest(self) -> tuple[int, ...]:
-        """The tokens behind the place."""
         return self.trace.tokens[self._place + 1 :]
 
     def note_along(self, drafter: Drafter, dists: Tensor) -> None:
-        """Note what the drafter drew from, `[depth, vocab]`, where its draft is what the trace goes on with."""
+        """Record the distributions `[depth, vocab]` that the drafter sampled from when its draft equals the trace."""
         draws, first = draws_of(drafter, self.trace.seed), self._place + 1
         for place, (q, token) in enumerate(zip(dists, self.rest(), strict=False), first):
-            drawn_from = q if bool(q[token].isfinite()) else None  # of broken logits nothing is drawn
+            drawn_from = q if bool(q[token].isfinite()) else None  # nothing is drawn from broken logits
             draws.note(
                 self.trace.probs[place], self.trace.dists[place] if self.trace.dists else None, drawn_from, token
             )
@@ -316,11 +309,10 @@ class _Life:
         self._depths.append([0, *(depth for depth, width in enumerate(widths, 1) for _ in range(width))])
 
     def noise(self) -> KeyedNoise:
-        """Of a step that starts here."""
         return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1)
 
     def go_on(self, proposal: Proposal | None) -> int:
-        """Note what was proposed, if anything was asked, and emit the trace's next token; the number of the step."""
+        """Record the proposal, if one was made, emit the trace's next token, and return the step's number."""
         if proposal is not None:
             self._note(proposal)
         step, self._step = self._step, self._step + 1
@@ -343,7 +335,6 @@ class _Life:
             self._depths[-1] = [0]
 
     def walk(self, drafter: Drafter) -> Walk:
-        """What came of it."""
         if self._draws_tokens(drafter):
             return self._of_draws(drafter)
         depth = max([1, *map(len, self._held)])
@@ -357,7 +348,7 @@ class _Life:
         return Walk(fewest, (fewest < NEVER).astype(np.float64), depths, sizes, guessed=self._guessed)
 
     def _of_draws(self, drafter: Drafter) -> Walk:
-        """Tokens that are drawn: what as many levels as a step may draft bring, each of which a budget has or not."""
+        """Walk of sampled tokens, in units of draft levels; a budget contains a level whole or not at all."""
         if drafter.ranks is not None and draws_several(drafter):
             return self._of_ranks(drafter.ranks)
         branching, places = drafter.branching or (1,) * drafter.limits.depth, len(self._held)
@@ -370,14 +361,14 @@ class _Life:
             own = self._survival[place][:depth] if self._survival else self._draws.survival(place, depth)
             survival[place, : len(own)] = own
         fewest = np.where(np.arange(1, length + 1)[None] <= allowed[:, None], levels[None], NEVER)
-        within = np.searchsorted(levels, np.arange(levels[-1] + 1), side="right")  # levels that a budget has
+        within = np.searchsorted(levels, np.arange(levels[-1] + 1), side="right")  # whole levels in a budget
         depths = np.minimum(within[None], allowed[:, None])
         taken = np.concatenate([[0], levels])[allowed]
         drafted = self._drafted(depths) if drafter.limits.width > 1 else None
         return Walk(fewest, survival, depths, taken, drafted, self._guessed)
 
     def _of_ranks(self, ranks: RankTree) -> Walk:
-        """Draws by ranks, of which a budget of n nodes gets the first n."""
+        """Walk of draws by ranks; a budget of n nodes gets the first n."""
         places, most = len(self._held), len(ranks)
         allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=ranks.depth)
         survival = np.zeros((most + 1, places, ranks.depth))
@@ -386,7 +377,7 @@ class _Life:
             own = self._survival[place] if self._survival else self._draws.survival(place, depth)
             depth = min(depth, own.shape[1])
             survival[:, place, :depth] = own[:, :depth]
-        lengths = np.array([0, *map(len, ranks.paths)])  # of the root and of each path
+        lengths = np.array([0, *map(len, ranks.paths)])  # root and each path
         fits = lengths[None] <= allowed[:, None]
         depths = np.minimum(np.maximum.accumulate(lengths)[None], allowed[:, None])
         fewest = np.where(np.arange(ranks.depth)[None] < allowed[:, None], 1, NEVER)
@@ -394,7 +385,6 @@ class _Life:
         return Walk(fewest, survival, depths, sizes, fits.cumsum(axis=1) - 1, self._guessed)
 
     def _drafted(self, depths: Numbers) -> Numbers:
-        """Nodes of the proposals down to some depths `[places, budgets]`."""
         found = np.zeros_like(depths)
         for place, own in enumerate(self._depths):
             counts = np.bincount(np.array(own[1:], np.int64), minlength=int(depths.max(initial=0)) + 1).cumsum()

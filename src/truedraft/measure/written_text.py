@@ -1,4 +1,4 @@
-"""What a target wrote, as trees of heads are fitted to it and compared on it."""
+"""A target's own text, on which trees of heads are fitted and compared."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from truedraft.measure.replay import Trace, TraceReplay
 Half = TypeVar("Half")
 
 TREE_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
-"""At which temperature the answers are drawn that each kind of tree is counted on."""
+"""Temperature of the answers on which each kind of tree is fitted."""
 CALIBRATED, RAW = "calibrated", "raw"
-"""What trees are chosen by at each step: survival fitted to text, or the heads' own probabilities."""
+"""Probabilities by which trees are chosen at each step: survival fitted to text, or the heads' own."""
 BUDGETS = (8, 32)
-"""Numbers of nodes that reports speak of."""
+"""Numbers of nodes in reports."""
 
 
 class WrittenText(Protocol):
-    """What a target wrote, at several temperatures."""
+    """A target's own text at several temperatures."""
 
     def traces(self, temperature: float) -> Sequence[Trace]:
-        """The answers that were drawn at one of them."""
+        """The answers sampled at a temperature."""
 
 
 def cross_replayed(
@@ -33,9 +33,7 @@ def cross_replayed(
     """Tokens per target call of several ways to make trees, the mean over node budgets and both halves of a text.
 
     Args:
-        halves: two, each with something to replay.
-        ways: by name the replay of a way that was fitted to the first argument, along the second.
-        budgets: numbers of nodes.
+        ways: replays by name of ways fitted on the first argument, along the second.
     """
     found: dict[str, float] = {}
     for fitted, other in (halves, halves[::-1]):
@@ -48,21 +46,19 @@ def cross_replayed(
 def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: float = 0.01) -> bool:
     """Whether trees are chosen by the heads' own probabilities.
 
-    At temperature 1 heads learned the very distributions that tokens are drawn from, so there these stay unless
-    calibration brings a hundredth more; at other temperatures unless it brings less.
+    At temperature 1 heads were trained on the distributions that tokens are sampled from, so calibrated ones are used
+    only if they gain a hundredth; at other temperatures they are used unless they lose.
 
     Args:
-        compared: see `CountedTree.compared`.
-        temperature: of the requests.
-        least: share of what raw probabilities bring.
+        least: smallest relative gain of calibration at temperature 1.
     """
     least = least if temperature else 0.0
     return bool(compared) and compared[CALIBRATED] < compared[RAW] * (1.0 + least)
 
 
 Chunk: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Positions: their vectors `[rows, width]`, the tokens `[rows]` drawn from these, and those behind `[rows, length]`; -1
-where none is drafted."""
+"""Positions: their hidden states `[rows, width]`, the tokens `[rows]` sampled from these, and the following tokens
+`[rows, length]`; -1 where none is drafted."""
 
 
 def chunks_of(traces: Sequence[Trace], length: int, rows: int) -> Iterator[Chunk]:
@@ -88,9 +84,9 @@ def _together(parts: Sequence[Chunk]) -> Chunk:
 
 
 def _drafted_behind(trace: Trace, places: Tensor, length: int) -> Tensor:
-    """The tokens that steps at some positions of a trace may draft: `[places, length]`; -1 where none is drafted.
+    """The tokens `[places, length]` that steps at some positions may draft; -1 where none is drafted.
 
-    Not the last one, for the step that emits it ends the answer.
+    Without the last one, because the step that emits it ends the answer.
     """
     after = places[:, None] + 1 + torch.arange(length)
     return torch.where(after < trace.steps, trace.tokens.cpu()[after.clamp(max=trace.steps)], -1)

@@ -1,8 +1,7 @@
 """Models: the only place that touches transformers' models.
 
-`base` is the contract that engine and drafters see. `huggingface` fulfils it for unmodified Hugging Face models, which
-`loading` loads: it packs all segments of a forward (`packing`) and lets a backend run them. Each name loads on
-first use.
+`base` is the interface for engine and drafters. `huggingface` implements it for unmodified Hugging Face models, which
+`loading` loads: it packs a forward's segments (`packing`) and lets a backend run them. Each name loads on first use.
 """
 
 from __future__ import annotations

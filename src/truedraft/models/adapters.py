@@ -1,7 +1,7 @@
-"""LoRA adapters of one target (arXiv 2106.09685): merged into its weights, or each request with its own in one forward.
+"""LoRA adapters of one target (arXiv 2106.09685): merged into its weights, or one for each request of a forward.
 
-Beside a linear layer W an adapter adds B A x, of a low rank. Where requests name their adapters the product with W is
-one for the whole pack, and each request's rows get their own adapter's sum, so that a batch of many adapters reads W
+An adapter adds B A x, of a low rank, to the output of a linear layer W. If requests name their adapters, the product
+with W is one for the whole pack, and the rows of each request get the product of its own adapter. So a batch reads W
 once.
 """
 
@@ -25,23 +25,18 @@ from truedraft.models.packing import ForwardPlan
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to one linear layer.
-
-    Attributes:
-        down: `[rank, in]`.
-        up: `[out, rank]`, its scaling in it.
-    """
+    """What an adapter adds to one linear layer: `down` `[rank, in]` and `up` `[out, rank]`, which is scaled."""
 
     down: Tensor
     up: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """Of rows `[rows, in]`, `[rows, out]`; a row does not depend on the others."""
+        """`[rows, in]` to `[rows, out]`; a row does not depend on the others."""
         return linear(linear(filled(x), self.down), self.up)[: len(x)]
 
 
 def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
-    """The model with an adapter's sums in its weights.
+    """The model with an adapter merged into its weights.
 
     Raises:
         ModelError: the folder's adapter does not fit the model, or cannot be read.
@@ -51,7 +46,7 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel
 
 
 def read_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) -> dict[str, dict[str, LowRank]]:
-    """What each adapter adds, by the names of linear layers; the model stays as it was.
+    """What each adapter adds, by the names of linear layers; the model is not changed.
 
     Raises:
         ModelError: an adapter does not fit the model, or cannot be read.
@@ -78,7 +73,6 @@ def read_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) -> 
 
 
 def _with_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) -> Any:
-    """The model wrapped by peft."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -117,14 +111,7 @@ def _refuse_more(name: str, config: Any) -> None:
 
 
 class Adapters:
-    """The adapters of one model, switched to follow the plans of packed forwards.
-
-    Args:
-        model: whose linear layers get them.
-        weights: of `read_adapters`.
-
-    Attributes:
-        names: of the adapters.
+    """The adapters of one model (from `read_adapters`); its linear layers follow the plans of packed forwards.
 
     Raises:
         UnsupportedModelError: an adapter adds to a layer that does not see all tokens of a forward in their order.
@@ -145,7 +132,7 @@ class Adapters:
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
-        """Forwards of the model follow `plan` meanwhile."""
+        """Set the plan that the model's forward follows within this context."""
         self._rows = [
             (slice(part.start, part.start + part.count), part.segment.adapter)
             for part in plan.segments
@@ -160,8 +147,6 @@ class Adapters:
     def _adapted(
         self, path: str, forward: Callable[[Tensor], Tensor], beside: Mapping[str, LowRank]
     ) -> Callable[[Tensor], Tensor]:
-        """The forward of a linear layer with its adapters."""
-
         def adapted(x: Tensor) -> Tensor:
             output = forward(x)
             if not self._rows:

@@ -1,10 +1,10 @@
-"""Attention of one segment against its own cache, so that a row's result never depends on the other rows.
+"""Attention of one segment over its own cache, so that a row's result never depends on the other rows.
 
-Plain matrix products with a softmax in float32 or better give each query the same bits however many queries share the
-product, which fused kernels do not promise. Sums over keys are another matter: their result depends on the order of
-the terms, down to the last bits. In a chain a row's keys always come in the order of their positions, with nothing
-between them. In a tree siblings stand between, so each row's keys and values are first brought into the order of its
-own path: a node then gets the very bits that it would get in a chain (docs/lossless.md, row invariance).
+Plain matrix products with a softmax in float32 or better give each query the same bits, however many queries share the
+product; fused kernels do not promise that. Sums over keys are different: their last bits depend on the order of the
+terms. In a chain a row's keys are in the order of their positions, with nothing between them. In a tree siblings are
+between them, so each row's keys and values are first gathered in the order of its own path. A node then gets the same
+bits as in a chain (docs/lossless.md, row invariance).
 
 Products run over spans of slots, the key/value positions of a cache (`cache.key_span`), which are longer than what is
 filled; the rest is masked.
@@ -28,15 +28,15 @@ from truedraft.core.tree import TreeShape
 from truedraft.models.cache import WIDEST_GAP, key_span
 
 Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
-_LONGEST_KEPT = 512  # of chains whose masks are kept
+_LONGEST_KEPT = 512  # longest chain with a cached mask
 
 
 class AttentionPattern(ABC):
-    """Which earlier positions a layer may look at: one run of them, which ends with the query's own."""
+    """The earlier positions that a layer may see: one contiguous run that ends with the query's own."""
 
     @abstractmethod
     def first(self, position: Position) -> Position:
-        """The first position that a query at `position` may see; 0 or below where it sees all."""
+        """The first position that a query at `position` may see; 0 or less if it sees all."""
 
     def reaches(self, positions: int) -> bool:
         """Whether a query at the last of `positions` positions sees all of them."""
@@ -73,10 +73,9 @@ class Chunk(AttentionPattern):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer makes attention weights of products.
+    """How a layer computes attention weights from products of queries and keys.
 
     Attributes:
-        scaling: factor on the products.
         softcap: bounds scores to softcap * tanh(score / softcap), before the mask.
         sinks: `[heads]`: a logit for each head that takes part in the softmax and adds nothing.
     """
@@ -92,7 +91,7 @@ class Blocked:
 
     Attributes:
         first: the first key that any query may not see; all before it are seen by all.
-        mask: bool `[new, keys from first on]`, True where the key is hidden; it ends where the keys end.
+        mask: bool `[new, keys from first on]`, True where the key is hidden.
     """
 
     first: int
@@ -100,7 +99,7 @@ class Blocked:
 
 
 class SegmentLayout(ABC):
-    """How the new tokens of a segment lie below its cached ones."""
+    """The layout of a segment's new tokens after its cached ones."""
 
     @abstractmethod
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
@@ -108,9 +107,8 @@ class SegmentLayout(ABC):
 
         Args:
             query: `[heads, new, key width]`.
-            keys: `[kv_heads, key width, span]`: cached, then uncommitted ones, then slots without meaning.
+            keys: `[kv_heads, key width, span]`: cached, then uncommitted ones, then undefined slots.
             values: `[kv_heads, span, value width]`.
-            scoring: how the layer makes weights of products.
 
         Returns:
             `[new, heads, value width]`.
@@ -119,7 +117,7 @@ class SegmentLayout(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ChainLayout(SegmentLayout):
-    """New tokens one behind another."""
+    """New tokens in a sequence."""
 
     blocked: Blocked
 
@@ -132,12 +130,10 @@ class ChainLayout(SegmentLayout):
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout(SegmentLayout):
-    """New tokens of a tree; each root-to-leaf path is computed like a chain of its own.
+    """New tokens of a tree after `length` cached ones; each root-to-leaf path is computed like a separate chain.
 
     Attributes:
-        length: cached tokens.
-        paths: how rows and paths hang together.
-        blocked: keys behind a row's own end of its path, or out of its layer's reach.
+        blocked: keys after a row's own node on its path, or outside its layer's pattern.
     """
 
     length: int
@@ -154,7 +150,7 @@ class TreeLayout(SegmentLayout):
         scores = torch.cat([scores[..., : self.length], below, behind], dim=-1)
         weights = _weights(scores, self.blocked, scoring, values.dtype)
         group, span = weights.shape[1], weights.shape[3]
-        # Rows are dealt out to the paths on which they lie, and each path brings its own values.
+        # Rows are distributed to their paths, and each path has its own values.
         dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, paths.count, -1, span)
         dealt = dealt.transpose(1, 2).reshape(kv_heads * paths.count, -1, span)
         mixed = _product(dealt, self._values_of_paths(values))
@@ -163,7 +159,7 @@ class TreeLayout(SegmentLayout):
 
     @property
     def _padding(self) -> int:
-        """Slots behind the end of the longest path, up to its span."""
+        """Slots after the end of the longest path, up to its span."""
         slots = self.length + self.paths.own.shape[1]
         return key_span(slots) - slots
 
@@ -178,7 +174,7 @@ class TreeLayout(SegmentLayout):
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The root-to-leaf paths of a tree whose last nodes are new.
+    """The root-to-leaf paths of a tree with new last nodes.
 
     Worked example: parents (-1, 0, 0, 2), all new. The leaves are 1 and 3, with paths (0, 1) and (0, 2, 3); padded to
     the depth 3 by their own ends. Rows 0 and 1 are dealt to the first path, rows 2 and 3 to the second.
@@ -197,13 +193,12 @@ class Paths:
 
     @property
     def count(self) -> int:
-        """Number of paths."""
         return self.tails.shape[0]
 
 
 @lru_cache(maxsize=1024)
 def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
-    """The paths of a tree of which nodes from `written` on are new."""
+    """The paths of a tree; its nodes from `written` on are new."""
     new = range(written, len(shape))
     dealt: list[list[int]] = []
     tails: list[list[int]] = []
@@ -231,13 +226,13 @@ def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
 def layout_of(
     shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device
 ) -> SegmentLayout:
-    """The layout of a segment: `length` cached tokens, then the tree `shape`, whose nodes from `written` on are new."""
+    """The layout of a segment: `length` cached tokens, then the tree `shape` with new nodes from `written` on."""
     slots = length + (len(shape) if shape.is_chain else shape.depth)
     span = key_span(slots)
     reaches = pattern.reaches(length + shape.depth)
     if shape.is_chain and reaches:
         return ChainLayout(Blocked(length, _later_nodes(len(shape), device)[written : len(shape), : span - length]))
-    # Slots are not positions in a tree, so everything goes by position; along a path both are the same again.
+    # Slots are not positions in a tree, so positions are compared; along a path the two are equal again.
     query = length - 1 + torch.tensor(shape.depths[written:], device=device)
     first = length if reaches else 0
     key = torch.arange(first, span, device=device)
@@ -250,10 +245,8 @@ def layout_of(
 
 
 def _later_nodes(length: int, device: torch.device) -> Tensor:
-    """Which slots from its first node on each node of a chain may not see: bool `[nodes, slots of any span]`.
-
-    Chains of many lengths share one, which may have more nodes; those of the longest are made each time.
-    """
+    """The slots that each node of a chain may not see, from its first node on: bool `[nodes, slots of any span]`.
+    Chains of many lengths share one mask, which may have more nodes; longer chains make their own each time."""
     if length > _LONGEST_KEPT:
         return _new_later_nodes(length, device)
     return _kept_later_nodes(1 << (length - 1).bit_length(), device)
@@ -267,10 +260,8 @@ _kept_later_nodes = lru_cache(maxsize=32)(_new_later_nodes)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched product `[batch, rows, .]`, padded where a few rows would go through kernels of their own.
-
-    A single row does, so it is doubled; in float32 so do two or three, and what is left over from fours.
-    """
+    """Batched product `[batch, rows, .]`, padded where few rows would use other kernels: one row is doubled; in
+    float32 so are two or three, and the remainder of a multiple of four."""
     rows = left.shape[1]
     if left.dtype == torch.float32 and rows % 4:
         return torch.bmm(pad(left, (0, 0, 0, -rows % 4)), right)[:, :rows]
@@ -291,7 +282,7 @@ def _weights(scores: Tensor, blocked: Blocked, scoring: Scoring, dtype: torch.dt
     """Attention weights of the shape of `scores`, which are overwritten; computed in float32 or better."""
     plain = scoring.softcap is None and scoring.sinks is None
     if plain and math.frexp(scoring.scaling)[0] == 0.5:
-        # A power of two scales without rounding, and softmax computes in float32 whatever it is given.
+        # A power of two scales without rounding, and softmax computes in float32 for any dtype.
         scores.mul_(scoring.scaling)
     else:
         scores = (scores if scores.dtype == torch.float64 else scores.float()).mul_(scoring.scaling)

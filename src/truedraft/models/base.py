@@ -1,4 +1,4 @@
-"""What engine and drafters need of a language model."""
+"""The interface of a language model that the engine and drafters use."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
 
 Choose: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
-"""Chooses a token of each row from logits `[rows, vocab]` and some numbers `[rows]`: ids `[rows]`, and distributions
-`[rows, vocab]` that they were drawn from, if any. It waits for nothing, and its ids exist whatever the logits are."""
+"""Chooses a token for each row from logits `[rows, vocab]` and some numbers `[rows]`: returns ids `[rows]`, and the
+distributions `[rows, vocab]` they were drawn from, if any. It does not synchronise with the device; its ids are
+always valid."""
 
 HeadRun: TypeAlias = Callable[[Tensor, int, int], TopK]
-"""For vectors `[rows, head_width]`, so many heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
+"""For vectors `[rows, head_width]` and numbers of heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,17 @@ class Segment:
     """One request's share of a packed forward.
 
     Attributes:
-        cache: holds the tokens before these; the forward writes behind them and does not commit.
-        tokens: `[new]`, int64: a part of a prompt, the last committed token and a tree below it, or one more level
-            of a tree. On the host or on the model's device; the model brings host tokens up.
-        shape: how all uncommitted tokens hang together, those of earlier forwards first; -1 is the last committed.
-        rows: which of the new tokens need logits, rising.
+        cache: holds the tokens before these; the forward writes after them and does not commit.
+        tokens: `[new]`, int64, on the host or the model's device: a part of a prompt, the last committed token and a
+            tree after it, or one more level of a tree.
+        shape: the tree of all uncommitted tokens, those of earlier forwards first; -1 is the last committed.
+        rows: which of the new tokens need logits, ascending.
         written: uncommitted tokens that earlier forwards wrote; the new ones are the rest of `shape`.
-        prompt: so many of the new ones, from the first, are a prompt's: layers that carry states read these in pieces,
-            and all others one by one, so that a token's bits do not hang on who shares its forward.
-        adapter: one of the model's, which adds to its weights for these tokens.
-        inputs: what a prompt has beside its tokens, by name; the tokens are then the whole prompt, and the cache is
-            empty. A sound may be given with parts of a prompt, too, until an encoder has heard it.
+        prompt: number of first new tokens that belong to a prompt. Layers with states read these in pieces and others
+            one by one, so that a token's bits do not depend on the rest of the forward.
+        adapter: name of the adapter for these tokens.
+        inputs: non-text inputs by name; the tokens are then the whole prompt, and the cache is empty. Audio may also be
+            given with parts of a prompt, until an encoder has read it.
     """
 
     cache: RequestCache
@@ -60,12 +61,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """What a packed forward gives, the segments' rows one behind another.
+    """The output of a packed forward, the segments' rows concatenated.
 
     Attributes:
-        logits: `[rows, vocab]` in the model's dtype, padded ids cut off.
-        hidden: `[rows, width]`: the vectors that enter the LM head, after the final norm.
-        layers: `[rows, width]` of each layer that was asked for: what it gives to the next.
+        logits: `[rows, vocab]` in the model's dtype, without padded ids.
+        hidden: `[rows, width]`: the input of the LM head, after the final norm.
+        layers: `[rows, width]` for each requested layer: its output.
     """
 
     logits: Tensor
@@ -74,15 +75,13 @@ class ForwardOutput:
 
 
 class Reader:
-    """How a language model reads texts and ends them: what is known of it without its weights.
+    """How a language model tokenises and ends texts: what is known without its weights.
 
     Attributes:
-        name: what the user called it.
-        tokenizer: None when ids go in and out.
-        vocab_size: ids that exist, padding of the embedding not counted.
+        tokenizer: None if prompts and answers are ids.
+        vocab_size: number of ids, without padding of the embedding.
         context_length: most tokens of one request.
-        eos_token_ids: ids that end an answer.
-        sources: how its texts are laid out; None without an encoder.
+        sources: layout of its texts; None without an encoder.
     """
 
     name: str
@@ -93,11 +92,11 @@ class Reader:
     sources: Sources | None = None
 
     def source_tokens(self, tokens: Sequence[int]) -> int:
-        """How many of a text's first tokens an encoder reads; options about texts look at what follows."""
+        """How many of a text's first tokens an encoder reads; options about texts apply to the rest."""
         return 0 if self.sources is None else self.sources.length(tokens) or 0
 
     def most_tokens(self, tokens: Sequence[int]) -> int:
-        """Of a request that begins so, prompt and answer together."""
+        """Largest length of a request with these first tokens, prompt and answer together."""
         return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
 
 
@@ -105,24 +104,21 @@ class LanguageModel(Reader, ABC):
     """A causal language model that runs many token trees in one forward.
 
     Attributes:
-        device: where its tensors live.
-        dtype: of its weights.
-        fast_paths: what is switched on beyond the plain forward, in words, for reports.
-        parameters: weights; 0 where there are none.
+        fast_paths: names of the fast paths in use, for reports.
+        parameters: number of weights; 0 if it has none.
         weight_bytes: bytes of weights that one forward reads.
         note: what every report on the model must say, such as that it was padded.
-        head_width: entries of `ForwardOutput.hidden` that heads read: all, or for a padded model those of the model
-            that it was made from, behind which there are zeros; 0 where heads cannot read them.
-        shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
-        adapters: that a segment may name.
-        shared_ids: ids that it can write at all, of a draft that has another tokenizer than its target; None: all.
-        input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
-        placeholders: ids of tokens that this takes the place of.
-        pool: where its caches come from, and wait for the next request; None where none are kept.
-        failure: why it cannot run, in a sentence, where its weights are made late and could not be, or a process that
-            runs a part of it has ended; None while it can.
-        warmups: forwards so far that took longer than others of their shape will, as those that record a CUDA graph.
-        records_chains: whether `forward_chains` can be asked.
+        head_width: entries of `ForwardOutput.hidden` that heads read: all, or the nonzero ones of a padded model; 0 if
+            none.
+        shown_layers: number of layers with output in `forward_showing`; 0 if it is not supported.
+        adapters: names that a segment may use.
+        shared_ids: ids that a draft with another tokenizer can write; None: all.
+        input_names: non-text inputs of a prompt, such as `pixel_values`; empty for text-only models.
+        placeholders: ids of tokens that these inputs replace.
+        pool: of its caches; None if none are kept.
+        failure: why it cannot run, in a sentence; None while it can.
+        warmups: number of forwards so far that took longer than later ones of their shape, such as CUDA graph captures.
+        records_chains: whether `forward_chains` is supported.
     """
 
     device: torch.device
@@ -149,7 +145,7 @@ class LanguageModel(Reader, ABC):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the weights, the same for every dtype, device and padding; computed when it is asked for.
+        """A hash of the weights, equal for every dtype, device and padding; computed on first use.
 
         Raises:
             ModelError: there are no weights to read.
@@ -158,42 +154,39 @@ class LanguageModel(Reader, ABC):
 
     @property
     def sample(self) -> str | None:
-        """A hash of a few rows of each weight, which is found at once; None where there are none to read."""
+        """A hash of a few rows of each weight, which is fast to compute; None if there are none to read."""
         return None
 
     @property
     def processor(self) -> Processor:
-        """What makes prompts of texts with pictures.
+        """The processor that makes prompts of texts with images.
 
         Raises:
-            PromptError: the model does not see.
-            ModelError: it comes without one.
+            PromptError: the model reads no images.
+            ModelError: it comes without a processor.
             MissingExtraError: Pillow is not installed.
         """
         raise PromptError(f"{self.name!r} takes no pictures; give text alone, or name a model that sees")
 
     def new_cache(self) -> RequestCache:
-        """An empty cache for one request."""
         assert self.pool is not None
         return self.pool.acquire()
 
     def release_cache(self, cache: RequestCache) -> None:
-        """Take back a cache that is no longer used."""
         assert self.pool is not None
         self.pool.release(cache)
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """What a text that is made up has to begin with; empty without an encoder."""
+        """The tokens that a synthetic text must begin with; empty without an encoder."""
         return () if self.sources is None else self.sources.opening
 
     @property
     def opening_inputs(self) -> Mapping[str, Tensor] | None:
-        """What stands beside the tokens of `opening`, where an encoder hears."""
+        """Non-text inputs of `opening`, for an encoder of audio."""
         return None if self.sources is None else self.sources.opening_inputs or None
 
     def begun_cache(self) -> RequestCache:
-        """A cache that holds `opening`, so that any tokens may follow."""
         cache, ids = self.new_cache(), self.opening
         if ids:
             shape = chain_shape(len(ids))
@@ -204,7 +197,7 @@ class LanguageModel(Reader, ABC):
 
     @contextmanager
     def trying(self) -> Iterator[RequestCache]:
-        """A cache that holds `opening`, to see what a few tokens behind it give; it is given back then."""
+        """A cache that holds `opening`, for trial forwards; it is released at the end of the context."""
         cache = self.begun_cache()
         try:
             yield cache
@@ -212,19 +205,19 @@ class LanguageModel(Reader, ABC):
             self.release_cache(cache)
 
     def most_drafted(self, tokens: Sequence[int]) -> int:
-        """Tokens of its own that it may write behind a text, one below another: the last of them it never reads."""
+        """Largest depth of a draft that it may write after a text; it never reads the last token of it."""
         return self.most_tokens(tokens) - len(tokens) + 1
 
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """One packed forward. A row's logits depend on its own context and ancestors only.
+        """Run one packed forward. A row's logits depend on its own context and ancestors only.
 
         Raises:
             ModelError: the model failed.
         """
 
     def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
-        """The same forward, with the output of some layers, given by numbers below `shown_layers`.
+        """`forward` with the outputs of some layers, given by numbers below `shown_layers`.
 
         Raises:
             UnsupportedModelError: the model shows none.
@@ -234,18 +227,18 @@ class LanguageModel(Reader, ABC):
     def forward_chains(
         self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Several forwards in one: behind each segment a chain of tokens is chosen, each by what is there before it.
+        """Several forwards in one: after each segment a chain of tokens is chosen, each after the previous one.
 
-        All tokens but the last of each chain are written behind the segment's, as further uncommitted ones.
+        All tokens but the last of each chain are written after the segment's, as further uncommitted ones.
 
         Args:
-            segments: chains, one for each request, with logits wanted at the last token.
-            levels: tokens to choose behind each.
-            choose: a function of its arguments alone, at the top of a module: recordings are told apart by it.
-            numbers: `[requests, levels]` each, which it is given beside the logits.
+            segments: chains, one for each request, with logits of the last token.
+            levels: tokens to choose for each.
+            choose: a module-level function that depends on its arguments only: recordings are keyed by it.
+            numbers: `[requests, levels]` each, passed to `choose` with the logits.
 
         Returns:
-            Ids `[requests, levels]`, and the distributions `[requests, levels, vocab]`; both on the device.
+            Ids `[requests, levels]`, and the distributions `[requests, levels, vocab]`, on the device.
 
         Raises:
             UnsupportedModelError: the model records no chains.
@@ -253,11 +246,10 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
 
     def quantized(self, bits: int) -> LanguageModel:
-        """This model with linear weights of so many bits, to draft for itself.
+        """This model with quantised linear weights, as a drafter for itself; the weights are made on first use.
 
-        Its forwards read what this model committed to its caches, and write behind it; who runs them must not commit,
-        for this model would compute other keys and values. Forwards of the two wait for each other. The weights are
-        made, beside this model's own, when they are first used.
+        Its forwards read what this model committed to its caches and write after it. The caller must not commit,
+        because this model would compute other keys and values. Forwards of the two wait for each other.
 
         Args:
             bits: 8 or 4.
@@ -269,8 +261,7 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} has no weights that could be quantised")
 
     def check_room(self) -> None:
-        """Refuse where weights that are still to be made find no room in the memory that is free now, or could not be
-        made before.
+        """Check that weights that are still to be made fit into the memory that is free now, and did not fail before.
 
         Raises:
             ModelError: says how much they take and how much is free.
@@ -279,20 +270,14 @@ class LanguageModel(Reader, ABC):
             raise ModelError(self.failure)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Held while an engine steps: what is computed between forwards keeps out of their way."""
+        """Held while an engine steps: computations between forwards do not compete with them."""
         return nullcontext()
 
     def unembed(self, vectors: Tensor) -> Tensor:
-        """What the LM head makes of vectors, as if the model's layers had made them.
-
-        Args:
-            vectors: `[rows, head_width]`, in the model's dtype.
-
-        Returns:
-            Logits `[rows, vocab_size]`; a row does not depend on the others.
+        """Logits `[rows, vocab_size]` of vectors `[rows, head_width]` in the model's dtype, row by row.
 
         Raises:
-            UnsupportedModelError: the model has no LM head that could be used alone.
+            UnsupportedModelError: the model has no LM head that can be used separately.
         """
         raise UnsupportedModelError(f"{self.name} has no LM head that heads could share")
 
@@ -300,7 +285,7 @@ class LanguageModel(Reader, ABC):
         """A copy of the LM head on the CPU, with gradients through the vectors, also of packed and quantised weights.
 
         Raises:
-            UnsupportedModelError: as `unembed`.
+            UnsupportedModelError: see `unembed`.
         """
         raise UnsupportedModelError(f"{self.name} has no LM head that heads could learn with")
 
@@ -308,23 +293,20 @@ class LanguageModel(Reader, ABC):
         """The `count` likeliest ids by the logits of `unembed`, `[rows, count]`; a row does not depend on the others.
 
         Raises:
-            UnsupportedModelError: as `unembed`.
+            UnsupportedModelError: see `unembed`.
         """
         return TopK.of(self.unembed(vectors), count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
-        """Residual heads x + SiLU(W x + b) that end in the LM head, where the model has a faster way than `likeliest`.
+        """A faster `likeliest` for residual heads x + SiLU(W x + b) before the LM head; None if there is none.
 
         Args:
-            blocks: the linear layers of each head, as many of each, `head_width` wide; their weights are copied.
-
-        Returns:
-            What gives the likeliest ids by the first heads; None where there is no faster way.
+            blocks: the linear layers of each head, equally many, `head_width` wide; their weights are copied.
         """
         return None
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings `[rows, head_width]` of ids `[rows]`, as they lie in the model's table.
+        """The embeddings `[rows, head_width]` of ids `[rows]`, as they are in the model's table.
 
         Raises:
             UnsupportedModelError: the model has no such table, or one of another width than heads read.
@@ -332,5 +314,5 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} has no embedding that heads could read")
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """What the model does to the product of its LM head (a factor, a soft cap), for a product of any shape."""
+        """Apply the model's factor or soft cap to the product of its LM head, of any shape."""
         return logits

@@ -1,4 +1,4 @@
-"""The files that a model was read from, and what was found out about their weights, kept in the user's cache folder."""
+"""The files that a model was read from, and cached hashes of their weights in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ _log = logging.getLogger("truedraft.models")
 
 
 class Checkpoint:
-    """Weights in files, which are read again where what was packed has lost its own.
+    """Files of weights, which are read again when the model's own were packed and freed.
 
-    What takes reading all of them is kept, and holds as long as the files' paths, sizes, times and inodes do.
+    Results that need all weights are cached, and valid while the files' paths, sizes, times and inodes are unchanged.
 
     Args:
-        read: the weights as they were before padding and packing, in bfloat16.
-        files: that it reads.
+        read: reads the weights as they were before padding and packing, in bfloat16.
     """
 
     def __init__(self, read: Callable[[], PreTrainedModel], files: Sequence[Path]) -> None:
         self.read = read
         self._files = sorted(files)
-        self._state = self._now()  # before they are read: what changed meanwhile is not kept as theirs
+        self._state = self._now()  # before they are read, so that a change in between invalidates the cache
 
     def _now(self) -> dict[str, Any]:
-        """The files as they are, and what gives their tensors names."""
+        """The state of the files, and the versions that determine tensor names."""
         found = [(str(file.absolute()), file.stat()) for file in self._files if file.is_file()]
         seen = [[path, about.st_size, about.st_mtime_ns, about.st_ino] for path, about in found]
         return {"files": seen, "versions": versions()}
@@ -48,12 +47,7 @@ class Checkpoint:
         return cache_folder() / "fingerprints" / f"{hashlib.sha256(paths.encode()).hexdigest()[:24]}.json"
 
     def kept(self, what: str, find: Callable[[], str]) -> str:
-        """Something about the weights: what was kept of these files, else found now, and kept.
-
-        Args:
-            what: it is.
-            find: takes reading them.
-        """
+        """A result with this name for these files: cached, else computed by `find` from the weights and cached."""
         record = object_of(self._place)
         record = record if record.get("state") == self._state else {"state": self._state}
         if isinstance(known := record.get(what), str):
@@ -70,18 +64,15 @@ class Checkpoint:
         return found
 
     def sample(self) -> str | None:
-        """As `sample_of`, of the files."""
+        """`sample_of` for the files."""
         return self.kept("sample", lambda: sample_of(self.read()) or "") or None
 
 
 def sample_of(model: PreTrainedModel) -> str | None:
-    """A hash of all parameters' names, shapes, and bfloat16 values in their first and last rows: no others are read.
+    """A hash of all parameters' names, shapes, and bfloat16 values in their first and last rows; no others are read.
 
-    Models whose weights were trained apart have others; what is equal but for some rows may have the same. None of a
-    padded model that says what it was made from: its rows are others than that one's.
-
-    Args:
-        model: with all of its weights, in float32 or bfloat16.
+    Separately trained models have different hashes; models that differ in a few rows only may have the same. None for a
+    padded model that records its original, because its rows differ from the original's.
 
     Returns:
         32 hexadecimal digits of a SHA-256.

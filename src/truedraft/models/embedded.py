@@ -1,6 +1,6 @@
 """The small models of the package `truedraft-embedded`: fixtures of tests and examples that need no network.
 
-Each folder is an ordinary Hugging Face folder with its card.
+Each folder is an ordinary Hugging Face folder with a model card.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def _installed(what: str, name: str, known: tuple[str, ...]) -> Path:
 
 
 def _file(what: str, name: str) -> Path:
-    """A file or folder of the package, which is found without running it."""
     spec = find_spec(_PACKAGE)
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (path := Path(place) / name).exists():
@@ -56,11 +55,9 @@ def _file(what: str, name: str) -> Path:
 
 
 def refuse_no_text(target: str, data: Sequence[object], doing: str) -> None:
-    """Refuse to train for a target without text that is like what it will be used for; the embedded one has its own.
+    """Refuse to train for a target without text that resembles its later use; the embedded target has its own.
 
     Args:
-        target: by its name.
-        data: files of text.
         doing: what the text is needed for, with {} in place of the target.
 
     Raises:
@@ -74,12 +71,12 @@ def refuse_no_text(target: str, data: Sequence[object], doing: str) -> None:
 
 
 def embedded_names() -> tuple[str, ...]:
-    """Names that `load_model("embedded:NAME")` knows."""
+    """Valid names in `load_model("embedded:NAME")`."""
     return _MODELS
 
 
 def embedded_heads_names() -> tuple[str, ...]:
-    """Kinds of heads for the embedded target; `--drafter KIND` without a path takes them there."""
+    """Kinds of heads for the embedded target; `--drafter KIND` without a path uses them."""
     return _HEADS
 
 

@@ -29,14 +29,12 @@ from truedraft.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
+    """The written model.
 
     Attributes:
-        folder: where it is.
-        parameters: of the model.
-        bytes: of its weights' files.
-        dtype: of its weights.
-        note: what figures of a padded model mean; None where it was not padded.
+        parameters: number of weights.
+        bytes: of the files with weights.
+        note: what measurements of a padded model mean; None if it was not padded.
     """
 
     folder: Path
@@ -54,14 +52,13 @@ def export_model(
     dtype: str = "auto",
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Write a model, padded if that is wanted, with its tokenizer into a new folder.
+    """Write a model, padded if requested, with its tokenizer into a new folder.
 
     Args:
-        name: as `load_model` takes it.
         folder: one that does not exist, or is empty.
-        pad_to: "110M", "500M" or "7B"; None writes the model as it is.
-        dtype: of the written weights, as `load_model` takes it; "auto" is what is fast on this machine's CPU.
-        on_stage: called with what is being done now.
+        pad_to: "110M", "500M" or "7B"; None does not pad.
+        dtype: see `load_model`; "auto" is what is fast on this machine's CPU.
+        on_stage: called with the name of each stage.
 
     Raises:
         OptionError: an unusable folder, dtype or size, or too little room for the weights.
@@ -116,7 +113,7 @@ def save_padded(
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make the folder before minutes are spent on its content; what fails or is interrupted leaves no half a model.
+    """Make the folder before its content, which takes minutes; failure or interruption leaves nothing in it.
 
     Raises:
         OptionError: the folder cannot be written, or holds something.

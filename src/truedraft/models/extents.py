@@ -1,4 +1,4 @@
-"""Sizes in a config.json, held against the weights beside it before anything of these sizes is made."""
+"""Compares sizes in a config.json with the weights in its folder before anything of these sizes is made."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ _SIZES = {
     *("num_key_value_heads", "d_model", "d_ff", "n_embd", "n_head", "n_inner", "ffn_dim"),
 }
 _LEAST_COUNT, _LEAST_SIZE = 4096, 1 << 20  # smaller ones take neither memory nor time
-_PER_CODE = 16  # entries that a quantised weight holds for one of its tensor's
+_PER_CODE = 16  # weights in one entry of a quantised tensor, at most
 
 
 def refuse_vast_sizes(said: Mapping[str, Any], source: str, name: str, revision: str | None) -> None:
     """Refuse a config.json with more layers, experts or entries than the weights can have.
 
     Args:
-        said: what stands in it.
+        said: its content.
         source: a folder, or a name on the hub.
-        name: what the user called it.
-        revision: of a hub name.
 
     Raises:
         ModelError: it does so, or the weights cannot be read.
@@ -58,7 +56,7 @@ def _sizes_in(said: Any) -> Iterator[tuple[str, int]]:
 
 
 def _extents(source: str, name: str, revision: str | None) -> tuple[int, int]:
-    """How many tensors the weights are, and the longest side of any; of pickles the bytes of the longest entry."""
+    """The number of tensors, and the longest side of any; for pickles the bytes of the longest entry."""
     tensors = longest = 0
     try:
         for file in weight_files(source, name, revision):

@@ -1,7 +1,7 @@
-"""GGUF files: their tensors as quantised weights or as numbers, and what they say of a model and its tokenizer.
+"""GGUF files: their tensors, quantised or as numbers, and their model configuration and tokenizer.
 
-The blocks of quantised types are those of ggml (ggml-common.h); the `gguf` package reads the file and gives each tensor
-as rows of such blocks.
+The blocks of quantised types are those of ggml (ggml-common.h); the `gguf` package reads the file and returns each
+tensor as rows of such blocks.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from truedraft.text.gguf_tokenizer import read_tokenizer
 INDEX = "gguf.json"
 _FORMAT = 6
 _PIECE, _WHOLE = 1 << 20, 64  # codes that are read at a time, of outputs in whole units of the native products
-_FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
-_BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
+_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
+_BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # these at most permute rows of matrices
 _HAS_OTHERS = "has tensors that its model has not"
-_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # GGUF's names of what configurations call so
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # GGUF's names of special tokens, by those of configurations
 _log = logging.getLogger(__name__)
 
 Blocks = NDArray[np.uint8]
@@ -57,7 +57,7 @@ Blocks = NDArray[np.uint8]
 
 
 def _float16(blocks: Blocks, first: int, count: int = 1) -> Tensor:
-    """Numbers that begin at a byte of each block: `[out, blocks * count]`."""
+    """Numbers from byte `first` of each block: `[out, blocks * count]`."""
     part = np.ascontiguousarray(blocks[..., first : first + 2 * count])
     return torch.from_numpy(part.view("<f2").astype(np.float16).reshape(len(blocks), -1))
 
@@ -106,8 +106,8 @@ def _q5_1(blocks: Blocks) -> QuantizedWeight:
 def _inner(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Inner scales and shifts of Q4_K and Q5_K, `[out, groups]`: 6 bits each of 8 groups, in 12 bytes from byte 4 on.
 
-    Those of the first four groups are the lower 6 bits of the first 8 bytes; those of the others have their lower 4
-    bits in the last 4 bytes, and their upper 2 where the first ones leave room.
+    Those of the first four groups are the lower 6 bits of the first 8 bytes. Those of the others have their lower 4
+    bits in the last 4 bytes, and their upper 2 in the free bits of the first 8.
     """
     scales, shifts, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     first = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
@@ -127,7 +127,7 @@ def _q4_k(blocks: Blocks) -> QuantizedWeight:
 
 
 def _q5_k(blocks: Blocks) -> QuantizedWeight:
-    group = np.arange(8, dtype=np.uint8)[:, None]  # whose fifth bits are bits of this number
+    group = np.arange(8, dtype=np.uint8)[:, None]  # its fifth bits are the bits with this number
     fifth = blocks[..., None, 16:48] >> group & 1
     codes = _codes(_in_eighths(blocks, 48) | fifth.reshape(*blocks.shape[:2], 256) << 4, len(blocks))
     return QuantizedWeight(5, Scheme.NESTED, codes, _float16(blocks, 0), _float16(blocks, 2), *_inner(blocks))
@@ -142,7 +142,7 @@ def _q6_k(blocks: Blocks) -> QuantizedWeight:
     return QuantizedWeight(6, Scheme.HALVES, _codes(low | high << 4, out), _float16(blocks, 208), None, inner)
 
 
-# What reads a type, bytes of a block, and what is read.
+# For each type: its reader, bytes of a block, and the resulting bits and scheme.
 _READERS: dict[str, tuple[Callable[[Blocks], QuantizedWeight], int, tuple[int, Scheme]]] = {
     "Q4_0": (_q4_0, 18, (4, Scheme.ONE)),
     "Q4_1": (_q4_1, 20, (4, Scheme.SHIFTED)),
@@ -160,7 +160,7 @@ def quantized_of(kind: str, data: NDArray[np.uint8]) -> QuantizedWeight:
     """The weight of a quantised tensor.
 
     Args:
-        kind: its type, by ggml's name.
+        kind: ggml's name of its type.
         data: `[out, bytes of an output]`.
     """
     reader, size, _ = _READERS[kind]
@@ -168,7 +168,7 @@ def quantized_of(kind: str, data: NDArray[np.uint8]) -> QuantizedWeight:
 
 
 def numbers_of(kind: str, data: NDArray[np.uint8]) -> Tensor:
-    """A tensor of numbers, in float32, as `quantized_of` takes it."""
+    """A tensor that is not quantised, in float32; arguments as for `quantized_of`."""
     of_type = np.ascontiguousarray(data).view(_NUMBERS[kind][0])
     if kind == "BF16":
         return torch.from_numpy(of_type.astype(np.int16)).view(torch.bfloat16).float()
@@ -176,21 +176,20 @@ def numbers_of(kind: str, data: NDArray[np.uint8]) -> Tensor:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """A folder's GGUF files, in order; of a model that is in several the first."""
+    """A folder's GGUF files, in order; only the first of a model that is in several."""
     files = sorted(folder.glob("*.gguf"))
     return [file for file in files if parts_of(file)[0] == file or parts_of(file)[0] not in files]
 
 
 def _key(seen: Iterable[tuple[Path, os.stat_result]]) -> str:
-    """Of what is kept of a model's files, as long as they are not changed."""
     known = "".join(f"{file} {about.st_size} {about.st_mtime_ns} " for file, about in seen)
     return hashlib.sha256(f"{known}{_FORMAT}".encode()).hexdigest()[:24]
 
 
 def folder_of(path: Path) -> Path:
-    """A folder with the configuration and the tokenizer of a GGUF file, and where its tensors are: what others read.
+    """A cache folder with the configuration and the tokenizer of a GGUF file, and an index of its tensors.
 
-    It is made when the file is first read, and kept: turning a large vocabulary into a tokenizer takes long.
+    It is made when the file is first read, and kept, because converting a large vocabulary into a tokenizer takes long.
 
     Raises:
         ModelError: the file cannot be read, or is broken.
@@ -214,7 +213,7 @@ def folder_of(path: Path) -> Path:
 
 @cache
 def _of_this_process(cannot_be_written: Path, reason: str) -> Path:
-    """A folder that goes with the process, in place of one that cannot be written."""
+    """A temporary folder, removed at exit, for a cache folder that cannot be written."""
     _log.warning(could_not_be_kept(cannot_be_written, reason))
     folder = tempfile.mkdtemp(prefix="truedraft-gguf-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -222,12 +221,12 @@ def _of_this_process(cannot_be_written: Path, reason: str) -> Path:
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Matrices of modules that are made take no memory, and nothing is drawn for them: weights take their places."""
+    """New modules get matrices without memory and without initialisation, because weights replace them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_) and args[0].dim() > 1:
             return args[0]
-        if func is Tensor.copy_ and not any(args[0].stride()):  # of a convolution that is made
+        if func is Tensor.copy_ and not any(args[0].stride()):  # in the constructor of a convolution
             return args[0]
         if func is torch.empty and isinstance(args[0], tuple) and len(args[0]) > 1:
             return torch.zeros((), **(kwargs or {})).expand(*args[0])
@@ -260,17 +259,15 @@ def _convert(path: Path, folder: Path) -> None:
     try:
         config.save_pretrained(folder)
         _keep_tokenizer(tokenizer, folder)
-        with written_whole(folder / INDEX) as file:  # the last: it says that the folder is whole
+        with written_whole(folder / INDEX) as file:  # the last file: its existence marks a complete folder
             file.write(json.dumps(index).encode())
     except OSError as error:
         raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
 
 
 def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str]:
-    """Parameters by the names of a file's tensors.
-
-    transformers alone would look in each module of each module, and make the table of all names anew for every one.
-    """
+    """Names of parameters by the names of a file's tensors. transformers itself would search every submodule
+    recursively and build the table of all names again for each."""
     places: dict[str, str] = {}
     about = model.config.get_text_config()
     for prefix, part in (("", model), *((f"{name}.", child) for name, child in model.named_children())):
@@ -283,7 +280,7 @@ def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str
 
 
 def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mapping[str, str]) -> None:
-    """Models that transformers dequantises by itself: it reads one file, and what its model has not it drops."""
+    """Check a model that transformers dequantises itself: it reads one file, and ignores unknown tensors."""
     if len(header.files) > 1:
         raise UnsupportedModelError(
             f"{str(path)!r} is a part of a model of the architecture {said.architecture!r}, which truedraft reads of "
@@ -305,10 +302,8 @@ def _tokenizer(path: Path, header: Header) -> Any:
 
 
 def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer so that it is read as it is: a family's own class would make its rules anew at every load.
-
-    Added tokens stand beside it, too, for which its large file would otherwise be read a second time.
-    """
+    """Save a tokenizer so that it loads as it is: a family's own class would rebuild its rules at every load. Added
+    tokens are saved separately, too, because its large file would otherwise be read twice."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     about = json.loads(file.read_text(encoding="utf-8"))
@@ -322,7 +317,6 @@ def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _header(path: Path) -> Header:
-    """What a model says, whose tensors and vocabulary can be read."""
     header = read_header(path)
     unknown = sorted({each.kind for each in header.tensors} - {*_READERS, *_NUMBERS})
     if unknown:
@@ -346,7 +340,6 @@ def _header(path: Path) -> Header:
 
 
 def _is_of_kind(name: str, value: Any) -> bool:
-    """Whether a value is of the kind that a field of a tokenizer has."""
     if name.endswith("_token_id"):
         return type(value) is int
     if name in ("model", "pre"):
@@ -356,13 +349,13 @@ def _is_of_kind(name: str, value: Any) -> bool:
 
 
 def _token(header: Header, name: str) -> int | None:
-    """A token of special meaning, by its id; None where the file says none."""
+    """The id of a special token; None if the file names none."""
     found: int | None = header.fields.get(f"tokenizer.ggml.{name}_token_id")
     return found
 
 
 def without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model whose matrices take no memory, and are nothing yet."""
+    """A causal language model with matrices that take no memory and have no values yet."""
     with _WithoutMemory(), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
@@ -386,10 +379,8 @@ def licence_of(source: str) -> str | None:
 
 
 def place_of(source: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that say where a resolved source is.
-
-    GGUF files of families whose tensors are not rows of the file's are dequantised by transformers itself.
-    """
+    """Arguments of `from_pretrained` that locate a resolved source. transformers itself dequantises GGUF files of
+    families with tensors that are not rows of the file's."""
     if not is_one(source):
         return {"pretrained_model_name_or_path": source}
     file = Path(_index(source)["files"][0])
@@ -412,14 +403,14 @@ def _processor(index: dict[str, Any]) -> type[TensorProcessor]:
 
 
 def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model whose matrices take no memory: their `quantized` gives what the file has of them.
+    """A causal language model with matrices that take no memory: their `quantized` reads the file's tensors.
 
     Raises:
-        ModelError: the file is gone, lacks tensors, or has others.
+        ModelError: the file is missing, lacks tensors, or has others.
     """
     index = _index(folder)
     try:
-        # Open as long as anything of it may be read: another file may take its name.
+        # Kept open as long as any tensor may be read, because another file may take its name.
         files = [Path(each).open("rb") for each in index["files"]]  # noqa: SIM115
     except OSError as error:
         raise ModelError(f"cannot read the weights of {name!r}: {first_line(error)}") from error
@@ -447,7 +438,7 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
 
 
 def _divide_frequencies(model: PreTrainedModel, stored: StoredTensor, files: Sequence[BinaryIO]) -> None:
-    """Of rotary tables, as Llama 3.1 and later have it."""
+    """Scale the rotary frequencies, as Llama 3.1 and later need."""
     factors = numbers_of(stored.kind, stored.data(files))
     for buffer, values in model.named_buffers():
         if buffer.endswith("inv_freq") and values.shape == factors.shape:
@@ -474,7 +465,7 @@ def _fill(weight: nn.Parameter, stored: StoredTensor, files: Sequence[BinaryIO],
         which = order[index.numpy() if isinstance(index, Tensor) else index]
         if not len(which):
             return quantized_of(stored.kind, stored.data(files, 0, 0))
-        first, end = int(which.min()), int(which.max()) + 1  # a piece's are neighbours, so each is read once
+        first, end = int(which.min()), int(which.max()) + 1  # those of a piece are neighbours, so each is read once
         return quantized_of(stored.kind, stored.data(files, first, end)[which - first])
 
     out, inputs = stored.shape[0], stored.shape[-1]

@@ -1,6 +1,6 @@
-"""The configuration that a GGUF file describes.
+"""The model configuration of a GGUF file.
 
-Each key of a file that is about its model is followed, or says what holds anyway, or the file is refused by that key.
+Each key about the model is applied, or has a value that changes nothing; otherwise the file is refused with that key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from truedraft.errors import ModelError, UnsupportedModelError, first_line
 
-FAMILIES: Final = {  # transformers' names of what llama.cpp calls architectures
+FAMILIES: Final = {  # transformers' names of llama.cpp's architectures
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -35,20 +35,19 @@ FAMILIES: Final = {  # transformers' names of what llama.cpp calls architectures
     "mamba": "mamba",
     "nemotron": "nemotron",
 }
-_PARTLY = ("phi3", "stablelm", "nemotron")  # families in which a part of a head may turn
+_PARTLY = ("phi3", "stablelm", "nemotron")  # families that may rotate a part of a head
 _LAYERS = 512  # llama.cpp's limit
-_LARGEST = 1 << 31  # any number
+_LARGEST = 1 << 31  # largest value of any number
 _EITHER = object()  # any value
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What a key says.
+    """The type of a key's value, and its use.
 
     Attributes:
-        kind: of its value.
-        fields: of configurations that follow it: the first that a family's has.
-        idle: values that change nothing where it has none.
+        fields: names in configurations; the first that a family's configuration has is set.
+        idle: values that change nothing, for configurations without these fields.
     """
 
     kind: type
@@ -56,7 +55,7 @@ class _Key:
     idle: tuple[Any, ...] = ()
 
 
-_WIDTHS = {  # numbers that tensors have, too, so that none is greater than the largest of their axes
+_WIDTHS = {  # sizes that tensors have, too, so none is greater than their longest axis
     "vocab_size": _Key(int, ("vocab_size",)),
     "embedding_length": _Key(int, ("hidden_size",)),
     "block_count": _Key(int, ("num_hidden_layers",)),
@@ -102,14 +101,14 @@ _OTHERS = {
     "ssm.dt_b_c_rms": _Key(bool, (), (False,)),
     "rope.scaling.alpha": _Key(float, (), (0,)),
     "rope.scaling.attn_factor": _Key(float, (), (1,)),
-    # Of positions; see `_Positions`.
+    # Rotary positions; see `_Positions`.
     "rope.freq_base": _Key(float, (), (_EITHER,)),
     "rope.freq_base_swa": _Key(float, (), (_EITHER,)),
     "rope.dimension_count": _Key(int, (), (_EITHER,)),
     "rope.scaling.type": _Key(str, (), (_EITHER,)),
     "rope.scaling.factor": _Key(float, (), (_EITHER,)),
     "rope.scale_linear": _Key(float, (), (_EITHER,)),
-    # What only the types of stretching read that are refused, and what no forward reads.
+    # Read only by scaling types that are refused, or by no forward.
     "rope.scaling.original_context_length": _Key(int, (), (_EITHER,)),
     "rope.scaling.finetuned": _Key(bool, (), (_EITHER,)),
     "rope.scaling.yarn_log_multiplier": _Key(float, (), (_EITHER,)),
@@ -117,26 +116,21 @@ _OTHERS = {
     "rope.scaling.yarn_attn_factor": _Key(float, (), (_EITHER,)),
     "rope.scaling.yarn_beta_fast": _Key(float, (), (_EITHER,)),
     "rope.scaling.yarn_beta_slow": _Key(float, (), (_EITHER,)),
-    "pooling_type": _Key(int, (), (_EITHER,)),  # of embeddings
-    "tensor_data_layout": _Key(str, (), (_EITHER,)),  # an architecture has one
+    "pooling_type": _Key(int, (), (_EITHER,)),  # of embedding models
+    "tensor_data_layout": _Key(str, (), (_EITHER,)),  # an architecture has only one
 }
 _KEYS = _WIDTHS | _OTHERS
 _PATTERN = "attention.sliding_window_pattern"
-_WINDOW_EVERY = {"gemma2": 2, "gemma3": 6}  # a layer of so many reads all of a text, where the file does not say
-_DIVIDED_BY_HEADS = {"gemma2": 46, "gemma3": 62}  # layers of models of 27B, whose queries are scaled otherwise
+_WINDOW_EVERY = {"gemma2": 2, "gemma3": 6}  # every n-th layer has full attention, if the file does not say
+_DIVIDED_BY_HEADS = {"gemma2": 46, "gemma3": 62}  # number of layers of the 27B models, which scale queries otherwise
 
 
 class Said:
-    """What a file says of its model, by keys without the architecture.
-
-    Args:
-        path: of the file, for messages.
-        fields: all that it says.
-        shapes: of its tensors, by their names.
+    """A file's keys about its model, without the architecture's prefix, and the shapes of its tensors.
 
     Raises:
-        ModelError: what it says cannot be.
-        UnsupportedModelError: of an architecture that is not read, or a key that is not followed.
+        ModelError: a value is impossible.
+        UnsupportedModelError: of an architecture that is not read, or a key that cannot be applied.
     """
 
     def __init__(self, path: str, fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -157,7 +151,7 @@ class Said:
         self._hold_sizes()
 
     def _checked(self, key: str, value: Any) -> Any:
-        """A value of the kind that its key has. Numbers of layers that are alike are one."""
+        """A value of its key's type. A list of equal values for all layers becomes one value."""
         if key not in _KEYS:
             raise self.unsupported(key, value)
         kind = _KEYS[key].kind
@@ -173,21 +167,19 @@ class Said:
         return float(value) if kind is float else value
 
     def unsupported(self, key: str, value: Any) -> UnsupportedModelError:
-        """A key that is not followed."""
         return UnsupportedModelError(
             f"{self.path!r} says {self._prefix}{key[:100]} = {str(value)[:100]!r}, which truedraft does not follow; "
             "get the model as a Hugging Face folder"
         )
 
     def impossible(self, key: str, value: Any) -> ModelError:
-        """A value that no model has."""
         return ModelError(
             f"{self.path!r} says {self._prefix}{key} = {str(value)[:100]!r}, which does not fit its tensors or its "
             "other values; fetch it again"
         )
 
     def _hold_sizes(self) -> None:
-        """Before anything is made of them: against tensors, whose bytes the file has."""
+        """Compare sizes with the file's tensors before anything of these sizes is made."""
         norms = [key for key in self.values if key.startswith("attention.layer_norm")]
         needed = ["context_length", "embedding_length", "block_count"]
         needed += [] if self.architecture == "mamba" else ["attention.head_count"]
@@ -221,7 +213,7 @@ class Said:
 
     @property
     def head(self) -> int:
-        """Numbers of a head; 0 where there are none."""
+        """Entries of a head; 0 without heads."""
         heads = self.values.get("attention.head_count", 0)
         found: int = self.values.get("attention.key_length", self.values["embedding_length"] // heads if heads else 0)
         return found
@@ -229,13 +221,13 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class _Positions:
-    """How positions turn queries and keys: pair i of a head's first numbers by `base ** (-2 i / rotated) / factor`.
+    """The rotary positions: pair i of a head's first entries is rotated by `base ** (-2 i / rotated) / factor`.
 
     Attributes:
-        base: of layers that read all of a text.
-        factor: that these stretch positions by.
-        windowed: the base of layers that read a window, where these have one of their own: they stretch nothing.
-        rotated: numbers of a head.
+        base: of layers with full attention.
+        factor: linear scaling of positions in these layers.
+        windowed: the base of layers with a window, if they have their own; they do not scale positions.
+        rotated: number of rotated entries of a head.
     """
 
     base: float
@@ -245,7 +237,7 @@ class _Positions:
 
     @classmethod
     def of(cls, said: Said) -> _Positions:
-        """As llama.cpp reads a file."""
+        """From a file, as llama.cpp reads it."""
         values = said.values
         kind = values.get("rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
@@ -269,7 +261,7 @@ class _Positions:
         )
 
     def parameters(self, head: int, partly: bool) -> dict[str, Any]:
-        """As transformers has it."""
+        """In transformers' form."""
         found: dict[str, Any] = {"rope_type": "default", "rope_theta": self.base}
         if self.factor != 1:
             found |= {"rope_type": "linear", "factor": self.factor}
@@ -279,11 +271,7 @@ class _Positions:
         return found | ({"partial_rotary_factor": self.rotated / head} if partly else {})
 
     def hold(self, said: Said, model: PreTrainedModel) -> None:
-        """A model turns as the file says.
-
-        Raises:
-            UnsupportedModelError: it does not.
-        """
+        """See `hold_positions`."""
         pairs = torch.arange(0, self.rotated, 2, dtype=torch.float64) / max(self.rotated, 1)
         for name, values in model.named_buffers():
             if name.endswith("inv_freq") and "original" not in name:
@@ -294,16 +282,11 @@ class _Positions:
 
 
 def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -> PreTrainedConfig:
-    """The configuration of a file's model.
-
-    Args:
-        said: what the file says.
-        vocabulary: its number of tokens.
-        tokens: ids by the names of configurations: bos_token_id and the like.
+    """The configuration of a file's model, with the ids of special tokens by their names in configurations.
 
     Raises:
-        ModelError: what it says does not fit together.
-        UnsupportedModelError: a key that the model's family in transformers does not follow.
+        ModelError: its keys do not fit together.
+        UnsupportedModelError: a key that the model's family in transformers does not have.
     """
     kind = CONFIG_MAPPING[FAMILIES[str(said.architecture)]]
     names = {*kind.__dataclass_fields__, *kind.attribute_map}
@@ -337,7 +320,7 @@ def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -
 
 
 def _is_idle(said: Said, key: str, value: Any) -> bool:
-    """Whether a key of which no field of a configuration is left says what holds anyway."""
+    """Whether a key without a field in the configuration has a value that changes nothing."""
     if key in ("attention.key_length", "attention.value_length"):
         return bool(value * said.values.get("attention.head_count", 0) == said.values["embedding_length"])
     if key == "attention.head_count_kv":
@@ -350,7 +333,7 @@ def _is_idle(said: Said, key: str, value: Any) -> bool:
 
 
 def _add_what_others_imply(said: Said, followed: dict[str, Any], names: set[str]) -> None:
-    """What a file says by its tensors, by what it leaves out, or in another form than transformers."""
+    """Add settings that a file expresses by its tensors, by omitting a key, or in another form than transformers."""
     architecture, heads = said.architecture, said.values.get("attention.head_count", 0)
     followed["tie_word_embeddings"] = architecture == "bloom" or "output.weight" not in said.shapes
     if "num_key_value_heads" in names:
@@ -376,7 +359,7 @@ def _add_what_others_imply(said: Said, followed: dict[str, Any], names: set[str]
         followed["use_qkv_bias"] = "blk.0.attn_q.bias" in said.shapes
         followed["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in said.shapes
     if architecture == "qwen3moe":
-        followed.setdefault("norm_topk_prob", True)  # llama.cpp does not ask
+        followed.setdefault("norm_topk_prob", True)  # llama.cpp always does this
     if architecture == "gemma2" and followed.get("sliding_window", 1) is None:
         raise said.impossible("attention.sliding_window", 0)
     if architecture in _WINDOW_EVERY:
@@ -389,7 +372,7 @@ def _add_what_others_imply(said: Said, followed: dict[str, Any], names: set[str]
 
 
 def _layer_types(said: Said, followed: dict[str, Any]) -> list[str]:
-    """Which layers read a window: those that a list names, or all but each n-th."""
+    """The attention type of each layer: a window where a list says so, or in all but each n-th."""
     every = said.values.get(_PATTERN, _WINDOW_EVERY[str(said.architecture)])
     layers = said.values["block_count"]
     if isinstance(every, int) and 0 <= every < _LARGEST:
@@ -405,9 +388,9 @@ def _layer_types(said: Said, followed: dict[str, Any]) -> list[str]:
 
 
 def hold_positions(said: Said, model: PreTrainedModel) -> None:
-    """A model turns queries and keys by positions as the file says.
+    """Check that a model's rotary positions are those of the file.
 
     Raises:
-        UnsupportedModelError: it does not.
+        UnsupportedModelError: they are not.
     """
     _Positions.of(said).hold(said, model)

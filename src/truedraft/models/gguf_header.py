@@ -1,6 +1,6 @@
-"""The header of a GGUF file: what it says, and where its tensors lie, of one file or of all parts of a model.
+"""The header of a GGUF file, or of all parts of a model: its fields, and the locations of its tensors.
 
-Files come from strangers: each length is held against the bytes that are left before it is followed.
+Files are untrusted: each length is compared with the remaining bytes before it is used.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelErro
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_ENTRIES = 1 << 22  # of a header with those of its lists; the largest vocabularies with their merges have a third of it
+_ENTRIES = 1 << 22  # of a header and its lists; the largest vocabularies with their merges have a third of it
 _AXES = 4  # ggml's limit
 _ALIGNMENT = 32
-_ONE_READER = threading.Lock()  # a file has one place that is read next
+_ONE_READER = threading.Lock()  # a file has a single read position
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a model has a tensor.
+    """The location of a tensor.
 
     Attributes:
-        name: as llama.cpp calls it.
-        place: as transformers calls the parameter; "" of one that the model has not.
-        kind: type, by ggml's name; its number where the package `gguf` knows none.
+        name: llama.cpp's name.
+        place: transformers' name of the parameter; "" if the model has none.
+        kind: ggml's name of its type; its number if the package `gguf` has no name.
         shape: the last axis is that of inputs.
-        offset: bytes before it.
-        size: its bytes.
-        part: which of the model's files has it.
+        offset: of its first byte in the file.
+        size: in bytes.
+        part: index of its file in `Header.files`.
     """
 
     name: str
@@ -53,9 +53,9 @@ class StoredTensor:
     part: int = 0
 
     def data(self, files: Sequence[BinaryIO], first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
-        """`[end - first, bytes of an output]` of outputs from `first` to `end`, by default all; of a vector its bytes.
+        """Bytes `[end - first, bytes of an output]` of outputs from `first` to `end`; of a vector `[bytes]`.
 
-        It is read, not mapped: what is cut short meanwhile would end the process.
+        They are read, not mapped: if a mapped file were truncated, the process would be killed.
 
         Raises:
             ModelError: the file ends before it.
@@ -72,13 +72,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a model's files say.
-
-    Attributes:
-        files: all of its parts in order; most models have one.
-        fields: values by keys; those of parts are the first one's.
-        tensors: of all parts.
-    """
+    """The header of a model's files: all parts in order, the first part's values by keys, and all parts' tensors."""
 
     files: list[Path]
     fields: dict[str, Any]
@@ -86,22 +80,20 @@ class Header:
 
 
 class _DamagedError(Exception):
-    """What is wrong with a file, as the rest of a sentence that begins with its name."""
+    """What is wrong with a file; the message continues a sentence that begins with its name."""
 
 
 _CUT_OFF = "is cut off or damaged"
 
 
 class _Bytes:
-    """Reads a header from its begin to its end."""
-
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._left = _ENTRIES
         self.at = 0
 
     def _next(self, count: int) -> int:
-        """Where the next bytes begin, which are passed."""
+        """Advance by `count` bytes; returns where they begin."""
         begin = self.at
         if count > len(self._data) - begin:
             raise _DamagedError(_CUT_OFF)
@@ -109,17 +101,16 @@ class _Bytes:
         return begin
 
     def count_entries(self, count: int) -> None:
-        """Hold a number of entries against what a header may have."""
+        """Raise if the header has too many entries."""
         self._left -= count
         if self._left < 0:
             raise _DamagedError(f"says more than {_ENTRIES} values, which no model does")
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        """As `struct` knows the form."""
         return struct.unpack_from("<" + form, self._data, self._next(struct.calcsize("<" + form)))
 
     def texts(self, count: int) -> list[str]:
-        """Some of them; a vocabulary with its merges has hundreds of thousands."""
+        """Read several strings at once, because a vocabulary with its merges has hundreds of thousands."""
         data, at, end, found, length = self._data, self.at, len(self._data), [], struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
@@ -137,7 +128,6 @@ class _Bytes:
         return self.texts(1)[0]
 
     def value(self, key: str) -> Any:
-        """A value behind its type."""
         (kind,) = self.numbers("I")
         if kind == _ARRAY:
             kind, count = self.numbers("IQ")
@@ -156,7 +146,7 @@ class _Bytes:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of the model that a file belongs to, by the names that llama.cpp gives parts; most are alone."""
+    """All files of the model that a file belongs to, by llama.cpp's names of parts; most models have one."""
     named = _PART.fullmatch(path.name)
     if named is None:
         return [path]
@@ -165,14 +155,11 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> Header:
-    """What a model says of itself, all its parts together.
-
-    Args:
-        path: of a file, or of any part of a model that is in several.
+    """The header of a model, all its parts together; `path` is any of them.
 
     Raises:
         ModelError: a file is broken, or a part is missing or of another model.
-        UnsupportedModelError: the order of bytes is not that of most machines.
+        UnsupportedModelError: the file is big-endian.
         MissingExtraError: the package `gguf` is not installed.
     """
     files = parts_of(path)
@@ -190,7 +177,7 @@ def read_header(path: Path) -> Header:
 
 
 def _hold_together(path: Path, headers: list[Header]) -> None:
-    """Parts are of one model, and in the order of their names."""
+    """Check that parts are of one model, and in the order of their names."""
     first, count = headers[0].fields, len(headers)
     if count == 1 and first.get("split.count", 1) in (0, 1):
         return
@@ -219,7 +206,6 @@ def _hold_together(path: Path, headers: list[Header]) -> None:
 
 
 def _one(path: Path, part: int) -> Header:
-    """The header of one file."""
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
@@ -278,7 +264,7 @@ def _placed(
     alignment: Any,
     sizes: dict[int, tuple[str, int, int]],
 ) -> list[StoredTensor]:
-    """Tensors lie one behind another, as ggml demands, so none is in memory twice."""
+    """Locations of tensors. They must be contiguous, as ggml requires, so that none is in memory twice."""
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise _DamagedError(f"aligns tensors to {alignment!r} bytes, which is no power of two")
     begin = -(-header // alignment) * alignment
@@ -294,6 +280,6 @@ def _placed(
             raise _DamagedError(_CUT_OFF)
         expected += -(-whole // alignment) * alignment
         tensors.append(StoredTensor(name, "", kind, shape, begin + offset, whole))
-        if not size:  # what lies behind it cannot be told
+        if not size:  # what follows it cannot be located
             break
     return tensors

@@ -1,4 +1,4 @@
-"""An unmodified Hugging Face causal language model behind our contract."""
+"""An unmodified Hugging Face causal language model as a `LanguageModel`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_o
 from truedraft.text.tokenizer import Tokenizer
 
 _ENDLESS = 2**20
-# Rotary variants that change with the longest position of a forward, and behind which one.
+# Rotary variants that change with the longest position of a forward, and the setting with the length where they do.
 _CHANGING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 _CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _CHECKED_TOKENS = 4
-_UNIT_ROWS = 64  # of an LM head that are read at once
+_UNIT_ROWS = 64  # rows of an LM head that are read at once
 _CANONICAL = (torch.float32, torch.bfloat16)
-_MOST_OF_FREE = 0.75  # of the memory that is free, for weights that are made beside the model's own
+_MOST_OF_FREE = 0.75  # of the free memory, for weights that are made in addition to the model's own
 UP_TO_NEAR_TIES = "up to near ties"
 
 _log = logging.getLogger("truedraft.models")
@@ -54,22 +54,18 @@ class HuggingFaceModel(LanguageModel):
     The model is switched to our attention and to evaluation without gradients, so run it through `forward` only.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: of the model, or None.
-        name: what the user called it.
-        backend: makes what runs the forwards; `loading.fastest_backend` takes the fastest that fits.
-        checkpoint: what it was read from, for the fingerprint. Without it, a model that may be packed has its
-            fingerprint taken at once, for it may have lost its weights later.
+        backend: makes the backend that runs the forwards; `loading.fastest_backend` takes the fastest that fits.
+        checkpoint: its source, for the fingerprint. Without it, the fingerprint of a model that may be packed is
+            computed at once, because it may lose its weights later.
 
     Attributes:
-        parameters: how many weights the model has.
-        weight_bytes: bytes of weights that a forward reads: all but the rows of the embedding that are not looked up.
+        weight_bytes: bytes of weights that a forward reads: all but the embedding, of which it reads a few rows.
 
     Raises:
         UnsupportedModelError: the family cannot run packed; says why.
     """
 
-    tokenizer: Tokenizer | Any  # None where there is none; whoever loads a model by its name knows whether it has one
+    tokenizer: Tokenizer | Any  # None if there is none
 
     def __init__(
         self,
@@ -93,7 +89,7 @@ class HuggingFaceModel(LanguageModel):
         self.context_length, self._context_note = context_of(config)
         if model.config.is_encoder_decoder:
             self.sources = Sources.of(model, self.context_length)
-            self.context_length += self.sources.source_limit  # the encoder's text, and the decoder's
+            self.context_length += self.sources.source_limit  # the encoder's text and the decoder's
         self.eos_token_ids, self._ends_note = eos_ids(getattr(model, "generation_config", None), config, tokenizer)
         if self._ends_note is not None:
             _log.warning("%s: %s", name, self._ends_note)
@@ -118,9 +114,9 @@ class HuggingFaceModel(LanguageModel):
         self.placeholders = placeholders_of(model) if self.input_names else frozenset()
         self._lock = threading.Lock()
         self._threads = ThreadChoice() if self._backend.any_threads else None
-        self._whole: HuggingFaceModel | None = None  # that this is a cheaper form of
+        self._whole: HuggingFaceModel | None = None  # the model that this is a cheaper form of
         self._bits = 0  # of weights that are still to be made
-        self._failures: dict[int, str] = {}  # by bits: why no such weights could be made, of all that are made of this
+        self._failures: dict[int, str] = {}  # by bits: why such weights could not be made; shared with twins
 
     @property
     def module(self) -> PreTrainedModel:
@@ -129,7 +125,7 @@ class HuggingFaceModel(LanguageModel):
 
     @cached_property
     def equality(self) -> str:
-        """What speculation promises of greedy and seeded answers here, in words; found by a few small forwards."""
+        """How far greedy and seeded answers equal plain decoding, in words; determined by a few small forwards."""
         if self._whole is not None:
             return self._whole.equality
         vary = self._backend.rows_vary or rows_depend_on_their_number(self)
@@ -138,7 +134,7 @@ class HuggingFaceModel(LanguageModel):
     @property
     def note(self) -> str | None:  # type: ignore[override]
         if self._whole is not None:
-            return None  # all that there is to say is said of that one
+            return None  # that model's note says it all
         weaker = (
             f"equal {self.equality} (a row's last bits depend here on how many rows share its forward, so answers "
             "equal those of plain decoding but where two tokens nearly tie)"
@@ -188,11 +184,7 @@ class HuggingFaceModel(LanguageModel):
         return self._forward(segments)
 
     def _first_forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """As `forward`, which makes the weights.
-
-        Raises:
-            ModelError: there is no room for them, or they could not be made; another attempt is not made.
-        """
+        """`forward` that makes the weights first; raises ModelError, also later, if they could not be made."""
         bits = self._bits
         try:
             self.check_room()
@@ -241,13 +233,13 @@ class HuggingFaceModel(LanguageModel):
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
-        """Forwards end behind so many layers meanwhile, for a check at load; of models with quantised weights alone."""
+        """Forwards stop after so many layers within this context, for a check of quantised weights at load."""
         return self._backend.shallow(layers)
 
     def quantize(self, bits: int) -> None:
-        """Give the model itself linear weights of so many bits, 8 or 4; what they were is freed.
+        """Replace the model's linear weights with ones of 8 or 4 bits; the old ones are freed.
 
-        Its answers are those of these weights then. Name and fingerprint stay: what was trained for it still drafts.
+        Its answers are then those of the new weights. Name and fingerprint stay, so drafters trained for it still fit.
 
         Raises:
             UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
@@ -289,8 +281,7 @@ class HuggingFaceModel(LanguageModel):
             )
 
     def _twin(self, name: str, backend: Backend) -> HuggingFaceModel:
-        """This model in a cheaper form, over its own caches."""
-        twin = copy.copy(self)  # the lock and the pool of caches are one
+        twin = copy.copy(self)  # the lock and the pool of caches are shared
         twin.name, twin._backend, twin._whole = name, backend, self
         twin.fast_paths, twin.shown_layers = backend.fast_paths, backend.shown_layers
         twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
@@ -311,7 +302,7 @@ class HuggingFaceModel(LanguageModel):
         read = module if self._checkpoint is None else self._checkpoint.read()
         if self._checkpoint is not None:
             dequantize(read)
-        with torch.random.fork_rng(devices=[]):  # what it draws is not kept
+        with torch.random.fork_rng(devices=[]):  # random weights that are overwritten
             made = type(read)(copy.deepcopy(read.config))
         made.load_state_dict(read.state_dict())
         made.generation_config = read.generation_config
@@ -319,13 +310,8 @@ class HuggingFaceModel(LanguageModel):
         return made.eval().requires_grad_(False)
 
     def with_weights(self, model: PreTrainedModel) -> HuggingFaceModel:
-        """This model with other weights of the same shapes, in the form in which it runs, of as many bits if of few.
-
-        Name, fingerprint and caches are this one's.
-
-        Args:
-            model: as of `whole_module`, in this one's dtype; it is taken over.
-        """
+        """This model with other weights of the same shapes, packed or quantised in the same way. Name, fingerprint
+        and caches are this one's. `model` comes from `whole_module`, has this one's dtype, and is taken over."""
         twin = copy.copy(self)
         twin._model = model.to(self.device).eval().requires_grad_(False)
         twin._backend, twin._finish_is_checked = self._make_backend(twin._model), False
@@ -336,10 +322,8 @@ class HuggingFaceModel(LanguageModel):
         return twin
 
     def take_weights(self, twin: HuggingFaceModel) -> None:
-        """Run with those of a twin (`with_weights`) from the next forward on.
-
-        Keys and values that were computed before are of other weights: nobody may go on from them.
-        """
+        """Use the weights of a twin (`with_weights`) from the next forward on. Keys and values computed before
+        belong to the old weights and must not be continued."""
         with self._lock:
             for name in ("_model", "_backend", "_finish_is_checked", "weight_bytes", "fast_paths"):
                 setattr(self, name, getattr(twin, name))
@@ -354,7 +338,7 @@ class HuggingFaceModel(LanguageModel):
 
     def lm_head(self) -> LmHead:
         self._check_finish()
-        with torch.inference_mode(), self._lock:  # of unit vectors, whose products are the weights whatever holds these
+        with torch.inference_mode(), self._lock:  # products with unit vectors are the weights, however they are stored
             unit = torch.eye(self.head_width, dtype=self.dtype, device=self.device)
             bias = self._backend.unembed(torch.zeros_like(unit[:4]))[0, : self.vocab_size].clone()
             rows = [self._backend.unembed(some)[:, : self.vocab_size] - bias for some in unit.split(_UNIT_ROWS)]
@@ -369,7 +353,7 @@ class HuggingFaceModel(LanguageModel):
 
     @torch.inference_mode()
     def likeliest(self, vectors: Tensor, count: int) -> TopK:
-        if self._finish.cap is not None:  # backends know a factor alone
+        if self._finish.cap is not None:  # backends support a factor only
             return TopK.of(self.unembed(vectors), count)
         self._check_finish()
         with self._lock:
@@ -408,7 +392,6 @@ class HuggingFaceModel(LanguageModel):
         return self._finish(logits[:, : self.vocab_size])
 
     def _check_finish(self) -> None:
-        """Once, hold the LM head alone to the logits that come with its vectors."""
         if self._finish_is_checked:
             return
         ids = torch.arange(1, _CHECKED_TOKENS + 1, device=self.device) * 7919 % self.vocab_size
@@ -419,13 +402,10 @@ class HuggingFaceModel(LanguageModel):
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
-    """A hash of a model's weights: of their names, shapes and bfloat16 values, tied ones once.
+    """A hash of a model's weights (see `weights_hash`): of their names, shapes and bfloat16 values, tied ones once.
 
-    It is the same for loads of one checkpoint in float32 and bfloat16, on any device, and for a padded model that
-    was written by `truedraft export` it is that of the model it was made from.
-
-    Returns:
-        As `weights_hash`.
+    It is the same for loads of one checkpoint in float32 and bfloat16, on any device. For a padded model written by
+    `truedraft export` it is that of the original model.
 
     Raises:
         ModelError: the model was padded and does not say from what, or its weights were packed for inference.
@@ -447,8 +427,7 @@ def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
     """A hash of all values of all parameters, and of their names and shapes; tied ones count once.
 
     Args:
-        module: on any device.
-        dtype: that values are rounded to; None takes them as they are, so that no change goes unseen.
+        dtype: that values are rounded to; None takes them unrounded, so that every change shows.
 
     Returns:
         32 hexadecimal digits of a SHA-256.
@@ -469,14 +448,14 @@ def is_whole(model: PreTrainedModel) -> bool:
 
 
 def can_be_read_from(model: PreTrainedModel) -> bool:
-    """Whether `fingerprint_of` this very model is that of its checkpoint; in float16 values were rounded further."""
+    """Whether `fingerprint_of` this model is that of its checkpoint; not in float16, which rounds values further."""
     if recorded_fingerprint(model) is not None:
         return True
     return model.dtype in _CANONICAL and is_whole(model) and not is_padded(model)
 
 
 def _bytes_read(model: PreTrainedModel) -> int:
-    """Bytes of the weights, without an embedding that is not also the LM head: of that a forward reads a few rows."""
+    """Bytes of the weights, without an embedding that is not also the LM head: a forward reads few rows of it."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     read = {id(weight): weight.nbytes for weight in model.parameters()}
     if embedding.weight is not head.weight:
@@ -485,11 +464,10 @@ def _bytes_read(model: PreTrainedModel) -> int:
 
 
 def eos_ids(generation: Any, config: Any, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], str | None]:
-    """Ids that end an answer, and what to say where generation would use fewer of them.
+    """Ids that end an answer, and a warning if generation would use fewer of them.
 
-    They are those that generation would use, else the text's configuration's, and beside them the tokenizer's own and
-    the one that closes an assistant's turn in its chat template: an answer that ran past either would go on with turns
-    that nobody asked for.
+    They are those of the generation config, else of the text config, and in addition the tokenizer's own and the
+    end-of-message id of its chat template. An answer that ran past either would continue with further messages.
     """
     given = next(
         (each for holder in (generation, config) if (each := getattr(holder, "eos_token_id", None)) is not None), ()
@@ -510,7 +488,7 @@ def eos_ids(generation: Any, config: Any, tokenizer: Tokenizer | None) -> tuple[
 
 
 def context_of(config: Any) -> tuple[int, str | None]:
-    """Most tokens of a request, and what to say where these are fewer than the model itself could read."""
+    """Most tokens of a request, and a note if these are fewer than the model itself could read."""
     whole = next((given for name in _CONTEXT_NAMES if (given := getattr(config, name, None))), _ENDLESS)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     groups = [rope, *(value for value in rope.values() if isinstance(value, dict))]

@@ -1,7 +1,7 @@
-"""Weights of whole numbers in Hugging Face folders, as codes with scales: GPTQ, AWQ, compressed-tensors, bitsandbytes.
+"""Integer weights in Hugging Face folders, as codes with scales: GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-All are scale * (code - zero), scales and zeros shared by a group of an output's inputs; what differs is where codes lie
-in words of 32 bits, and how zeros are written.
+All are scale * (code - zero), with scales and zeros shared by a group of an output's inputs. They differ in the
+positions of codes in words of 32 bits, and in how zeros are stored.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.quantized import GROUP, QuantizedWeight, Scheme, StoredWeight
 
 BITS = (4, 8)
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word the code of each of 8 outputs lies
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # position in its word of the code of each of 8 outputs
 _ONE_127TH = 0.007874015718698502  # as bitsandbytes writes it
 
 
 class Tensors(Protocol):
-    """The tensors of one layer, by what stands behind its name, as "qweight"; each is read when it is asked for."""
+    """The tensors of one layer, by the last part of their names, such as "qweight"; each is read on access."""
 
     def __getitem__(self, end: str) -> Tensor:
-        """Raises ModelError where the folder lacks it."""
+        """Raises ModelError if the folder lacks it."""
 
     def get(self, end: str) -> Tensor | None:
-        """None where the folder lacks it."""
+        """None if the folder lacks it."""
 
     def shape(self, end: str) -> tuple[int, ...]:
-        """Without reading it; raises as `[]`."""
+        """The shape, without reading it; raises as `[]` does."""
 
     def broken(self, what: str) -> ModelError:
-        """The error that says what is wrong with the layer."""
+        """The error for an invalid layer."""
 
     def unread(self, what: str) -> UnsupportedModelError:
-        """The error that says what the layer has and truedraft does not read."""
+        """The error for a layer in an unsupported format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What config.json says of a folder's codes.
+    """The format of a folder's codes, from config.json.
 
     Attributes:
-        bits: of a code, those that layers may have.
-        groups: inputs of an output that share a scale, as layers may have it; 0 for all of them.
+        bits: possible numbers of bits of a code.
+        groups: possible numbers of inputs that share a scale; 0 for all of them.
         others: whether some layers have other bits.
-        zeros_less_one: GPTQ's zeros, which its first format writes less one.
+        zeros_less_one: whether zeros are stored less one, as in GPTQ's first format.
     """
 
     bits: tuple[int, ...]
@@ -63,7 +63,7 @@ def gptq(tensors: Tensors, layout: Layout) -> StoredWeight:
     """A layer of GPTQ: qweight `[in / codes of a word, out]`, qzeros `[groups, out / codes of a word]`, scales
     `[groups, out]`, and g_idx `[in]`, the group of each input.
 
-    Zeros are less one in GPTQ's first format, words as a whole: a carry goes to the next zero, as it came from there.
+    GPTQ's first format stores whole words of zeros less one: a carry changes the next zero, as it did at storing.
     """
     scales = tensors["scales"]
     groups, out = scales.shape
@@ -79,13 +79,13 @@ def gptq(tensors: Tensors, layout: Layout) -> StoredWeight:
 
 
 def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
-    """A layer of AWQ: qweight `[in, out / 8]`, qzeros `[groups, out / 8]`, scales `[groups, out]`; a word has the codes
-    of 8 outputs, even ones first."""
+    """A layer of AWQ: qweight `[in, out / 8]`, qzeros `[groups, out / 8]`, scales `[groups, out]`; a word has the
+    codes of 8 outputs, even ones first."""
     scales = tensors["scales"]
     groups, out = scales.shape
     inputs = tensors.shape("qweight")[0]
     bits = _known_bits(tensors, layout, tensors.shape("qweight")[-1], out)
-    if bits != 4:  # engines differ in where they lie in a word
+    if bits != 4:  # engines differ in their positions in a word
         raise tensors.unread(f"codes of {bits} bits by AWQ")
     _expect(tensors, "qweight", (inputs, out * bits // 32))
 
@@ -99,8 +99,9 @@ def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
 
 
 def packed(tensors: Tensors, layout: Layout) -> StoredWeight:
-    """A layer of compressed-tensors in words: weight_packed `[out, in / codes of a word]`, weight_scale `[out, groups]`
-    and weight_shape; where it has them weight_zero_point `[out / codes of a word, groups]` and weight_g_idx `[in]`."""
+    """A layer of compressed-tensors in words: weight_packed `[out, in / codes of a word]`, weight_scale `[out,
+    groups]` and weight_shape; optionally weight_zero_point `[out / codes of a word, groups]` and weight_g_idx
+    `[in]`."""
     out, inputs = tensors["weight_shape"].tolist()
     scales = tensors["weight_scale"]
     bits = _known_bits(tensors, layout, tensors.shape("weight_packed")[-1], inputs)
@@ -116,7 +117,7 @@ def packed(tensors: Tensors, layout: Layout) -> StoredWeight:
 
 
 def whole(tensors: Tensors, layout: Layout) -> StoredWeight:
-    """A layer of compressed-tensors in bytes: weight `[out, in]`, int8, weight_scale, and where it has them
+    """A layer of compressed-tensors in bytes: weight `[out, in]`, int8, weight_scale, and optionally
     weight_zero_point and weight_g_idx."""
     out, inputs = tensors.shape("weight")
     scales = _by_output(tensors, tensors["weight_scale"], out)
@@ -136,7 +137,7 @@ def of_bitsandbytes(tensors: Tensors, layout: Layout) -> StoredWeight:
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """Codes `[rows, codes]` of words `[rows, words]` of 32 bits, the first in the lowest bits; uint8."""
-    octets = np.ascontiguousarray(words.numpy()).view(np.uint8)  # by one thread: many small steps wait for others
+    octets = np.ascontiguousarray(words.numpy()).view(np.uint8)  # one thread: small steps wait for others
     if bits == 8:
         return torch.from_numpy(octets)
     codes = np.empty((len(octets), 2 * octets.shape[1]), dtype=np.uint8)
@@ -150,7 +151,7 @@ def _from_zero(codes: Tensor) -> Tensor:
 
 
 def _known_bits(tensors: Tensors, layout: Layout, words: int, codes: int) -> int:
-    """Bits of a layer's codes, of which so many lie in so many words."""
+    """Bits of a layer's codes, from the numbers of codes and of words."""
     fitting = [bits for bits in range(2, 9) if -(-codes * bits // 32) == words]
     bits = next((each for each in layout.bits if each in fitting), fitting[0] if fitting and layout.others else 0)
     if bits == 0:
@@ -167,7 +168,7 @@ def _expect(tensors: Tensors, end: str, shape: tuple[int, ...]) -> None:
 
 
 def _by_output(tensors: Tensors, scales: Tensor, out: int) -> Tensor:
-    """Scales `[out, groups]` of what may be one number, or one of each output."""
+    """Scales `[out, groups]` from a single number or one for each output."""
     scales = scales.reshape(len(scales), -1) if scales.dim() else scales.view(1, 1)
     if len(scales) not in (1, out):
         raise tensors.broken(f"has scales of {len(scales)} outputs in place of {out}")
@@ -175,13 +176,13 @@ def _by_output(tensors: Tensors, scales: Tensor, out: int) -> Tensor:
 
 
 def _by_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Tensor:
-    """The group of each input, by weight_g_idx where an order was made."""
+    """The group of each input, by weight_g_idx if there is one."""
     given = tensors.get("weight_g_idx")
     return _in_order(tensors, inputs, layout, groups) if given is None or bool((given < 0).all()) else given
 
 
 def _in_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Tensor:
-    """The group of each input where groups are of neighbours."""
+    """The group of each input for contiguous groups."""
     sizes = dict.fromkeys(min(size, inputs) or inputs for size in layout.groups)
     fitting = [size for size in sizes if -(-inputs // size) == groups]
     if len(fitting) > 1:
@@ -197,10 +198,8 @@ def _grouped(
     zeros: Tensor | None,
     group_of: Tensor,
 ) -> StoredWeight:
-    """A weight of codes `[out, in]`, with scales and zeros `[out, groups]`, None for the middle code.
-
-    Inputs are put in the order of their groups, where neighbours are of others.
-    """
+    """A weight of codes `[out, in]`, scales and zeros `[out, groups]` (None: middle code), with inputs sorted by
+    group."""
     groups, inputs = scales.shape[1], len(group_of)
     first, last = int(group_of.min()) + 1, int(group_of.max()) + 1
     if (first, last) != (1, groups):

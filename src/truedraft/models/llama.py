@@ -1,7 +1,7 @@
-"""Llama-like decoders, described once: what a backend needs of a family's loaded modules, and how a layer runs.
+"""Llama-like decoders: the parts of a family's loaded modules that a backend needs, and the forward of a layer.
 
-`Llama.of` is the only place that knows how transformers names the parts of a layer. The fused and the graph backend
-give the layers' products their own form and run `LlamaLayer.run`; the native one hands the same description to C.
+Only `Llama.of` has transformers' names of a layer's parts. The fused and the graph backend give the layers' products
+their own form and run `LlamaLayer.run`; the native one passes the same description to C.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _FIRST_POSITIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What a family calls its norms, and where else it differs from Llama.
+    """A family's names of its norms, and its other differences from Llama.
 
     Attributes:
-        before_mlp: the norm of what the MLP reads.
-        after_attention: the norm of what attention adds to the residual stream; "" without one, and likewise
-        after_mlp.
-        offset: what norms add to their weights.
-        interleaved: whether neighbouring entries of a head are rotated together, not those of its halves.
-        rounds_once: whether norms round nothing before they multiply with their weights.
-        clipped: whether gates of experts are clipped; see `Experts`.
+        before_mlp: the norm of the MLP's input.
+        after_attention: the norm of attention's output; "" if there is none.
+        after_mlp: the norm of the MLP's output; "" if there is none.
+        offset: added to the weights of norms.
+        interleaved: see `Rotation`.
+        rounds_once: see `RootMeanSquareNorm`.
+        clipped: see `Experts`.
     """
 
     before_mlp: str = "post_attention_layernorm"
@@ -46,8 +46,8 @@ class _Names:
     clipped: bool = False
 
 
-# Classes whose layers are: norm, attention over rotated heads, residual, norm, gated MLP, residual; and whose logits
-# are the LM head's.
+# Classes with layers of this form: norm, attention over rotated heads, residual, norm, gated MLP, residual. Their
+# logits are the LM head's.
 _FAMILIES = {
     "LlamaForCausalLM": _Names(),
     "MistralForCausalLM": _Names(),
@@ -78,8 +78,6 @@ class RootMeanSquareNorm:
 
     Attributes:
         weight: `[width]`.
-        eps: added to the mean of the squares.
-        offset: added to the weight.
         rounds_once: whether nothing is rounded before the product with the weight.
     """
 
@@ -90,11 +88,9 @@ class RootMeanSquareNorm:
 
     @classmethod
     def of(cls, module: Any, names: _Names) -> RootMeanSquareNorm:
-        """From a loaded norm."""
         return cls(module.weight.detach(), _epsilon_of(module), names.offset, names.rounds_once)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[..., width]` to the same."""
         if self.rounds_once:
             weight = self.offset + self.weight.float()
             return torch.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
@@ -102,12 +98,12 @@ class RootMeanSquareNorm:
 
 
 class Rotation:
-    """Turns heads by their rows' positions.
+    """Rotates heads by their rows' positions.
 
     Args:
         table: `[rows, 1, 3/2 width]`: cosines, then half of the sines.
-        width: the first entries of a head, which are turned.
-        interleaved: whether entries are turned with their neighbours, not those of one half with those of the other.
+        width: number of first entries of a head that are rotated.
+        interleaved: whether entries are rotated with their neighbours, not those of one half with those of the other.
     """
 
     def __init__(self, table: Tensor, width: int, interleaved: bool = False) -> None:
@@ -116,8 +112,7 @@ class Rotation:
         self._width, self._interleaved = width, interleaved
 
     def __call__(self, heads: Tensor) -> Tensor:
-        """Heads `[rows, heads, head]`, turned: (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves or the
-        even and odd entries."""
+        """Rotate heads: (a, b) becomes (a cos - b sin, b cos + a sin), a and b halves or even and odd entries."""
         width, half = self._width, self._width // 2
         first, second = slice(0, half), slice(half, width)
         cosines = self._cosines
@@ -133,17 +128,16 @@ class Rotation:
 
 
 class RotaryTable:
-    """Cosines and sines of a model's own rotary module, by position, tabulated once; grows by doubling.
+    """Cosines and sines of a model's own rotary module, tabulated by position; grows by doubling.
 
     Args:
-        rotary: the module; called as `rotary(like, position_ids)`, it gives cosines and sines `[1, n, width]`.
-        like: a tensor of the dtype and device that they are wanted in.
-        interleaved: as `Rotation` takes it.
-        halves: whether it gives cosines and sines of half of a head, `[1, n, width / 2]`.
+        rotary: called as `rotary(like, position_ids)`, it returns cosines and sines `[1, n, width]`.
+        like: a tensor with the dtype and device of the table.
+        interleaved: see `Rotation`.
+        halves: whether `rotary` returns cosines and sines of half a head, `[1, n, width / 2]`.
 
     Attributes:
         table: `[positions, 1, 3/2 width]`: cosines, then the first half of the sines (the second half is the same).
-        interleaved: as given.
     """
 
     def __init__(
@@ -161,20 +155,20 @@ class RotaryTable:
 
     @classmethod
     def made(cls, parameters: Mapping[str, Any], head: int, positions: int, like: Tensor) -> RotaryTable:
-        """Of no model, by parameters of a rotation as transformers names them, for heads of so many entries.
+        """From rotary parameters with transformers' names, without a model.
 
         Args:
-            parameters: `rope_type`, `rope_theta` and what that type has beside.
+            parameters: `rope_type`, `rope_theta` and others of that type.
             head: entries of a head.
-            positions: that the rotation was made for.
-            like: as above.
+            positions: `max_position_embeddings`.
+            like: a tensor with the dtype and device of the table.
         """
         config = LlamaConfig(head_dim=head, max_position_embeddings=positions, rope_parameters=dict(parameters))
         return cls(LlamaRotaryEmbedding(config).to(like.device), like)
 
     @property
     def width(self) -> int:
-        """Entries of a head that are rotated."""
+        """Number of rotated entries of a head."""
         return self.table.shape[-1] * 2 // 3
 
     def _tabulate(self, positions: int) -> Tensor:
@@ -185,21 +179,19 @@ class RotaryTable:
         return torch.cat([cosines[0], sines[0, :, :half]], dim=-1)[:, None]
 
     def reach(self, furthest: int) -> None:
-        """Make the table hold the position `furthest`; it moves when it grows."""
+        """Extend the table to the position `furthest`; a longer table is a new tensor."""
         if furthest >= self.table.shape[0]:
             self.table = self._tabulate(2 ** (furthest + 1).bit_length())
 
     def at(self, positions: Tensor) -> Rotation:
-        """What turns the rows of a forward, by their positions `[rows]`, int64, which the table must hold."""
+        """The rotation of rows at `positions` `[rows]`, int64, which the table must contain."""
         return Rotation(self.table.index_select(0, positions), self.width, self.interleaved)
 
 
 class Product(Protocol):
     """`x W^T + b`, in a form that a backend runs."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, in]` to `[rows, out]`."""
-        ...
+    def __call__(self, x: Tensor) -> Tensor: ...
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + x W^T + b`, each `[rows, out]`; `residual` may be overwritten."""
@@ -207,7 +199,7 @@ class Product(Protocol):
 
 
 Linears = tuple[nn.Linear, ...]
-"""Linear layers of one input, whose outputs are wanted one behind another."""
+"""Linear layers with one input; their outputs are concatenated."""
 
 L = TypeVar("L", covariant=True)
 M = TypeVar("M")
@@ -217,19 +209,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """MLPs of which a router chooses some for each row: their outputs, times its probabilities, are added up.
+    """A router chooses MLPs for each row; their outputs are summed, weighted by its probabilities.
 
     Attributes:
-        gate: `[experts, inner, width]`, and likewise
-        up.
-        down: `[experts, width, inner]`.
-        gate_bias: `[experts, inner]`, or None, and likewise
-        up_bias.
-        down_bias: `[experts, width]`, or None.
-        router: `[experts, width]`: makes logits, whose softmax are the probabilities.
-        router_bias: `[experts]`, or None.
-        chosen: how many a row goes to: those of the largest probabilities,
-        normed: which are made to sum to 1, or are not.
+        gate: `[experts, inner, width]`, as `up`; biases `[experts, inner]` or None.
+        down: `[experts, width, inner]`; bias `[experts, width]` or None.
+        router: `[experts, width]`: gives logits; their softmax is the probabilities. Bias `[experts]` or None.
+        chosen: number of experts for each row, those of the largest probabilities.
+        normed: whether these probabilities are normalised to sum to 1.
         clipped: whether a gate is g / (1 + e^(-1.702 g)), g at most 7, and the other factor 1 + u, u from -7 to 7.
         holders: modules that hold all of these.
     """
@@ -249,7 +236,6 @@ class Experts:
 
     @classmethod
     def of(cls, mlp: Any, *, clipped: bool) -> Experts:
-        """From a loaded block of a router and experts."""
         router, experts = _router(mlp), mlp.experts
         both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
         if getattr(experts, "is_transposed", False):
@@ -273,7 +259,7 @@ class Experts:
         )  # fmt: skip
 
     def release(self) -> None:
-        """Free all weights, which something else has taken over."""
+        """Free all weights after something else has taken them over."""
         for module in self.holders:
             release(module)
 
@@ -287,24 +273,21 @@ class LlamaLayer(Generic[L]):
     """One decoder layer: norm, attention over rotated heads, residual, norm, gated MLP, residual.
 
     Attributes:
-        qkv: makes queries, keys and values of the normed rows: the loaded linear layers (`Linears`), or a backend's
-            form of them (`Product`); so do the other three products.
-        query_norm: of each head, before it is rotated; None in most families, and likewise
-        key_norm.
-        out: adds what attention mixed to the residual stream.
-        gate_up: makes both factors of the MLP.
-        down: adds their product to the residual stream.
-        after_attention: norm of what attention adds to the residual stream; None in most families, and likewise
-        after_mlp.
-        activation: of the gate; `silu` itself where it is that.
-        heads: of queries.
-        kv_heads: of keys and of values.
+        qkv: queries, keys and values of the normed rows. Like the other three products, it is the loaded linear layers
+            (`Linears`) or a backend's form of them (`Product`).
+        query_norm: of each head, before rotation, as `key_norm`; None in most families.
+        out: attention's output projection, added to the residual stream.
+        gate_up: both factors of the MLP.
+        down: the MLP's output projection, added to the residual stream.
+        after_attention: norm of attention's output, as `after_mlp` of the MLP's; None in most families.
+        activation: of the gate; `torch.nn.functional.silu` itself if it is SiLU.
+        heads: number of query heads.
+        kv_heads: number of key and of value heads.
         head: entries of a head.
         scaling: factor on products of queries and keys.
-        pattern: which positions the layer may see.
-        rotary: which of the decoder's tables turns its heads.
-        experts: in place of the MLP, whose products are then of nothing; None in most families.
-        sinks: `[heads]`: scores of something that every row sees, which has no value; None in most families.
+        rotary: index of the rotary table in `Llama.rotaries`.
+        experts: replace the MLP, with `gate_up` and `down` then empty; None in most families.
+        sinks: `[heads]`: attention scores that every row adds to its softmax, without values; None in most families.
     """
 
     before_attention: RootMeanSquareNorm
@@ -354,14 +337,11 @@ class Llama:
 
     Attributes:
         embedding: `[ids, width]`.
-        scale: factor on what is looked up there.
-        rotaries: tables by which layers turn heads.
-        layers: as they were loaded.
-        norm: behind the last layer.
-        lm_head: behind the norm.
+        scale: factor on embeddings.
+        norm: after the last layer.
         tied: whether the LM head's weight is the embedding.
-        uniform: whether all layers have the sizes of the first, and all weights the dtype and device of the
-            embedding. Models that were pruned or adapted may not.
+        uniform: whether all layers have the sizes of the first, and all weights the embedding's dtype and device; not
+            so in some pruned or adapted models.
     """
 
     embedding: Tensor
@@ -375,11 +355,10 @@ class Llama:
 
     @classmethod
     def of(cls, model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Llama | None:
-        """The description of a loaded model, which stays as it is; None where its layers are not those we know.
+        """The description of a loaded model, which is not changed; None if its layers have an unknown form.
 
         Args:
-            model: of any family.
-            patterns: of each attention call.
+            patterns: one for each attention call.
         """
         if not _is_known(model, patterns):
             return None
@@ -408,17 +387,15 @@ class Llama:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embedding, and of all weights where they are uniform."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the embedding."""
         return self.embedding.device
 
     @property
     def patterns(self) -> tuple[AttentionPattern, ...]:
-        """The different patterns of the layers, in the order in which they come."""
+        """The different patterns of the layers, in order of first use."""
         return tuple(dict.fromkeys(layer.pattern for layer in self.layers))
 
     @property
@@ -429,7 +406,7 @@ class Llama:
 
     @property
     def is_dense(self) -> bool:
-        """Whether layers are no more than `LlamaLayer.run` computes: without experts and sinks."""
+        """Whether all layers are what `LlamaLayer.run` computes: without experts and sinks."""
         return all(layer.experts is None and layer.sinks is None for layer in self.layers)
 
 
@@ -480,7 +457,7 @@ def _router(mlp: Any) -> Any:
 
 
 def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:
-    """`silu` itself where it is that, by torch's class or by transformers' own."""
+    """`nn.functional.silu` itself if the activation is SiLU, in torch's class or transformers' own."""
     holder = getattr(mlp, "experts", mlp)
     activation = next((getattr(holder, name) for name in ("activation_fn", "act_fn") if hasattr(holder, name)), None)
     silu = activation is None or isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
@@ -497,7 +474,7 @@ def _epsilon_of(norm: Any) -> float:
 
 
 def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
-    """Whether the model's layers are those that this module knows, with one attention call each."""
+    """Whether the model's layers have a supported form, with one attention call each."""
     names = _FAMILIES.get(type(model).__name__)
     if names is None or _changes_positions(model):
         return False
@@ -505,7 +482,7 @@ def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> b
     norm = type(decoder.norm)
     return (
         len(patterns) == len(decoder.layers)
-        and norm.__module__ == type(model).__module__  # the family's own, not a class derived from it
+        and norm.__module__ == type(model).__module__  # the family's own class, not a derived one
         and (hasattr(decoder.norm, "variance_epsilon") or hasattr(decoder.norm, "eps"))
         and is_plain(decoder.norm, norm)
         and type(decoder.embed_tokens).__name__ in _EMBEDDINGS
@@ -517,13 +494,13 @@ def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> b
 
 
 def _changes_positions(model: PreTrainedModel) -> bool:
-    """Whether rotary positions are others for long texts than for short ones, so that no table holds them."""
+    """Whether rotary angles change with the text's length, so that no table holds them."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     return rope.get("rope_type") == "longrope"
 
 
 def _is_known_layer(layer: Any, norm: type[nn.Module], names: _Names) -> bool:
-    """Whether a layer's parts are plain: a part that was replaced (quantised, adapted) is not ours to fuse."""
+    """Whether a layer's parts are plain: a replaced part (quantised, adapted) cannot be fused."""
     attention, mlp = layer.self_attn, layer.mlp
     linears = [*_qkv(attention), attention.o_proj]
     if hasattr(mlp, "experts"):
@@ -542,7 +519,7 @@ def _is_known_layer(layer: Any, norm: type[nn.Module], names: _Names) -> bool:
 
 
 def _are_known_experts(mlp: Any, *, clipped: bool) -> bool:
-    """Whether a block is of a family's own router and experts, and nothing beside them."""
+    """Whether a block has the family's own router and experts and nothing else."""
     router, experts = _router(mlp), mlp.experts
     family = type(mlp).__module__
     return (

@@ -1,7 +1,7 @@
-"""A model's LM head as a function of the vector that enters it.
+"""A model's LM head as a function of its input vector.
 
-Not every family's logits are a product with its embedding: some scale them, cap them softly, or add a bias. Whoever
-uses the LM head without the rest of the model must do the same, and is held to it by a check on real vectors.
+Not every family's logits are only a product with its embedding: some scale them, cap them softly, or add a bias. A user
+of the LM head without the rest of the model must do the same, which is checked on real vectors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from truedraft.errors import UnsupportedModelError
 from truedraft.models.packed_linear import PackedLinear
 
 _CHECKED_TOKENS = 4
-# Of the spread of the logits, and of their largest magnitude: what one product's rounding may come to.
+# Allowed rounding of one product, relative to the spread of the logits, and to their largest magnitude.
 _OF_SPREAD = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _OF_LARGEST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 0.03}
 
@@ -30,8 +30,8 @@ class LogitFinish:
     Both keep the order of the logits.
 
     Attributes:
-        factor: of Cohere, Falcon-H1 (as their configurations have it) and Granite (which divides by its own).
-        cap: c of c tanh(x / c), of the Gemma families; None where there is none.
+        factor: of Cohere, Falcon-H1 (from their configurations) and Granite (which divides by its own).
+        cap: c of c tanh(x / c), of the Gemma families; None if there is none.
     """
 
     factor: float = 1.0
@@ -39,7 +39,6 @@ class LogitFinish:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LogitFinish:
-        """As the model's configuration has it."""
         config = model.config.get_text_config()
         factor = 1.0
         for name in ("logit_scale", "lm_head_multiplier"):
@@ -57,23 +56,20 @@ class LogitFinish:
 
 
 def lm_head_width(head: Any) -> int:
-    """How many entries the vector has that enters an LM head."""
+    """Entries of an LM head's input vector."""
     return int(head.in_features) if hasattr(head, "in_features") else int(head.weight.shape[1])
 
 
 def lm_head_dtype(head: Any) -> torch.dtype:
-    """The dtype of an LM head's weight, which some families keep in float32 beside bfloat16."""
+    """The dtype of an LM head's weight, which some bfloat16 families keep in float32."""
     dtype: torch.dtype = head.dtype if isinstance(head, PackedLinear) else head.weight.dtype
     return dtype
 
 
 def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
-    """Refuse a family whose logits are more than its LM head, a factor and a soft cap.
+    """Refuse a family with logits that are more than its LM head, a factor and a soft cap.
 
-    Args:
-        made: `[rows, vocab]`: by the LM head alone.
-        given: `[rows, vocab]`: that the model gave with the same vectors.
-        name: of the model.
+    `made`, by the separate LM head, and `given`, by the model with the same vectors, are `[rows, vocab]`.
 
     Raises:
         UnsupportedModelError: they differ by more than rounding.
@@ -90,15 +86,12 @@ def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
 
 
 class LmHead:
-    """The LM head of a loaded model, with gradients through the vectors; its weights are frozen.
-
-    Made by `LmHead.of`.
+    """The LM head of a loaded model, with gradients through the vectors; its weights are frozen. Made by `LmHead.of`.
 
     Attributes:
         weight: `[vocab, width]`, the model's own tensor.
         bias: `[vocab]`, or None.
-        finish: what the model does to the product: a factor and a soft cap.
-        embedding: `[vocab, width]`, the model's own tensor that embeds ids: in many families the weight itself.
+        embedding: `[vocab, width]`, the model's own embedding of ids, in many families the weight itself.
     """
 
     def __init__(
@@ -114,8 +107,8 @@ class LmHead:
         """The LM head of a model as transformers loaded it, checked by one small forward.
 
         Raises:
-            UnsupportedModelError: its weights were packed for inference, or its logits are more than its LM head, a
-                factor and a soft cap.
+            UnsupportedModelError: its weights were packed, or its logits are more than its LM head, a factor and a soft
+                cap.
         """
         name = type(model).__name__
         module = model.get_output_embeddings()
@@ -143,11 +136,11 @@ class LmHead:
         refuse_other_logits(self(entered[0].reshape(_CHECKED_TOKENS, -1)), logits, name)
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """Logits `[..., vocab]` for vectors `[..., width]`, in the weights' dtype, or in autocast's where it is on."""
+        """Logits `[..., vocab]` for vectors `[..., width]`, in the weights' dtype, or in autocast's if it is on."""
         if not torch.is_autocast_enabled(vectors.device.type):
             vectors = vectors.to(self.weight.dtype)
         return self.finish(linear(vectors, self.weight, self.bias))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings `[..., width]` of ids, as they lie in the model's table."""
+        """The embeddings `[..., width]` of ids, as they are in the model's table."""
         return embedding(tokens, self.embedding)

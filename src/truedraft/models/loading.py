@@ -82,7 +82,7 @@ from truedraft.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 _UNRECORDED = "its forwards are not recorded as CUDA graphs"
 _GENERATION_CONFIG = "generation_config.json"
-# Classes of transformers that continue text, what they see or hear beside it left out.
+# Classes of transformers that generate text. What else they read is left out.
 _WRITING: tuple[Mapping[str, Any], ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -104,32 +104,26 @@ def load_model(
     weights: str | None = None,
     tensor_parallel: int = 1,
 ) -> HuggingFaceModel:
-    """Load a causal language model, unmodified, and make it run packed.
+    """Load a causal language model, unmodified, and prepare it for packed forwards.
 
     Args:
-        name: "smollm2", a folder, a GGUF file, a name on the Hugging Face hub, or of the fixtures of tests
-            "embedded:target" and "embedded:draft".
+        name: "smollm2", a folder, a GGUF file, a name on the Hugging Face hub, "embedded:target" or "embedded:draft".
         dtype: "auto" (what is fast on this device), "float32", "bfloat16" or "float16".
-        device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-        revision: of a hub name.
-        fast_paths: pack weights and fuse layers where that is faster here; results differ by rounding only.
+        device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+        fast_paths: pack weights and fuse layers where that is faster; results differ by rounding only.
         pad_to: "110M", "500M" or "7B": the same function at the cost of a model of that size, see `pad_model`.
-        adapter: the folder of one that peft wrote, merged into the weights for all requests.
-        adapters: folders of LoRA adapters by the names that requests give (`SamplingParams.adapter`); one forward
-            serves requests of all of them, and of none.
-        weights: "q8" or "q4": linear weights are quantised to 8 or 4 bits at load, in groups of 32; None leaves them.
+        adapter: a folder written by peft, merged into the weights for all requests.
+        adapters: folders of LoRA adapters by their names in requests (`SamplingParams.adapter`).
+        weights: "q8" or "q4": quantise linear weights to 8 or 4 bits at load, in groups of 32; None leaves them.
         tensor_parallel: processes of this machine that run the model together, each with a part of its weights and
-            attention heads; this one starts the others, or a launcher did, where ranks behind the first end in here.
-
-    Returns:
-        The model, its tokenizer with it where the folder holds one.
+            heads. Rank 0 starts the others unless a launcher did; they run and exit in this call.
 
     Raises:
         ModelNotFoundError: no such folder or name, or the hub cannot be reached.
         UnsupportedModelError: not a causal language model, or a family that cannot run packed, or be padded.
         OptionError: an unusable dtype, device or padding size.
         ModelError: its files cannot be read, or an adapter does not fit it.
-        MissingExtraError: an adapter is asked for, and peft is not installed, or a GGUF file, and gguf is not.
+        MissingExtraError: an adapter is given and peft is not installed, or a GGUF file and gguf is not.
     """
     told_stage(f"loading {name}")
     if weights is not None and weights not in BITS:
@@ -154,12 +148,11 @@ def _load(
     adapter: str | Path | None,
     adapters: Mapping[str, str | Path] | None,
 ) -> HuggingFaceModel:
-    """As `load_model`, with weights as they are."""
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     keep_rows_alike(place, kind)
     if pad_to is not None:
-        padded_size(pad_to)  # an unknown one is refused before anything is read
+        padded_size(pad_to)  # an unknown size is refused before anything is read
     source = resolve_source(str(name))
     read = partial(read_model, source, str(name), revision=revision, adapter=adapter, as_stored=True)
     files = _files_behind(source, revision, adapter)
@@ -191,15 +184,14 @@ def _load(
         if model.config.is_encoder_decoder:
             return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, checkpoint)
         del model
-        # Read again each time: what was tried may have taken its weights apart.
+        # Read again for each attempt: a failed one may have taken the weights from their modules.
         return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, checkpoint)
 
 
 def _emulated(
     source: str, name: str, revision: str | None, read: Callable[[torch.dtype], PreTrainedModel]
 ) -> PreTrainedModel | None:
-    """A model that is stored in bfloat16, in bfloat16, where the native forward runs it: it reads half of what float32
-    would make it read, on processors without such instructions, too. None of others."""
+    """The model in bfloat16 (half the bytes of float32) if stored so and the native forward can run it, else None."""
     config = load_config(source, name, revision)
     stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     quantized = gguf.is_one(source) or quantized_folder.method_of(config) is not None
@@ -219,7 +211,7 @@ def _load_together(
     count: int,
     refused: Mapping[str, Any],
 ) -> HuggingFaceModel:
-    """As `_load`, a part of the model in each of `count` processes; those behind the first run theirs and exit here."""
+    """`_load` with a part of the model in each of `count` processes; ranks after the first exit here."""
     if count < 1:
         raise OptionError(f"must be 1 or more, got {count}", field="tensor_parallel")
     for option, given in refused.items():
@@ -264,10 +256,7 @@ def _load_together(
 
 
 def load_reader(name: str) -> Reader:
-    """How a model reads and ends texts, without its weights.
-
-    Args:
-        name: as of `load_model`.
+    """Load the tokenizer, the context length and the EOS ids of a model, without its weights.
 
     Raises:
         ModelNotFoundError: no such folder or name, or the hub cannot be reached.
@@ -301,7 +290,7 @@ def _run_unpacked(
     fast_paths: bool,
     checkpoint: Checkpoint,
 ) -> HuggingFaceModel:
-    """A model that cannot run packed: one text at a time, its cache ours or copied, else the whole text each time."""
+    """A model that cannot run packed: one text at a time, our cache or a copied one, else no cache."""
     for kind in (AloneBackend, CopiedBackend):
         with contextlib.suppress(UnsupportedModelError):
             return run_alone(read(), tokenizer, name, why, kind, fast_paths, checkpoint)
@@ -316,10 +305,8 @@ def _checked(
     checkpoint: Checkpoint | None,
     refusals: Sequence[Callable[[LanguageModel], None]] = (),
 ) -> HuggingFaceModel:
-    """A model behind a backend, held to its own forward and to what else is to be looked at before.
-
-    Whatever a family's own code stumbles over says that it was not made for what it would have to do here.
-    """
+    """A model with a backend, compared with its own forward and passed to all `refusals`; errors of a family's own
+    code become UnsupportedModelError."""
     if model.config.is_encoder_decoder and not refusals:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder, which runs neither packed nor with adapters beside its weights; merge them"
@@ -347,20 +334,15 @@ def run_alone(
     fast_paths: bool = True,
     checkpoint: Checkpoint | None = None,
 ) -> HuggingFaceModel:
-    """A model that cannot run packed, one text at a time by its own attention.
+    """Run a model that cannot run packed: one text at a time, with its own attention.
 
     Args:
-        model: as transformers loaded it.
-        tokenizer: of the model, or None.
-        name: what the user called it.
         reason: why it cannot run packed.
-        kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`; of an encoder-decoder
-            `EncoderDecoderBackend`.
-        fast_paths: pack weights where that is faster here.
-        checkpoint: as of `HuggingFaceModel`.
+        kind: `AloneBackend`, if that fails `CopiedBackend` or `WholeTextBackend`; for an encoder-decoder its own.
+        fast_paths: pack weights where that is faster.
 
     Raises:
-        UnsupportedModelError: `reason`, where it cannot run so either.
+        UnsupportedModelError: `reason`, if it cannot run this way either.
     """
     backend = _after_packing(lambda model: kind(model, str(reason)), fast_paths)
     try:
@@ -370,14 +352,12 @@ def run_alone(
 
 
 def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
-    """The native forward where it fits, else the fused loop, else the model's own modules with packed weights.
+    """The native forward if it fits, else the fused loop, else the model's own modules with packed weights.
 
-    On a CUDA device recorded forwards where they fit, else the model's own modules, as in dtypes that cannot be
-    packed. What was measured: benchmarks/LOG.md.
+    On a CUDA device: recorded forwards if they fit, else the model's own modules; measured in benchmarks/LOG.md.
 
     Args:
-        model: as transformers loaded it.
-        patterns: of its attention, where they are known.
+        patterns: of its attention; None probes them.
     """
     patterns = probe_patterns(model) if patterns is None else patterns
     llama = Llama.of(model, patterns)
@@ -397,15 +377,14 @@ def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern]
 
 
 def _native_patterns(model: PreTrainedModel) -> Sequence[AttentionPattern] | None:
-    """Of its attention, where the native forward runs it: quantised weights by their codes, and bfloat16 ones without
-    instructions; else None."""
+    """The model's attention patterns if the native forward can run it (quantised codes, bfloat16), else None."""
     patterns = probe_patterns(model)
     llama = Llama.of(model, patterns)
     return patterns if llama is not None and NativeBackend.fits(llama) else None
 
 
 def _announce_numbers(model: PreTrainedModel, name: str) -> None:
-    """Say what quantised weights take in memory where they are made numbers of the model's dtype."""
+    """Log how much memory quantised weights take once they are converted to the model's dtype."""
     if is_quantized(model) or getattr(model, "quantized_by", None) is not None:
         count = sum(weight.numel() for weight in model.parameters())
         _log.warning(
@@ -418,13 +397,13 @@ def _announce_numbers(model: PreTrainedModel, name: str) -> None:
 
 
 def packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
-    """Makes the model's own modules run, with adapters beside their weights, which are packed with fast paths."""
+    """Make a backend of the model's own modules, with adapters and, with fast paths, packed weights."""
 
     def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
         known = probe_patterns(model) if patterns is None else patterns  # before anything is packed
         backend = _after_packing(lambda model: StockBackend(model, known, beside), fast_paths)(model)
         if backend.fast_paths and multiplies_packed_alone(model):
-            backend.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits
+            backend.least_rows = 4  # another row costs nothing there, and from two on all have the same bits
             backend.any_threads = model.dtype is torch.float32  # see FusedBackend
         if beside and model.device.type == "cuda":
             backend.note = f"{_UNRECORDED}: adapters stand beside its weights"
@@ -434,7 +413,7 @@ def packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool
 
 
 def _after_packing(make: BackendMaker, fast_paths: bool) -> BackendMaker:
-    """Makes a backend of a model whose weights are packed where that is faster; it watches the LM head, so behind."""
+    """Make a backend, which hooks the LM head, after packing the weights where that is faster."""
 
     def made(model: PreTrainedModel) -> Backend:
         packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
@@ -447,8 +426,7 @@ def _after_packing(make: BackendMaker, fast_paths: bool) -> BackendMaker:
 
 
 def resolve_source(name: str) -> str:
-    """The folder of an embedded name, of smollm2 or of a GGUF file; a path that is meant as one must exist; a hub name
-    stays as it is.
+    """The folder of an embedded name, of smollm2 or of a GGUF file; folders and hub names are returned unchanged.
 
     Raises:
         ModelNotFoundError: no such folder, or one without a model.
@@ -475,12 +453,12 @@ def resolve_source(name: str) -> str:
 
 
 def _files_behind(source: str, revision: str | None, adapter: str | Path | None) -> list[Path]:
-    """The files that a model is read from, with what lies beside them in their folders."""
+    """The files that a model is read from, and all other files in their folders."""
     found: list[Path] = []
     if gguf.is_one(source):
         found = gguf.files_of(source)
     else:
-        with contextlib.suppress(OSError):  # a name that reading refuses
+        with contextlib.suppress(OSError):  # reading such a name raises its own error
             config = quantized_folder.file_of(source, "config.json", revision)
             found = [] if config is None else list(Path(config).parent.iterdir())
     return found if adapter is None else [*found, *user_path(adapter, ModelError).glob("*")]
@@ -496,19 +474,15 @@ def read_model(
     as_stored: bool = False,
     mapped: bool = False,
 ) -> PreTrainedModel:
-    """A model as transformers loads it, on the CPU, with all of its weights and with no others.
+    """The model as transformers loads it, on the CPU, with exactly its weights.
 
-    What a file lacks would be filled with random numbers, and what it holds beyond the configuration would be left out.
+    Missing weights would be filled with random numbers and superfluous ones ignored, so both are refused.
 
     Args:
-        source: as `resolve_source` gives it.
-        name: what the user called it.
-        dtype: of its weights.
-        revision: of a hub name.
-        adapter: the folder of one, merged into the weights.
-        as_stored: leave matrices `quantized` where the source has them so and the model's parameters can be, unless an
-            adapter is merged.
-        mapped: leave weights in their files, for who reads each once and soon.
+        source: from `resolve_source`.
+        adapter: folder of an adapter to merge into the weights.
+        as_stored: leave matrices `quantized` if possible, unless an adapter is merged.
+        mapped: leave weights in their files, for callers that read each once and soon.
 
     Raises:
         ModelNotFoundError: there is no such name.
@@ -531,8 +505,8 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
 
     Raises:
         ModelNotFoundError: there is no such name.
-        UnsupportedModelError: it comes with code of its own.
-        ModelError: its config.json cannot be read, or asks for more than its weights hold.
+        UnsupportedModelError: it needs remote code.
+        ModelError: its config.json cannot be read, or names larger sizes than its weights have.
     """
     try:
         refuse_vast_sizes(PretrainedConfig.get_config_dict(source, revision=revision)[0], source, name, revision)
@@ -557,7 +531,6 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
 
 
 def _load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
-    """As `read_model`, of a configuration that was not refused."""
     if gguf.is_read_here(source):
         return gguf.load_weights(Path(source), config, name, dtype)
     kind, method = _class_of(config), quantized_folder.method_of(config)
@@ -587,7 +560,6 @@ def _load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revis
 def _load_by_transformers(
     kind: Any, config: Any, name: str, dtype: torch.dtype, given: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """As `_load_weights`, by a class of transformers that is given the rest."""
     try:
         with quiet_transformers():
             model, report = kind.from_pretrained(
@@ -599,10 +571,10 @@ def _load_by_transformers(
         ) from error
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # a pickle that is none, or names code, ends in errors of many kinds
+    except Exception as error:  # an invalid pickle, or one that names code, raises errors of many kinds
         raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
     missing, superfluous = sorted(report["missing_keys"]), without_mtp(sorted(report["unexpected_keys"]))
-    if superfluous and not missing:  # without those that the family declares to be of no use
+    if superfluous and not missing:  # the family's ignored keys are not among them
         raise ModelError(
             f"the weights of {name!r} hold {len(superfluous)} tensor(s) that its config.json does not ask for, the "
             f"first {superfluous[0]!r}, so it is not the model that they are of; fetch the files again, or mend "
@@ -617,10 +589,10 @@ def _load_by_transformers(
 
 
 def refuse_broken_generation_config(source: str, name: str, revision: str | None) -> None:
-    """Refuse a generation_config.json that transformers would pass over in silence, and with it what ends an answer.
+    """Refuse a generation_config.json that transformers would ignore silently, and with it the EOS ids.
 
     Raises:
-        ModelError: it is no JSON object, or the ids that end an answer are none.
+        ModelError: it is no JSON object, or its EOS ids are not integers.
     """
     found = quantized_folder.file_of(source, _GENERATION_CONFIG, revision)
     if found is None:
@@ -644,7 +616,7 @@ def _bad_generation_config(name: str, what: str) -> ModelError:
 
 
 def refuse_other_kinds(config: Any, name: str) -> None:
-    """Refuse encoders, models that read no text, and quantised weights before any weight is read."""
+    """Refuse encoders, models that read no text, and unknown quantised weights before any weight is read."""
     method = quantized_folder.method_of(config)
     if method is not None and method not in {*quantized_folder.READ_HERE, *quantized_folder.BY_TRANSFORMERS}:
         raise UnsupportedModelError(
@@ -673,11 +645,7 @@ def refuse_other_kinds(config: Any, name: str) -> None:
 
 
 def _class_of(config: Any) -> Any:
-    """What loads a model that was not refused: the class that wrote it where it sees or hears beside its text, or where
-    transformers has no other for its type.
-
-    Decoders of text that were saved without what sees or hears beside them have types of their own.
-    """
+    """The class that loads a model: its own if it is multimodal or transformers has no causal class for it."""
     if config.is_encoder_decoder:
         reads_text = config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
         return AutoModelForSeq2SeqLM if reads_text else AutoModelForSpeechSeq2Seq
@@ -689,7 +657,7 @@ def _class_of(config: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' own bars and warnings off the user's screen while it loads or saves."""
+    """Turn off transformers' progress bars and warnings while it loads or saves."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

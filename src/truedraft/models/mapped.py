@@ -1,4 +1,4 @@
-"""Memory that loading leaves behind: pages of mapped files that nobody will read again, and what was freed."""
+"""Frees memory after loading: pages of mapped files that are not read again, and freed blocks of the allocator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MAPS = Path("/proc/self/maps")
 
 
 def forget_pages(weight: Tensor) -> None:
-    """Let go of the memory that a weight's file takes in this process, where it is mapped and the system says so.
+    """Release the memory of a weight's mapped file in this process, if the system reports mappings.
 
-    The weight stays readable, from the file. Without this a model that is packed for inference is in memory twice
-    until its last weight is gone, for all weights of a file have one mapping.
+    The weight stays readable, from the file. Without this a model that is packed for inference is in memory twice until
+    its last weight is freed, because all weights of a file have one mapping.
     """
     advice = getattr(mmap, "MADV_DONTNEED", None)
     if advice is None or weight.device.type != "cpu" or not weight.is_contiguous() or not _MAPS.exists():
@@ -30,13 +30,12 @@ def forget_pages(weight: Tensor) -> None:
 
 
 def in_memory(tensor: Tensor, files: Sequence[tuple[int, int]] | None = None) -> Tensor:
-    """A tensor of a file, copied where the file may be mapped: it stays what it is, whatever becomes of the file.
+    """A tensor of a file, copied if the file may be mapped, so that later changes of the file do not affect it.
 
-    Of one that is overwritten in place the bytes would change, and one that is cut short would end the process.
+    If a mapped file is overwritten in place, the bytes change; if it is truncated, the process is killed.
 
     Args:
-        tensor: any.
-        files: where files are mapped, as `_files_mapped` found it when the tensor was there; None looks now.
+        files: address ranges of mapped files, from `_files_mapped` when the tensor existed; None reads them now.
     """
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
@@ -49,15 +48,15 @@ def in_memory(tensor: Tensor, files: Sequence[tuple[int, int]] | None = None) ->
 
 
 def read_in(module: nn.Module) -> None:
-    """Copy a module's weights that lie in mapped files, one by one; what is copied leaves memory at once."""
-    files = _files_mapped()  # once: to read it takes as long as to copy a weight
+    """Copy a module's weights that are in mapped files, one by one; each source leaves memory at once."""
+    files = _files_mapped()  # once, because reading it takes as long as copying a weight
     for weight in (*module.parameters(), *module.buffers()):
         if type(weight.data) is Tensor:
             weight.data = in_memory(weight.data, files)
 
 
 def _files_mapped() -> list[tuple[int, int]] | None:
-    """Where files are mapped, in order, as far as the system says."""
+    """Address ranges of mapped files, ascending; None if the system does not report them."""
     if not _MAPS.exists():
         return None
     lines = [line.split(maxsplit=5) for line in _MAPS.read_text().splitlines()]
@@ -71,7 +70,7 @@ def _is_within(address: int, spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def _is_of_a_file(first: int, last: int) -> bool:
-    """Whether addresses lie in one mapping of a file of weights: in other memory their content would be lost."""
+    """Whether addresses are within one mapping of a file of weights; in other memory their content would be lost."""
     for line in _MAPS.read_text().splitlines():
         span, _, _, _, inode, *path = line.split(maxsplit=5)
         begin, end = (int(each, 16) for each in span.split("-"))
@@ -82,9 +81,7 @@ def _is_of_a_file(first: int, last: int) -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give what this process has freed back to the system, where the C library keeps it unless it is told.
-
-    Tokenizers and configurations are read into many small pieces; of a vocabulary of 262,144 they leave 190 MB.
-    """
+    """Return freed memory to the system, because the C library may keep it. Tokenizers and configurations are read
+    into many small blocks; for a vocabulary of 262,144 they leave 190 MB."""
     with contextlib.suppress(OSError, AttributeError):  # a system without this call, or another C library
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

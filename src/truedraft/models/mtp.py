@@ -1,10 +1,10 @@
-"""Layers that predict a token further, which checkpoints bring along and transformers leaves out at load.
+"""MTP layers (multi-token prediction), which checkpoints contain and transformers ignores at load.
 
-DeepSeek-V3 (arXiv 2412.19437), section 2.2: the normed embedding of a token beside the normed vector of the one before
-it goes through one matrix, a decoder layer of the model's own family and a norm, and then the model's LM head.
+DeepSeek-V3 (arXiv 2412.19437), section 2.2: the normed embedding of a token and the normed vector of the previous token
+pass, concatenated, through one matrix, a decoder layer of the model's family, a norm and the model's LM head.
 
-The decoder layer runs as that of a model of the family which has no other: so attention, experts and whatever else the
-family has are transformers' own, and texts share its forwards as they do those of the model.
+The decoder layer runs as a one-layer model of the family. So attention, experts and everything else are transformers'
+own, and requests share its forwards as they share those of the model.
 """
 
 from __future__ import annotations
@@ -32,18 +32,14 @@ from truedraft.models.mapped import in_memory
 from truedraft.models.mtp_names import SPECULATORS, MtpNames, mtp_layers
 from truedraft.models.quantized_folder import weight_files
 
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the model's own
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
-_PUBLISHED = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # families whose layers `speculators` 0.9 has
-_AGAIN, _NAMED = "fetch the files again", 4  # tensors that a message names
+_PUBLISHED = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # families with layers in `speculators` 0.9
+_AGAIN, _NAMED = "fetch the files again", 4  # most tensors that a message names
 
 
 class _Entry(nn.Module):
-    """In place of an embedding: what enters the decoder layer.
-
-    Attributes:
-        given: embeddings and vectors, `[rows, width]` each, of the next forward.
-    """
+    """Replaces the embedding: the layer's input is made of `given`, embeddings and vectors `[rows, width]` each."""
 
     def __init__(self, norm: Any, config: Any) -> None:
         super().__init__()
@@ -53,7 +49,7 @@ class _Entry(nn.Module):
         self.given: tuple[Tensor, Tensor] | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`[1, rows]`, which are not read, to `[1, rows, width]`; rows behind those that are given are zeros."""
+        """`[1, rows]`, which is not read, to `[1, rows, width]`; rows after those of `given` are zeros."""
         weight: Tensor = self.of_vector.weight
         if self.given is None:
             return weight.new_zeros(1, ids.shape[1], len(weight))
@@ -63,15 +59,12 @@ class _Entry(nn.Module):
 
 
 class MtpLayer:
-    """The first such layer of a checkpoint, in the dtype and on the device of its model; made by `read_mtp`.
+    """The first MTP layer of a checkpoint, in the dtype and on the device of its model; made by `read_mtp`.
 
     Args:
-        model: of one layer, its norm that behind this layer, its embedding an entry.
+        model: has one layer, the MTP layer's final norm, and an `_Entry` as its embedding.
         zeroes_first: see `MtpNames`.
         context: most tokens of a request.
-
-    Attributes:
-        pool: where caches of requests come from.
     """
 
     def __init__(self, model: PreTrainedModel, *, zeroes_first: bool, context: int) -> None:
@@ -83,15 +76,15 @@ class MtpLayer:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and tokens; caches take their keys and values.
+        """Read pairs of vectors and tokens; caches receive their keys and values.
 
         Args:
-            segments: tokens of each request, with the rows that are wanted.
+            segments: tokens of each request, with the rows that are requested.
             embedded: `[total, width]`: the model's embeddings of the tokens.
-            vectors: `[total, width]`: that which stands before each token.
+            vectors: `[total, width]`: the vector before each token.
 
         Returns:
-            What the layer gives at the wanted rows, `[rows, width]`, before the norm behind it and after it.
+            The layer's output at the requested rows, `[rows, width]`, before its final norm and after it.
         """
         if self._zeroes_first:
             first = [each.cache.length + depth == 1 for each in segments for depth in each.shape.depths[each.written :]]
@@ -106,7 +99,7 @@ class MtpLayer:
 
 
 def brings_mtp(target: LanguageModel) -> bool:
-    """Whether the files of a model hold such a layer; no tensor is read."""
+    """Whether the files of a model contain an MTP layer; no tensor is read."""
     if not isinstance(target, HuggingFaceModel) or not target.module.config.name_or_path:
         return False
     with contextlib.suppress(TruedraftError, OSError, SafetensorError):
@@ -118,14 +111,10 @@ def brings_mtp(target: LanguageModel) -> bool:
 
 
 def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
-    """The first such layer of a model's own files, or of a folder that `speculators` wrote.
-
-    Args:
-        target: loaded from its files, whatever runs its forwards.
-        folder: None is the model's own.
+    """The first MTP layer of a model's own files, or of a folder that `speculators` wrote.
 
     Raises:
-        UnsupportedModelError: the model is not of files, or of a family whose layer cannot run so.
+        UnsupportedModelError: the model is not of files, or of a family with a layer that cannot run so.
         ModelNotFoundError: the files hold no such layer.
         ModelError: tensors are missing, superfluous or of other shapes; names them.
     """
@@ -140,13 +129,10 @@ def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
 
 
 def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The same layer as `speculators` stores it: the configuration of the target's layers, and the layer's tensors.
+    """An MTP layer as `speculators` stores it: the configuration of the target's layers, and the layer's tensors.
 
-    Tensors keep their dtype; those of single experts lie one behind another, as transformers has them.
-
-    Args:
-        name: of the target, as `load_model` takes it; its own weights are not read.
-        folder: None is the target's own.
+    Tensors keep their dtype; those of separate experts are concatenated, as in transformers. The layer is read from
+    `folder`, by default the target's own; the target's other weights are not read.
 
     Raises:
         UnsupportedModelError: `speculators` has no layers of its family, or its layer cannot run.
@@ -180,11 +166,7 @@ def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any],
 def _layer_in(
     source: str, name: str, revision: str | None, folder: str | None
 ) -> tuple[str, MtpNames, dict[str, Tensor]]:
-    """What messages call the place of the first layer, the names of its tensors, and those of all such layers.
-
-    Raises:
-        ModelNotFoundError: there is none.
-    """
+    """The source's name for messages, the names of the first layer, and the tensors of all MTP layers."""
     if folder is not None:
         path, name = user_path(folder, ModelNotFoundError), folder
         if not path.is_dir():
@@ -215,7 +197,6 @@ def _revision(target: HuggingFaceModel) -> str | None:
 
 
 def _tensors(source: str, name: str, revision: str | None) -> dict[str, Tensor]:
-    """The tensors of all such layers in a folder's files."""
     found: dict[str, Tensor] = {}
     try:
         opened = [safe_open(file, framework="pt") for file in weight_files(source, name, revision)]
@@ -230,7 +211,7 @@ def _tensors(source: str, name: str, revision: str | None) -> dict[str, Tensor]:
 
 
 def _config_of_one(whole: Any) -> Any:
-    """The configuration of a model that has the layer alone: full attention, and experts where the last layer has."""
+    """The configuration of a model with this layer only: full attention, and experts if the last layer has them."""
     config = copy.deepcopy(whole.get_text_config(decoder=True))
     types = {"layer_types": ("mtp_layer_types", "full_attention"), "mlp_layer_types": ("mtp_mlp_layer_types", None)}
     for name, (own, usual) in types.items():
@@ -247,11 +228,7 @@ def _config_of_one(whole: Any) -> Any:
 
 
 def _model_of(config: Any, names: MtpNames, found: dict[str, Tensor], name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of the layer alone, with exactly these tensors; its embedding is an entry.
-
-    Raises:
-        ModelError: tensors are missing, superfluous or of other shapes.
-    """
+    """The one-layer model, with exactly these tensors and an `_Entry` as its embedding."""
     own = {each: tensor for each, tensor in found.items() if each.startswith(names.prefix)}
     for each in _COPIES:
         own.pop(names.prefix + each, None)
@@ -288,18 +265,14 @@ def _model_of(config: Any, names: MtpNames, found: dict[str, Tensor], name: str,
 
 
 def _expected_experts(names: Iterable[str]) -> list[str]:
-    """All tensors of experts, where those of some are named one by one."""
+    """All tensors of experts, if experts have separate tensors."""
     matches = [match for name in names if (match := _EXPERT.fullmatch(name))]
     starts, numbers, ends = ({match[group] for match in matches} for group in (1, 2, 3))
     return list(map("".join, product(starts, numbers, ends)))
 
 
 def _refuse(name: str, missing: Iterable[str], superfluous: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse a layer whose tensors are not those of its sizes.
-
-    Raises:
-        ModelError: names them.
-    """
+    """Refuse a layer with tensors that do not fit its sizes."""
     for said, which, wanted in (
         ("lack", sorted(missing), "these"),
         ("hold", sorted(superfluous), "none of that name"),

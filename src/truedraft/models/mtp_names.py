@@ -1,4 +1,4 @@
-"""What checkpoints call the tensors of a layer that predicts a token further (multi-token prediction, MTP)."""
+"""Names of the tensors of multi-token prediction (MTP) layers in checkpoints."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _NUMBERED = re.compile(r"((?:\w+\.)*layers\.(\d+)\.)eh_proj\.weight")
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """Where the tensors of one such layer lie, by the names of a checkpoint.
+    """Names of the tensors of one MTP layer in a checkpoint.
 
     Attributes:
-        prefix: of all of them.
-        fusion: what merges embedding and vector, behind the prefix, and likewise the following.
+        prefix: of all tensors of the layer; the following names come after it.
+        fusion: the matrix that merges embedding and vector.
         of_embedding: norm of the embedding.
         of_vector: norm of the vector.
-        final: norm behind the layer.
+        final: norm after the layer.
         layer: prefix of the decoder layer itself.
-        zeroes_first: whether the embedding at the first position is left out, as engines do with this format.
+        zeroes_first: whether the embedding at the first position is zeroed, as engines do with this format.
     """
 
     prefix: str
@@ -33,15 +33,15 @@ class MtpNames:
 
     @property
     def parts(self) -> tuple[str, str, str, str]:
-        """All that is not of the decoder layer: fusion, the norms of embedding and vector, and the last norm."""
+        """All tensors outside the decoder layer: fusion, the norms of embedding and vector, and the last norm."""
         return self.fusion, self.of_embedding, self.of_vector, self.final
 
     def is_further(self, name: str) -> bool:
-        """Whether a tensor is of a layer behind the first, which predicts a token further."""
+        """Whether a tensor belongs to a later layer, which predicts a further token."""
         return bool(self.layer) and name.startswith(f"{self.prefix}layers.") and self.of_layer(name) is None
 
     def of_layer(self, name: str) -> str | None:
-        """What a tensor of the decoder layer is called within it; None of another tensor."""
+        """The name of a decoder layer's tensor within the layer; None for another tensor."""
         start = self.prefix + self.layer
         return name.removeprefix(start) if name.startswith(start) else None
 
@@ -52,15 +52,12 @@ _QWEN = MtpNames(
 SPECULATORS = MtpNames(
     "mtp_layers.0.", "input_proj.weight", "token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight"
 )
-"""In folders of `speculators`."""
+"""Names in folders of `speculators`."""
 
 
 def mtp_layers(names: Iterable[str]) -> list[MtpNames]:
-    """The layers of a checkpoint, the one that predicts the next but one token first.
-
-    Qwen 3-Next and 3.5 write `mtp.*`; DeepSeek, GLM and others number them behind the model's own layers; `speculators`
-    writes folders of its own.
-    """
+    """The MTP layers of a checkpoint, in order of the tokens that they predict. Qwen 3-Next and 3.5 write `mtp.*`;
+    DeepSeek, GLM and others number them after the model's own layers; `speculators` writes separate folders."""
     numbered: list[tuple[int, str]] = []
     found: dict[MtpNames, None] = {}
     for name in names:
@@ -73,7 +70,7 @@ def mtp_layers(names: Iterable[str]) -> list[MtpNames]:
 
 
 def without_mtp(names: Iterable[str]) -> list[str]:
-    """The names without those of such layers."""
+    """The names except those of MTP layers."""
     names = list(names)
     prefixes = tuple(each.prefix for each in mtp_layers(names))
     return [name for name in names if not name.startswith(prefixes)] if prefixes else names

@@ -1,8 +1,8 @@
-"""Prompts with images or sound beside their text, as a model's processor makes them.
+"""Prompts with images or audio in addition to text, as a model's processor makes them.
 
-The processor puts as many placeholder tokens into the text as its images take, and gives the pixels beside. The target
-reads all of that once, by its own forward; from there on an answer is text like any other, and drafters see tokens
-only. Where an encoder hears, a prompt is a sound, and behind it the decoder's first tokens.
+The processor puts one placeholder token into the text for each position of an image, and returns the pixels separately.
+The target reads all of it once; after that an answer is text as with any other model, and drafters see tokens only. For
+an encoder of audio, a prompt is the audio followed by the decoder's first tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from truedraft.errors import PromptError
 from truedraft.models.cache import RequestCache
 
 if TYPE_CHECKING:
-    # Its import takes seconds, and whatever drafts or samples without a model of transformers has this module.
+    # Imported lazily: it takes seconds, and drafting and sampling without a model of transformers import this module.
     from transformers import PreTrainedModel
 
-# Parts of a configuration, and what they let a model read beside text.
+# Parts of a configuration, and the inputs that they stand for.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "encoder_config": "sound"}
 _PLACED = ("image", "video", "audio", "vision")
 _IDS = ("_token_id", "_token_index")
@@ -40,14 +40,14 @@ class MultimodalPrompt:
     """One prompt as a processor made it.
 
     Attributes:
-        token_ids: of its text, with the placeholders of images or sound that the processor put there. For an
-            encoder-decoder that hears, the decoder's first tokens; none are those with which it begins by itself.
-        inputs: what else the model's forward is given for it, by the names of its keywords: `pixel_values` and what
-            belongs to them. Tensors of any shape and device; numbers with a fraction go to the model's dtype.
-        digest: of all of that: equal prompts have equal ones. Found when the prompt is made, so change no tensor of it.
+        token_ids: with the processor's placeholders of images or audio. For an encoder-decoder of audio, the decoder's
+            first tokens; empty for its default ones.
+        inputs: other arguments of the model's forward, by keyword, such as `pixel_values`. Tensors of any shape and
+            device; floating-point ones are converted to the model's dtype.
+        digest: a hash of all of that, computed when the prompt is made, so do not change its tensors.
 
     Raises:
-        PromptError: there is nothing beside the tokens, or it is no tensor.
+        PromptError: there are no other inputs, or one is no tensor.
     """
 
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class MultimodalPrompt:
 
     @classmethod
     def of(cls, encoded: Mapping[str, Any]) -> MultimodalPrompt:
-        """Of what a processor returned for one text, called with `return_tensors="pt"`.
+        """From a processor's output for one text, with `return_tensors="pt"`.
 
         Raises:
             PromptError: it holds no `input_ids`, those of several texts, or padding.
@@ -86,14 +86,14 @@ class MultimodalPrompt:
 
     @classmethod
     def heard(cls, encoded: Mapping[str, Any], begun: Sequence[int] = ()) -> MultimodalPrompt:
-        """Of what the feature extractor of an encoder-decoder returned for one sound, as Whisper's does.
+        """From the output of an encoder-decoder's feature extractor for one audio clip, such as Whisper's.
 
         Args:
             encoded: returned with `return_tensors="pt"`.
-            begun: the decoder's first tokens, as a language and a task; none are those with which it begins by itself.
+            begun: the decoder's first tokens, such as a language and a task; empty for its default ones.
 
         Raises:
-            PromptError: it holds no sound, or padding.
+            PromptError: it holds no audio, or padding.
         """
         rest = dict(encoded)
         mask = rest.pop("attention_mask", None)
@@ -103,7 +103,6 @@ class MultimodalPrompt:
 
 
 def _digest(token_ids: Sequence[int], inputs: Mapping[str, Tensor]) -> bytes:
-    """A SHA-256 of a prompt."""
     found = hashlib.sha256(repr([int(token) for token in token_ids]).encode())
     for name, value in sorted(inputs.items()):
         found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -112,32 +111,32 @@ def _digest(token_ids: Sequence[int], inputs: Mapping[str, Tensor]) -> bytes:
 
 
 def senses_of(model: PreTrainedModel) -> list[str]:
-    """What a model reads beside text, in words."""
+    """The model's inputs other than text, in words."""
     return [what for part, what in _SENSES.items() if getattr(model.config, part, None) is not None]
 
 
 def input_names_of(model: PreTrainedModel) -> frozenset[str]:
-    """Keywords of a model's forward that hold what a prompt has beside its tokens; none for one that reads text."""
+    """Keywords of a model's forward for inputs other than text; empty for a text-only model."""
     if not senses_of(model):
         return frozenset()
     return frozenset(inspect.signature(type(model).forward).parameters) - _TEXT_KEYWORDS
 
 
 def placeholders_of(model: PreTrainedModel) -> frozenset[int]:
-    """Ids in whose place a model reads what stands beside a prompt's tokens, or that frame it."""
+    """Ids that other inputs replace, or that frame these."""
     given = {name: value for name, value in model.config.to_dict().items() if name.startswith(_PLACED)}
     return frozenset(value for name, value in given.items() if name.endswith(_IDS) and isinstance(value, int))
 
 
 @contextmanager
 def noting_shift(model: PreTrainedModel, cache: RequestCache) -> Iterator[None]:
-    """Meanwhile a model reads a whole prompt, and numbers its tokens itself; the cache learns how those behind go on.
+    """Store the shift of positions after a prompt that a model reads, and numbers itself, within this context.
 
     Images take fewer positions than tokens where rotary positions have more than one axis (Qwen2-VL, 2409.12191,
-    section 2.1); transformers' models leave the difference in `rope_deltas`. Others begin at 1 (PaliGemma), which shows
-    in what they give their decoder.
+    section 2.1); transformers' models store the difference in `rope_deltas`. Others begin at 1 (PaliGemma), which shows
+    in the arguments of their decoder.
     """
-    for module in model.modules():  # nothing of the prompt before shall be taken for this one's
+    for module in model.modules():  # so that no value of an earlier prompt is taken
         if getattr(module, "rope_deltas", None) is not None:
             module.rope_deltas = None
     shift = 0
@@ -160,7 +159,7 @@ def noting_shift(model: PreTrainedModel, cache: RequestCache) -> Iterator[None]:
 
 
 def on_device(inputs: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Inputs where the model reads them; numbers with a fraction in its dtype."""
+    """Inputs on the model's device; floating-point ones in its dtype."""
     return {
         name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
         for name, value in inputs.items()

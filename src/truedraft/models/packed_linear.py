@@ -1,7 +1,7 @@
-"""Linear layers and experts whose weights oneDNN has laid out for its kernels once, instead of at every call.
+"""Linear layers and experts with weights that oneDNN lays out for its kernels once, instead of at every call.
 
-In bfloat16 this is worth 1.5 to 2 times at few rows; in float32 the stock product of 2 to 32 rows collapses and this
-one does not (benchmarks/LOG.md). A packed weight cannot be copied or saved: the layer keeps it as a plain
+In bfloat16 this is 1.5 to 2 times faster at few rows; in float32 the stock product of 2 to 32 rows becomes slow and
+this one does not (benchmarks/LOG.md). A packed weight cannot be copied or saved: the layer keeps it as a plain
 attribute, and the original can be freed.
 """
 
@@ -18,33 +18,28 @@ from transformers import PreTrainedModel
 
 from truedraft.models.mapped import forget_pages
 
-# oneDNN chooses the layout for a number of rows. With 8 every number of rows gives the same bits in each row; with 1
-# it does not.
+# oneDNN chooses the layout for a number of rows. With 8, any number of rows gives the same bits in each row; with 1 it
+# does not.
 _ROWS = 8
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 LEAST_ROWS = 4
-"""Kernels treat very short products differently, and a row must not depend on how many share its product."""
+"""Products are padded to this many rows: kernels treat very short ones differently, and rows must not depend on it."""
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights of this kind can be packed on this device."""
+    """Whether weights of this dtype can be packed on this device."""
     if device.type != "cpu" or dtype not in _PACKED_DTYPES or not torch.backends.mkldnn.is_available():
         return False
     return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module is of this very class and has no hooks: then what it computes is known."""
+    """Whether a module is exactly of this class and has no hooks, so that its computation is known."""
     return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
 
 
 class PackedLinear(nn.Module):
-    """`x W^T + b` with a packed weight.
-
-    Args:
-        weight: `[out, in]`, bfloat16 or float32, on the CPU.
-        bias: `[out]`, or None.
-    """
+    """`x W^T + b` with a packed weight `[out, in]`, bfloat16 or float32, on the CPU."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -56,16 +51,14 @@ class PackedLinear(nn.Module):
 
     @cached_property
     def weight(self) -> Tensor:
-        """`[out, in]`, as it was: some routers read it. Unpacked when it is first asked for, and kept from then on."""
+        """`[out, in]`, unpacked on first use and then kept; some routers read it."""
         return self.unpacked()
 
     def unpacked(self) -> Tensor:
-        """The same, and not kept."""
         return self._weight.to_dense()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight, which need not be unpacked for it."""
         return self._weight.dtype
 
     @property
@@ -74,7 +67,6 @@ class PackedLinear(nn.Module):
         return self._bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
         return self._product(x, self._weight, self._bias, "none", [], "")
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -83,12 +75,12 @@ class PackedLinear(nn.Module):
 
 
 def filled(x: Tensor) -> Tensor:
-    """At least so many rows that each has the same bits in any company: `[rows, width]`, zeros behind."""
+    """`[rows, width]` padded with zeros to `LEAST_ROWS` rows, so that a row's bits do not depend on their number."""
     return x if len(x) >= LEAST_ROWS else pad(x, (0, 0, 0, LEAST_ROWS - len(x)))
 
 
 def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of several layers of one input, their outputs one behind another; 0 where one has no bias."""
+    """Concatenated weights and biases of several layers with the same input; 0 where a layer has no bias."""
     if len(layers) == 1:
         return layers[0].weight.detach(), None if layers[0].bias is None else layers[0].bias.detach()
     weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -99,7 +91,7 @@ def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
-    """One packed layer in place of several of one input, whose weights are freed."""
+    """One packed layer in place of several with the same input; their weights are freed."""
     fused = PackedLinear(*joined(layers))
     for layer in layers:
         release(layer)
@@ -107,21 +99,18 @@ def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
 
 
 def release(layer: nn.Module) -> None:
-    """Free the weights of a layer that something else has taken over."""
+    """Free the weights of a layer after something else has taken them over."""
     for name, weight in list(layer.named_parameters(recurse=False)):
         forget_pages(weight)
         setattr(layer, name, None if name == "bias" else nn.Parameter(weight.new_empty(0), requires_grad=False))
 
 
 class PackedExperts(nn.Module):
-    """Experts as transformers' mixtures have them, with packed weights: the router's choices are made outside.
+    """Transformers' experts with packed weights, which are freed in `experts`; the router is outside.
 
-    An expert's rows are multiplied together, at least two of them, and what a row's experts gave is added up in the
-    order in which the router names them: so a row has the same bits whatever rows share the forward, which none of
-    transformers' own ways to run experts promises.
-
-    Args:
-        experts: a module that `is_experts`; its weights are freed.
+    An expert's rows are multiplied together, at least two of them, and the outputs for a row are summed in the order of
+    the router's choices. So a row has the same bits for any other rows of the forward, which none of transformers' own
+    implementations of experts promises.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -140,17 +129,14 @@ class PackedExperts(nn.Module):
         return [PackedLinear(weight, bias) for weight, bias in zip(turned, biases, strict=True)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sums of what experts make of rows, times their weights.
+        """Weighted sums of the experts' outputs, `[rows, width]`.
 
         Args:
             hidden_states: `[rows, width]`.
             top_k_index: `[rows, k]`, the experts of each row.
             top_k_weights: `[rows, k]`, their factors.
 
-        Returns:
-            `[rows, width]`.
-
-        Worked example: rows 0, 1, 2 go to experts (4, 0), (0, 1), (4, 1). In order of experts their places among all
+        Worked example: rows 0, 1, 2 use experts (4, 0), (0, 1), (4, 1). In order of experts their indices among all
         six are 1 2 | 3 5 | 0 4: expert 0 reads rows 0 and 1.
         """
         rows, chosen = top_k_index.shape
@@ -168,7 +154,6 @@ class PackedExperts(nn.Module):
         return total.to(hidden_states.dtype)
 
     def _run(self, number: int, x: Tensor) -> Tensor:
-        """What an expert makes of its rows."""
         count = len(x)
         inner = self._up[number](x if count > 1 else x.expand(2, -1))
         inner = self._experts._apply_gate(inner) if self._experts.has_gate else self._experts.act_fn(inner)
@@ -179,7 +164,8 @@ class PackedExperts(nn.Module):
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module is a block of experts that transformers itself may run in several ways, and runs alone here."""
+    """Whether a module is an unmodified, unsharded block of experts with transformers' interchangeable
+    implementations."""
     names = {name for name, _ in module.named_parameters(recurse=False)}
     return (
         all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate"))
@@ -194,8 +180,8 @@ def is_experts(module: Any) -> bool:
 def pack_weights(model: PreTrainedModel) -> int:
     """Replace the linear layers and experts of any model, in memory, by packed ones; returns how many.
 
-    Only layers of the very class `nn.Linear` are taken, for anything else may compute something else. A layer whose
-    weight is used elsewhere too keeps it: an LM head that is tied to the embedding gets a packed copy.
+    Only layers of exactly the class `nn.Linear` are replaced, because others may compute something else. A layer with a
+    weight that is used elsewhere keeps it: an LM head that is tied to the embedding gets a packed copy.
     """
     head = model.get_output_embeddings()
     uses = _uses(model)
@@ -218,7 +204,7 @@ def pack_weights(model: PreTrainedModel) -> int:
 
 
 def multiplies_packed_alone(model: nn.Module) -> bool:
-    """Whether all weights that vectors are multiplied by are packed: none is left but embeddings, norms and biases."""
+    """Whether all weights that vectors are multiplied by are packed; only embeddings, norms and biases are not."""
     return all(
         isinstance(module, nn.Embedding) or all(weight.dim() < 2 for weight in module.parameters(recurse=False))
         for module in model.modules()
@@ -226,7 +212,6 @@ def multiplies_packed_alone(model: nn.Module) -> bool:
 
 
 def _uses(model: nn.Module) -> dict[int, int]:
-    """How many modules hold each parameter, by its id."""
     uses: dict[int, int] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):

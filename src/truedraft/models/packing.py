@@ -1,4 +1,4 @@
-"""One packed forward: where each segment's tokens are, at which positions, and what they may see."""
+"""One packed forward: the rows of each segment's tokens, their positions, and what they may see."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from truedraft.models.attention import (
 )
 from truedraft.models.base import Segment
 
-_MASKED_ROWS = 256  # whose scores are in memory together
+_MASKED_ROWS = 256  # rows with scores in memory at the same time
 
 
 @dataclass(slots=True)
 class SegmentPlan:
-    """One segment in the pack: rows `start .. start + count - 1`, behind `length` cached tokens, on a device."""
+    """One segment in the pack: rows `start .. start + count - 1`, after `length` cached tokens, on a device."""
 
     segment: Segment
     start: int
@@ -35,7 +35,7 @@ class SegmentPlan:
     layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
 
     def layout(self, pattern: AttentionPattern) -> SegmentLayout:
-        """How the segment lies under a pattern; made once for all layers that share it."""
+        """The segment's layout under a pattern; made once for all layers that share it."""
         if pattern not in self.layouts:
             segment = self.segment
             self.layouts[pattern] = layout_of(segment.shape, segment.written, self.length, pattern, self.device)
@@ -44,14 +44,13 @@ class SegmentPlan:
 
 @dataclass(slots=True)
 class ForwardPlan:
-    """All that a packed forward needs to know.
+    """The plan of a packed forward.
 
     Attributes:
-        segments: the segments' plans.
         tokens: `[1, total]`, int64: all new tokens, then padding.
-        positions: `[1, total]`, int64: cached length + depth in the tree - 1, shifted as the cache says.
+        positions: `[1, total]`, int64: cached length + depth in the tree - 1, plus the cache's shift.
         rows: `[wanted]`, int64: rows of the pack that need logits, then padding.
-        wanted: how many of `rows` were asked for.
+        wanted: number of requested `rows`.
         furthest: the largest position.
     """
 
@@ -64,13 +63,11 @@ class ForwardPlan:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device, least_rows: int) -> ForwardPlan:
-        """Lay out the segments one behind another and reserve room in their caches.
+        """Concatenate the segments and reserve room in their caches.
 
         Args:
-            segments: the requests' shares.
-            device: where tokens and positions go.
-            least_rows: pad to this many tokens and rows. Kernels treat very short products differently, and a row
-                must not depend on how many share its forward (docs/lossless.md, row invariance).
+            least_rows: pad to this many tokens and rows. Kernels treat very short products differently, and a row must
+                not depend on how many share its forward (docs/lossless.md, row invariance).
 
         Raises:
             ModelError: a segment has more or fewer tokens than new nodes.
@@ -112,18 +109,16 @@ class ForwardPlan:
     def attend(
         self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Attention of all segments, each against its own cache, which takes their keys and values.
+        """Attention of all segments, each over its own cache, which receives their keys and values.
 
         Args:
-            call: which attention call of the forward this is, from 0.
-            pattern: which positions this layer may see.
-            scoring: how the layer makes weights of products.
+            call: index of the attention call in the forward, from 0.
             query: `[heads, total, key width]`.
             key: `[kv_heads, total, key width]`.
             value: `[kv_heads, total, value width]`.
 
         Returns:
-            `[total, heads, value width]`; rows of padding hold numbers without meaning.
+            `[total, heads, value width]`; rows of padding are undefined.
         """
         outputs: list[Tensor] = []
         for part in self.segments:
@@ -138,12 +133,8 @@ class ForwardPlan:
     def attend_masked(
         self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Attention of the one segment's tokens, a whole prompt's, under the mask that the model itself made.
-
-        Args:
-            call: as `attend` takes it, and likewise the others.
-            mask: `[total, total]`, True or 0 where a token sees another; None lets it see all before it.
-        """
+        """`attend` for a single segment, a whole prompt, under the mask that the model itself made. `mask` is
+        `[total, total]`, True or 0 where a token sees another; None is a causal mask."""
         count = query.shape[1]
         keys, values = self.segments[0].segment.cache.write(call, key, value)
         hidden = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device)
@@ -161,7 +152,6 @@ class ForwardPlan:
 
 
 def _on_device(tokens: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The segments' tokens on the model's device; those on the host go up together."""
     if not transfers.waits(device):
         return tokens
     known = [each for each in tokens if not transfers.waits(each.device)]

@@ -1,17 +1,16 @@
 """The same function at the cost of a larger model.
 
-A padded model gives the logits of the model it was made from and costs what a model of its size costs. Every linear
-layer reads the residual stream or writes to it. Those that write (embedding, attention output, MLP output) are zero
-but for the model's own entries, so the stream holds what it held, and zeros behind it. Those that read (queries, keys,
-values, gate, up) have random weights beside the model's own: what they compute costs as much as in a real model, and
-meets zeros on its way back.
+A padded model has the logits of the model it was made from and the cost of a model of its size. Linear layers that
+write to the residual stream (embedding, attention output, MLP output) are zero except for the model's own entries, so
+the stream holds the model's values, followed by zeros. Those that read it (queries, keys, values, gate, up) have random
+weights in addition to the model's own: their results cost as much as in a real model, and are then multiplied by zeros.
 
 RMSNorm divides by the root of the mean of w squares; over W = r w entries of which the rest are 0, the mean is r times
-smaller. With its epsilon divided by r and its weights by sqrt(r), the result is the same, and where r is a power of 4
-so are its bits: nothing but powers of two is multiplied.
+smaller. With its epsilon divided by r and its weights by sqrt(r), the result is the same. If r is a power of 4 so are
+its bits, because everything is multiplied by powers of two only.
 
-The padded model must not only compute the same function but add the same numbers in the same order, or its results
-differ by rounding. So entries keep their order, and what stands between or behind them is multiplied by zero.
+The padded model must also add the same numbers in the same order, or its results differ by rounding. So entries keep
+their order, and entries between or after them are multiplied by zero.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelEr
 _RECORD = "truedraft_padding"
 _NAME = " padded to "
 
-# What the rows and the columns of a linear layer's weight stand for.
+# The axes of a linear layer's weight: rows and columns.
 _AXES = {
     "embed_tokens": ("vocabulary", "stream"),
     "q_proj": ("query", "stream"),
@@ -45,22 +44,15 @@ _AXES = {
 }
 _WRITES_TO_THE_STREAM = ("embed_tokens", "o_proj", "down_proj")
 
-# Measured for oneDNN on CPUs with AVX-512 BF16: a bfloat16 product over up to 1,024 inputs adds up blocks of 512 and
-# then the blocks; over more inputs (and more than one row) blocks of 1,024.
+# Measured for oneDNN on CPUs with AVX-512 BF16: a bfloat16 product over up to 1,024 inputs sums blocks of 512 and then
+# the blocks; over more inputs (and more than one row) blocks of 1,024.
 _BLOCK = 512
 _LONG_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedSize:
-    """A size to pad to.
-
-    Attributes:
-        name: what users type: about how many parameters it has.
-        layers: of the padded model.
-        width: of its residual stream, and of its attention.
-        inner: width inside its MLPs.
-    """
+    """A size to pad to; `inner` is the width of MLPs, `width` that of the residual stream and of attention."""
 
     name: str
     layers: int
@@ -99,22 +91,21 @@ def pad_model(
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> LlamaForCausalLM:
-    """The same function at the cost of a larger model; the model itself stays as it is.
+    """The same function at the cost of a larger model; the model itself is not changed.
 
-    Its logits are the model's bit for bit where the width becomes 4, 16, ... times as large and sums are made in the
-    same order, within rounding otherwise. On CPUs with AVX-512 BF16 it is in bfloat16 for the embedded target at 500M
-    and at the width of 7B, in float32 on an AMD one; an Intel one adds up float32 products in an order that hangs on
-    the width. The first entries of the hidden state are the model's, the others are zero. It is built layer by layer in
-    the model's dtype, on its device.
+    Its logits are the model's bit for bit if the width becomes 4, 16, ... times as large and sums are made in the same
+    order, within rounding otherwise. On CPUs with AVX-512 BF16 that holds in bfloat16 for the embedded target at 500M
+    and at the width of 7B, in float32 on an AMD one; an Intel one sums float32 products in an order that depends on the
+    width. The first entries of the hidden state are the model's, the others are zero. It is built layer by layer in the
+    model's dtype, on its device.
 
     Args:
-        model: of the Llama architecture.
-        size: "110M", "500M", "7B", or sizes of one's own.
+        size: "110M", "500M", "7B", or a custom size.
         seed: of the added weights.
-        on_layer: called after each layer with how many are done, and how many there are.
+        on_layer: called after each layer with the number of finished layers and of all.
 
     Returns:
-        A stock transformers model in evaluation mode, without gradients, its embeddings tied where the model's are.
+        A stock transformers model in evaluation mode, without gradients, with tied embeddings if the model's are.
 
     Raises:
         UnknownOptionError: no such size.
@@ -123,7 +114,7 @@ def pad_model(
     """
     config = padded_config(model, size)
     assert isinstance(model, LlamaForCausalLM)  # padded_config refuses others
-    with torch.device("meta"):  # no memory is taken; the weights are made one by one below
+    with torch.device("meta"):  # takes no memory; the weights are made one by one below
         padded = LlamaForCausalLM(config)
     padded.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # heads keep their size
     padding = _Padding(model, config, seed)
@@ -143,7 +134,7 @@ def pad_model(
 
 
 def padded_config(model: PreTrainedModel, size: str | PaddedSize) -> LlamaConfig:
-    """The configuration of the padded model, which also records what it was padded from.
+    """The configuration of the padded model, which also records the original one.
 
     Raises:
         As `pad_model` does.
@@ -158,7 +149,7 @@ def padded_config(model: PreTrainedModel, size: str | PaddedSize) -> LlamaConfig
         raise UnsupportedModelError("a quantized model cannot be padded; load its unquantized weights")
     group = own.num_attention_heads // own.num_key_value_heads
     heads = choose_heads(own.num_attention_heads, own.num_key_value_heads, own.head_dim, size.width)
-    # Where they do not fit, the message counts a model with such groups of heads.
+    # If they do not fit, the message counts a model with such groups of heads.
     config = _config(own, size, heads or choose_heads(group, 1, own.head_dim, size.width) or (1, 1))
     parameters, padded_parameters = sum(weight.numel() for weight in model.parameters()), count_parameters(config)
     before = (parameters, own.num_hidden_layers, own.hidden_size, own.intermediate_size)
@@ -183,17 +174,13 @@ def padded_config(model: PreTrainedModel, size: str | PaddedSize) -> LlamaConfig
 
 
 def count_parameters(config: LlamaConfig) -> int:
-    """Parameters of a model of this configuration, a tied LM head counted once; no memory is taken."""
+    """Number of parameters of this configuration, a tied LM head counted once; takes no memory."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in LlamaForCausalLM(config).parameters())
 
 
 def padding_note(parameters: int, size: str) -> str:
-    """What figures of a padded model mean, for every line of a report.
-
-    Args:
-        parameters: of the model before.
-        size: that it was padded to.
+    """What measurements of a padded model mean, for every line of a report; `parameters` are the original's.
 
     >>> padding_note(15_735_168, "500M")
     'cost of a 500 M model, text of a 16 M model (a real 500 M would be harder to guess)'
@@ -205,10 +192,8 @@ def padding_note(parameters: int, size: str) -> str:
 
 
 def padding_note_of(model: PreTrainedModel) -> str | None:
-    """The `padding_note` of a model, by its configuration; None for one that is not padded.
-
-    The configuration keeps it when the model is saved and loaded again.
-    """
+    """The `padding_note` of a model, from its configuration; None if it is not padded. The configuration keeps it
+    when the model is saved and loaded again."""
     record = getattr(model.config, _RECORD, None)
     return None if record is None else padding_note(record["parameters"], record["size"])
 
@@ -219,30 +204,27 @@ def is_padded(model: PreTrainedModel) -> bool:
 
 
 def unpadded_width(model: PreTrainedModel) -> int | None:
-    """The width of the model that a padded one was made from; None where it is not padded or does not say.
-
-    So many entries of the padded model's hidden state are not zero.
-    """
+    """The width of a padded model's original: its nonzero hidden entries. None if not padded or unknown."""
     return (getattr(model.config, _RECORD, None) or {}).get("width")
 
 
 def recorded_fingerprint(model: PreTrainedModel) -> str | None:
-    """The fingerprint of the model that a padded one was made from; None where it is not padded or does not say."""
+    """The fingerprint of a padded model's original; None if it is not padded or does not say."""
     return (getattr(model.config, _RECORD, None) or {}).get("fingerprint")
 
 
 def record_fingerprint(padded: PreTrainedModel, fingerprint: str) -> None:
-    """Let a padded model's configuration say what it was made from; it is saved with it."""
+    """Record the original's fingerprint in a padded model's configuration, which is saved with it."""
     setattr(padded.config, _RECORD, {**getattr(padded.config, _RECORD), "fingerprint": fingerprint})
 
 
 def padded_name(name: str, size: str) -> str:
-    """What a padded model is called."""
+    """The name of a padded model."""
     return f"{name}{_NAME}{size}"
 
 
 def unpadded_name(name: str) -> str:
-    """The name of the model that a padded one was made from; the name itself of one that is not padded.
+    """The name of a padded model's original; the name itself if it is not padded.
 
     >>> unpadded_name("embedded:target padded to 500M")
     'embedded:target'
@@ -269,8 +251,6 @@ def _shape(parameters: int, layers: int, width: int, inner: int) -> str:
 
 
 class _Padding:
-    """Makes the weights of a padded model, one module at a time."""
-
     def __init__(self, model: LlamaForCausalLM, config: LlamaConfig, seed: int) -> None:
         own = model.config
         heads = head_places(
@@ -286,14 +266,14 @@ class _Padding:
         self._places = {axis: place.to(model.device) for axis, place in places.items()}
         self._modules: Mapping[str, nn.Module] = dict(model.named_modules())
         self._norm_scale = math.sqrt(own.hidden_size / config.hidden_size)
-        # What layers read has entries of about 1 (RMSNorm), so what they make of it has too: ordinary numbers,
-        # neither so small nor so large that a product of them would be cheaper.
+        # The input of layers has entries of about 1 (RMSNorm), so their output has, too: ordinary numbers, neither so
+        # small nor so large that a product of them would be faster.
         self._spread = own.hidden_size**-0.5
         self._new: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
 
     def fill(self, name: str, module: nn.Module) -> None:
-        """Give a module of the padded model its weights; the model has one of that name, or it is an added one."""
+        """Set the weights of a module of the padded model; the model has one of that name, or it is an added one."""
         own = self._modules.get(name)
         kind = name.rpartition(".")[2]
         for part, shape in [(part, weight.shape) for part, weight in module.named_parameters(recurse=False)]:
@@ -307,7 +287,6 @@ class _Padding:
             setattr(module, part, nn.Parameter(value, requires_grad=False))
 
     def _matrix(self, shape: torch.Size, source: Tensor | None, kind: str) -> Tensor:
-        """`[out, in]`: zero or random, but for the model's own entries."""
         if kind in _WRITES_TO_THE_STREAM:
             value = torch.zeros(shape, **self._new)
         else:
@@ -318,7 +297,6 @@ class _Padding:
         return value
 
     def _bias(self, shape: torch.Size, source: Tensor | None, axis: str) -> Tensor:
-        """`[out]`: zero, but for the model's own entries."""
         value = torch.zeros(shape, **self._new)
         if source is not None:
             value[self._places[axis]] = source.detach()
@@ -333,16 +311,10 @@ class _Padding:
 
 
 def choose_heads(heads: int, kv_heads: int, head_size: int, width: int) -> tuple[int, int] | None:
-    """Query heads and key/value heads of a padded layer; None where these heads do not fit its width.
+    """Query heads and key/value heads of a padded layer; None if these heads do not fit its width.
 
-    Attention becomes as wide as the layer, or as near below as transformers allows (heads must divide the width),
-    with as many key/value heads as leave each of them at least as many query heads as before.
-
-    Args:
-        heads: query heads of the model.
-        kv_heads: its key/value heads.
-        head_size: entries of a head, which do not change.
-        width: of the padded layer.
+    Attention becomes as wide as the layer, or the next smaller width that transformers allows (heads must divide the
+    width), with as many key/value heads as leave each of them at least as many query heads as before.
 
     >>> choose_heads(6, 2, 64, 1536)
     (24, 8)
@@ -360,7 +332,7 @@ def choose_heads(heads: int, kv_heads: int, head_size: int, width: int) -> tuple
 
 
 def head_places(heads: int, kv_heads: int, padded_heads: int, padded_kv_heads: int) -> list[int]:
-    """The query head of the padded layer that each query head of the model becomes; key/value heads keep their number.
+    """The index of each of the model's query heads in the padded layer; key/value heads keep their index.
 
     Query head i reads key/value head i // group. With 4 query and 2 key/value heads the groups are (0, 1) and (2, 3);
     padded to 9 and 3 they are (0, 1, 2), (3, 4, 5) and (6, 7, 8). So heads 0 and 1 stay, heads 2 and 3 become 3 and
@@ -375,16 +347,16 @@ def head_places(heads: int, kv_heads: int, padded_heads: int, padded_kv_heads: i
 
 
 def entries_of(places: list[int], head_size: int) -> Tensor:
-    """`[heads * head_size]`, int64: where the entries of heads go, by where the heads go."""
+    """`[heads * head_size]`, int64: the new indices of heads' entries, by the new indices of heads."""
     return (torch.tensor(places)[:, None] * head_size + torch.arange(head_size)).flatten()
 
 
 def inner_places(inner: int, padded: int, dtype: torch.dtype) -> Tensor:
-    """Where the entries inside an MLP go: `[inner]`, int64, rising.
+    """The new indices of an MLP's inner entries: `[inner]`, int64, ascending.
 
-    They go first. Only in bfloat16 sums over 513 to 1,024 entries are made of two halves where sums over more are not
-    split there: the second half then goes to the next long block, so that the two are still added up apart. (In float32
-    no such split was seen, and entries in one piece gave the same bits.)
+    They are the first ones. Only in bfloat16, where sums over 513 to 1,024 entries are made of two halves and longer
+    sums are not split there, the second half moves to the next long block, so that the two are still summed separately.
+    (In float32 no such split was seen.)
     """
     places = torch.arange(inner)
     split = _BLOCK < inner <= _LONG_BLOCK and padded >= _LONG_BLOCK + inner - _BLOCK

@@ -1,20 +1,20 @@
-"""What is found out about a model at load, by small forwards.
+"""Small forwards at load that find out how a model has to be run.
 
-`probe_patterns`: which positions each attention call may see. Some families build a window or chunk mask but never
-tell the attention function about it, so the mask itself is looked at: a short forward, with a mask function that
-remembers what it was asked for and an attention function that records which mask reached it.
+`probe_patterns`: which positions each attention call may see. Some families build a window or chunk mask but do not
+pass the window to the attention function. So a short forward runs with a mask function that records its arguments and
+an attention function that records which mask it received.
 
-That attention gives zeros, so in this forward no token should see another. Whether one does is read from a gradient:
-the logits of the last row must not depend on any embedding but their own. A convolution or a recurrent state shows
-there however small it is, in any dtype, for a gradient that has no path is exactly zero.
+That attention returns zeros, so no token should see another. This is checked by a gradient: the logits of the last row
+must not depend on any other embedding. Even a small convolution or recurrent state shows, in any dtype, because a
+gradient without a path is exactly zero.
 
-`check_against_stock`: whether the packed forward gives what the model's own forward gives, up to rounding. How far
-rounding moves this model's logits is measured, not assumed: its own forward is run again with every module's output
-moved at random by up to one unit in the last place (Monte Carlo arithmetic). Over about 90 families and three scales of
-random weights, a right packed forward stayed within 1.3 times the largest move that was seen so. A wrong mask or
-position lies beyond it unless a model's weights are so small that attention hardly moves its logits.
+`check_against_stock`: whether the packed forward gives the logits of the model's own forward, up to rounding. How far
+rounding moves them is measured: its own forward is run again with every module's output moved at random by up to one
+unit in the last place (Monte Carlo arithmetic). Over about 90 families and three scales of random weights, a correct
+packed forward stayed within 1.3 times the largest such move. A wrong mask or position exceeds it unless a model's
+weights are so small that attention hardly moves its logits.
 
-`rows_depend_on_their_number`: whether rows are the same bits in forwards of few rows and of many.
+`rows_depend_on_their_number`: whether rows have the same bits in forwards of few rows and of many.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from truedraft.models.sources import Sources
 from truedraft.models.states import cache_keyword, carries_states
 
 _NAME = "truedraft-probe"
-# Patterns wider than this are read as full; contexts beyond it are not supported anyway.
+# Patterns wider than this are taken as full; longer contexts are not supported anyway.
 _FAR = 2**18
 _TOKENS = 8
 _ATTENTION_ALONE = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -67,31 +67,29 @@ _HARMLESS = {
 }
 
 _CONTEXT = 5
-# Below a context of 5: two branches, the second of them two long.
+# After a context of 5: two branches, the second of length two.
 _TREE = TreeShape((-1, 0, 0, 2))
-# The texts in which transformers sees the tree: its two paths, the first padded; and where in them each node is.
+# The texts by which transformers computes the tree: its two paths, the first padded; and where in them each node is.
 _TEXTS = ((0, 1, 1), (0, 2, 3))
 _PLACES = ((0, _CONTEXT), (0, _CONTEXT + 1), (1, _CONTEXT + 1), (1, _CONTEXT + 2))
-# Rows of forwards that are compared: kernels take ones, twos and threes, and fours apart, and some of them many.
+# Rows of the compared forwards: kernels differ for one, two, three and four rows, and some for many.
 _COUNTS = (64, 8, 1, 7)
 _DRAWS = 4
-# Of the largest move by rounding, measured over a few draws.
+# Times the largest move by rounding, measured over a few draws.
 _ALLOWED = 2.0
-# In float32 sums of other order count too, which the moves of outputs do not show: of the spread of the logits.
+# In float32 the order of sums matters too, and moved outputs do not show it: relative to the spread of the logits.
 _FLOOR = {torch.float32: 1e-3, torch.float64: 1e-3}
 
-# Of models with quantised weights: tokens and ids that are looked at, and how much of the logits' spread may differ.
+# For models with quantised weights: tokens, ids that are compared, and the allowed difference relative to the spread.
 _CODES_TOKENS, _SOME_IDS, _ALLOWED_BY_CODES = 20, 1024, 0.1
 
 MaskFunction = Callable[..., Any]
 
 
 class _Recorder:
-    """Stands in for masks and attention during the probing forward."""
-
     def __init__(self) -> None:
         self.functions: dict[int, MaskFunction] = {}
-        self.masks: list[Tensor] = []  # kept alive, so that their ids stay theirs
+        self.masks: list[Tensor] = []  # kept alive, so that their ids stay unique
         self.seen: list[MaskFunction | None] = []
 
     def make_mask(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Tensor:
@@ -120,9 +118,6 @@ class _Recorder:
 
 def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
     """The pattern of each attention call of a forward, in order of the calls.
-
-    Args:
-        model: a Hugging Face causal language model whose attention goes through the attention registry.
 
     Raises:
         UnsupportedModelError: the model mixes tokens by other means than attention, hides its mask, or uses a pattern
@@ -158,17 +153,14 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
 
 
 def _attention_names(config: Any) -> dict[str, Any]:
-    """The attention of a model and of its parts, as `set_attn_implementation` takes them: not all can have the same.
-
-    A part that is no model, as Dbrx's `attn_config`, has none.
-    """
+    """The attention of a model and of its parts, except parts that are no model (Dbrx's `attn_config`)."""
     parts = ((key, getattr(config, key)) for key in config.sub_configs)
     names = {key: own for key, part in parts if part is not None and (own := _attention_names(part))}
     return ({} if config._attn_implementation is None else {"": config._attn_implementation}) | names
 
 
 def _refuse_scaled_queries(model: nn.Module, name: str) -> None:
-    """Llama 4 scales queries of layers without rotary positions by their place in the pack, not by their position."""
+    """Llama 4 scales queries of layers without rotary positions by their index in the pack, not by their position."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if getattr(config, "attn_temperature_tuning", False) and 0 in (getattr(config, "no_rope_layers", None) or ()):
         raise UnsupportedModelError(
@@ -178,7 +170,7 @@ def _refuse_scaled_queries(model: nn.Module, name: str) -> None:
 
 
 def _refuse_other_layers(model: nn.Module, name: str) -> None:
-    """Refuse what the configuration itself calls something else than attention, before anything is run."""
+    """Refuse layers that the configuration itself names as something else than attention, before any forward."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     kinds = next((found for place in _LAYER_KINDS if (found := getattr(config, place, None))), ())
     others = sorted({str(kind) for kind in kinds} - _ATTENTION_ALONE - _WITHIN_A_TOKEN)
@@ -191,8 +183,6 @@ def _refuse_other_layers(model: nn.Module, name: str) -> None:
 
 
 class _WithoutProducts(TorchFunctionMode):
-    """Linear layers give zeros."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is linear:
             return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
@@ -201,11 +191,11 @@ class _WithoutProducts(TorchFunctionMode):
 
 @torch.inference_mode(False)
 def _mixes_without_attention(model: nn.Module) -> bool:
-    """Run the forward; whether the last row depends on other tokens although attention gives zeros."""
+    """Run the forward; returns whether the last row depends on other tokens although attention returns zeros."""
     embedded: list[Tensor] = []
 
     def watch(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        # In place of embeddings, of which that of a padding id is zero and would hide products with it.
+        # Replaces embeddings: that of a padding id is zero, which would hide products with it.
         numbers = torch.arange(output.numel(), dtype=torch.float32, device=output.device).cos()
         embedded.append(numbers.view_as(output).to(output.dtype).requires_grad_())
         return embedded[-1].clone()  # some families scale it in place
@@ -214,15 +204,15 @@ def _mixes_without_attention(model: nn.Module) -> bool:
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
     places = torch.arange(_TOKENS, device=device)
     if is_quantized(model):
-        # There are no numbers to multiply by yet. Whose codes are run is a family whose layers we know.
+        # There are no weights to multiply by yet, and only families with known layers keep their codes.
         with _WithoutProducts():
             model(input_ids=ids, position_ids=places[None], use_cache=False, logits_to_keep=1)
         return False
     hook = model.get_input_embeddings().register_forward_hook(watch)  # type: ignore[operator]
-    # Rows are named by a tensor, as in packed forwards: some families cut their masks to an integer.
+    # Rows are given by a tensor, as in packed forwards: some families cut their masks to an integer.
     given = {"input_ids": ids, "position_ids": places[None], "use_cache": False, "logits_to_keep": places}
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    # Gradients do not pass by tensors that were made in inference mode.
+    # Gradients do not pass through tensors that were made in inference mode.
     copies = {name: tensor.clone() for name, tensor in tensors if tensor.is_inference()}
     try:
         with torch.enable_grad():
@@ -238,7 +228,7 @@ def _mixes_without_attention(model: nn.Module) -> bool:
 
 
 def _convolutions(model: nn.Module) -> str:
-    """The modules that hold convolutions, in words; empty if there are none."""
+    """The classes of modules with convolutions, in words; empty if there are none."""
     holders = {
         type(each).__name__ for each in model.modules() for part in each.children() if isinstance(part, _CONVOLUTIONS)
     }
@@ -246,7 +236,7 @@ def _convolutions(model: nn.Module) -> str:
 
 
 def _classify(function: MaskFunction | None, name: str) -> AttentionPattern:
-    """Tell a pattern by the lowest key that two neighbouring far queries may see."""
+    """Find the pattern by the lowest keys that two neighbouring distant queries may see."""
     if function is None:
         raise UnsupportedModelError(f"{name} calls attention without a causal mask; truedraft cannot run it")
     if _allows(function, 0, 1):
@@ -262,7 +252,7 @@ def _classify(function: MaskFunction | None, name: str) -> AttentionPattern:
 
 
 def _lowest(function: MaskFunction, query: int) -> int:
-    """The lowest key that `query` may see; allowed keys are taken to be contiguous up to the query."""
+    """The lowest key that `query` may see; allowed keys are assumed contiguous up to the query."""
     low, high = 0, query
     while low < high:
         middle = (low + high) // 2
@@ -280,7 +270,7 @@ def _allows(function: MaskFunction, query: int, key: int) -> bool:
 
 
 class _EndlessText(TorchFunctionMode):
-    """Masks that look tokens up (which image is this a part of?) find the last one of the probe behind its end."""
+    """Masks that look up tokens (which image does it belong to?) get the probe's last token for all later positions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
@@ -292,13 +282,8 @@ class _EndlessText(TorchFunctionMode):
 def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], None]:
     """Run the stock forward now, before attention is redirected; the returned check compares the packed one.
 
-    Args:
-        model: still with its own attention.
-        name: for the message.
-
     Returns:
-        A function that raises UnsupportedModelError when the packed forward of the same model differs by more
-        than rounding.
+        A function that raises UnsupportedModelError if the packed forward differs by more than rounding.
 
     Raises:
         UnsupportedModelError: transformers itself cannot run it.
@@ -312,7 +297,7 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
         texts = torch.cat([opening.expand(len(texts), -1), texts], dim=1)
     with torch.inference_mode():
         stock = _by_itself(model, texts, name)  # [texts, tokens, vocab]
-        # Where a router nearly ties, what rounding does is a jump; it shows at that place alone.
+        # Where a router nearly ties, rounding makes a jump at that position only.
         moved = range(len(texts)) if any("expert" in name for name, _ in model.named_modules()) else [-1]
         draws = texts[list(moved)].repeat_interleave(_DRAWS, 0)
         apart = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
@@ -341,11 +326,7 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
 
 
 class _Dequantizing(TorchFunctionMode):
-    """Products with quantised weights are those of their numbers, made for the moment; of the LM head of its first ids.
-
-    Args:
-        head: the weight of the LM head.
-    """
+    """Linear layers and embeddings dequantise their weights for each call; the LM head only its first ids."""
 
     def __init__(self, head: Tensor) -> None:
         super().__init__()
@@ -363,17 +344,13 @@ class _Dequantizing(TorchFunctionMode):
 
 
 def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], None]:
-    """As `check_against_stock`, of a model with quantised weights: its first layers, one of each kind and two at least.
+    """`check_against_stock` for a model with quantised weights: its first layers, one of each kind and at least two.
 
-    The model's own modules run those with numbers that are made of codes and dropped again, layer by layer. What the
-    native forward quantises more, inputs of products, costs a hundredth of the logits' spread.
-
-    Args:
-        model: still with its own attention, and weights that are `quantized`.
-        name: for the message.
+    The model's own modules run them with weights that are dequantised for each call. The native forward also quantises
+    the inputs of products, which moves logits by a hundredth of their spread.
 
     Returns:
-        A function that raises UnsupportedModelError when logits behind those layers differ by much more.
+        A function that raises UnsupportedModelError if the logits after those layers differ by much more.
     """
     decoder: Any = model.base_model
     kinds = list(getattr(model.config, "layer_types", None) or [""])
@@ -401,14 +378,14 @@ def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], 
 
 
 def refuse_hidden_state(model: LanguageModel) -> None:
-    """Refuse a model that keeps of a draft what a cache cannot forget: behind a rejected one, another has other bits.
+    """Refuse a model that keeps a state of a rejected draft outside its cache, so that later logits have other bits.
 
     Raises:
         UnsupportedModelError: it does.
     """
     ids = torch.arange(1, _CONTEXT + len(_TREE) + 1, device=model.device) * 7919 % model.vocab_size
     seen: list[Tensor] = []
-    for drafts in ((1,), (0, 1)):  # the second one alone, and behind the first one
+    for drafts in ((1,), (0, 1)):  # the second one by itself, and after the first one
         with model.trying() as cache:
             model.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), ())])
             cache.commit(range(_CONTEXT))
@@ -426,7 +403,7 @@ def refuse_hidden_state(model: LanguageModel) -> None:
 
 
 def refuse_later_tokens(model: LanguageModel) -> None:
-    """Refuse a model whose rows see tokens behind them, as those of an encoder do.
+    """Refuse a model with rows that see later tokens, as in an encoder.
 
     Raises:
         UnsupportedModelError: they do.
@@ -445,10 +422,8 @@ def refuse_later_tokens(model: LanguageModel) -> None:
 
 
 def rows_depend_on_their_number(model: LanguageModel) -> bool:
-    """Whether a row's logits have other bits when other rows share its forward, seen on a few rows of each number.
-
-    Then answers with a drafter equal plain decoding's up to near ties, not bit for bit.
-    """
+    """Whether a row's logits have other bits if other rows share its forward, tested on a few row counts; then
+    answers with a drafter equal plain decoding's up to near ties, not bit for bit."""
     ids = torch.arange(1, _COUNTS[0] + 1, device=model.device) * 7919 % model.vocab_size
     seen: list[Tensor] = []
     for most in _COUNTS:
@@ -459,7 +434,7 @@ def rows_depend_on_their_number(model: LanguageModel) -> bool:
 
 
 def _with_rounding(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """The model's logits with the outputs of all its innermost modules moved by up to one unit in the last place."""
+    """The model's logits with the outputs of all innermost modules moved by up to one unit in the last place."""
     generator = torch.Generator(texts.device).manual_seed(0)
 
     def move(_: nn.Module, __: Any, output: Any) -> Tensor | None:
@@ -480,10 +455,10 @@ def _with_rounding(model: PreTrainedModel, texts: Tensor) -> Tensor:
 
 
 def _by_steps(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """The model's logits of the texts' last tokens, read one by one with its own cache as `generate` does, in float32.
+    """The logits of the texts' last tokens, one by one with the model's own cache as in `generate`, in float32.
 
-    Recurrences have a formula for many tokens and another for one, which sum in another order within a module; Zamba
-    2 bounds its steps of time by the first alone. One text at a time, for RWKV takes several for one.
+    Recurrences have another formula for one token than for many, with another order of sums; Zamba 2 bounds its time
+    steps only in the latter. One text at a time, because RWKV takes several for one.
     """
     return torch.cat([_text_by_steps(model, text[None]) for text in texts])
 
@@ -491,7 +466,7 @@ def _by_steps(model: PreTrainedModel, texts: Tensor) -> Tensor:
 def _text_by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
     output = model(input_ids=text[:, :_CONTEXT], use_cache=True)
     kept = _kept(output)
-    if not kept:  # Recurrent Gemma goes on with the cache that `generate` gives it, and does not give it back
+    if not kept:  # Recurrent Gemma uses the cache that `generate` passes, and does not return it
         kept = {cache_keyword(model) or "": DynamicCache(config=model.config)}
         model(input_ids=text[:, :_CONTEXT], use_cache=True, **kept)
     logits: list[Tensor] = []
@@ -506,21 +481,17 @@ def _text_by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
 
 
 def _kept(output: Any) -> dict[str, Any]:
-    """What a forward kept of the text, by the keyword that takes it."""
     return {name: output[name] for name in ("cache", "past_key_values", "cache_params", "state") if name in output}
 
 
 def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
-    """What `generate` gives a model for whole texts: positions from 0, where it takes any.
-
-    RoBERTa and its kin would count from behind their padding id if they were not told. Of an encoder-decoder's texts
-    all begin with the same source.
-    """
+    """The arguments that `generate` passes for whole texts: positions from 0, which RoBERTa and similar models would
+    count from after their padding id. An encoder-decoder's texts all have the same source."""
     if model.config.is_encoder_decoder:
         sources = Sources.of(model, _FAR)
         length = sources.length(texts[0].tolist())
         source: dict[str, Any] = {"input_ids": texts[:, :length]}
-        if sources.sound is not None:  # once for all texts: an encoder may take seconds
+        if sources.sound is not None:  # once for all texts, because an encoder may take seconds
             vectors = model.get_encoder()(**sources.opening_inputs)[0]
             source = {"encoder_outputs": Encoded(last_hidden_state=vectors.expand(len(texts), -1, -1))}
         return {**source, "decoder_input_ids": texts[:, length:], "use_cache": False}
@@ -531,7 +502,6 @@ def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
 
 
 def _by_itself(model: PreTrainedModel, texts: Tensor, name: str) -> Tensor:
-    """The model's own logits in float32."""
     try:
         logits: Tensor = model(**_as_generated(model, texts)).logits
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -543,7 +513,7 @@ def _by_itself(model: PreTrainedModel, texts: Tensor, name: str) -> Tensor:
 
 
 def _cause(model: PreTrainedModel) -> str:
-    """What is known to make a family differ, in words; empty where it is something else."""
+    """The known cause of a family's difference, in words; empty if there is none."""
     kind = model.config.model_type
     if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         return f": it is the decoder of an encoder-decoder ({kind}), which counts positions itself"

@@ -1,4 +1,4 @@
-"""From pictures and a text to a prompt, by the processor that comes with a model."""
+"""Prompts from images and text, by the processor of a model."""
 
 from __future__ import annotations
 
@@ -18,34 +18,29 @@ if TYPE_CHECKING:
 Picture: TypeAlias = "Image"
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # decoders of others are seldom used, and seldom mended
-# How processors call what stands for a picture in a text; where there are both the first one does.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # decoders of other formats are rarely used and rarely maintained
+# Processors' names of image placeholders in a text; if there are both, the first is used.
 _PLACES = ("boi_token", "image_token")
-# What else a text may not hold, for the model would look for what stands there.
+# Further tokens that a text may not contain, because the model would look for their inputs.
 _SOUGHT = ("image_token", "video_token", "audio_token")
-# What they raise where a text or a picture does not suit them.
+# Errors that they raise for an unsuitable text or image.
 _REFUSALS = (AttributeError, LookupError, MemoryError, RuntimeError, StopIteration, TypeError, ValueError)
-# Processors enlarge a picture until its shorter side has some hundred pixels, and the longer one with it.
+# Processors enlarge an image until its shorter side has some hundred pixels, and the longer one with it.
 _LONGEST = 50  # times the shorter side
 
 
 class Processor:
-    """A model's own processor, for prompts with pictures.
-
-    Args:
-        backend: from transformers; it has an image processor and a tokenizer.
-        name: what messages call the model.
-    """
+    """A model's own processor, for prompts with images; `backend` is transformers' processor."""
 
     def __init__(self, backend: Any, name: str) -> None:
         self._backend = backend
         self._name = name
         self._tokenizer = Tokenizer(backend.tokenizer, name)
-        self._lock = threading.Lock()  # tokenizers do not bear two threads, nor memory many pictures at once
+        self._lock = threading.Lock()  # tokenizers are not thread-safe; many images at once take much memory
 
     @classmethod
     def load(cls, source: str, name: str, revision: str | None = None) -> Processor:
-        """The one in a model's folder, or under its name on the hub.
+        """The processor in a model's folder, or under its name on the hub.
 
         Raises:
             MissingExtraError: Pillow is not installed.
@@ -72,15 +67,15 @@ class Processor:
 
     @property
     def chat_template(self) -> str | None:
-        """That for messages with pictures, where it is not the tokenizer's."""
+        """The template for messages with images, if it is not the tokenizer's."""
         found = getattr(self._backend, "chat_template", None)
         return found if isinstance(found, str) else None
 
     def prompt(self, text: str, pictures: Sequence[Picture]) -> MultimodalPrompt:
-        """A text with pictures where its placeholders are; before it where there are none.
+        """A text with images at its placeholders, or before it if there are none.
 
         Raises:
-            PromptError: there are others than pictures, or the processor refuses them.
+            PromptError: placeholders and images do not match, or the processor refuses them.
         """
         place = next(iter(self._places), None)
         if place is not None and not any(each in text for each in self._places):
@@ -98,11 +93,10 @@ class Processor:
         Args:
             messages: contents may be lists of parts, of type "text" and "image".
             pictures: of the parts of type "image", in order.
-            how: see `ChatOptions`.
 
         Raises:
             PromptError: the template or the processor refuses them, or they spell control tokens.
-            OptionError: as `Tokenizer.chat`.
+            OptionError: see `Tokenizer.chat`.
         """
         told = [{**each, "content": _parts(each["content"])} for each in messages]
         how["template"] = how.get("template") or self.chat_template
@@ -142,16 +136,15 @@ class Processor:
 
 
 def read_picture(source: Path | bytes, what: str, most_pixels: int | None = None) -> Picture:
-    """A picture in RGB, upright, of a file or what stands in one; of several frames the first.
+    """An image in RGB, upright, from a file or its content; the first of several frames.
 
     Args:
-        source: the file, or its content.
-        what: messages call it so.
-        most_pixels: that it may have; None is what Pillow takes for an attack. It is known before any is decoded.
+        what: its name in messages.
+        most_pixels: upper bound, checked before decoding; None is Pillow's limit against decompression bombs.
 
     Raises:
         MissingExtraError: Pillow is not installed.
-        PromptError: there is no such file, it is no picture, too large, or too long for its width.
+        PromptError: there is no such file, it is no image, too large, or too long for its width.
     """
     _pillow()
     from PIL import Image, ImageOps
@@ -173,13 +166,13 @@ def read_picture(source: Path | bytes, what: str, most_pixels: int | None = None
     except (Image.DecompressionBombError, MemoryError) as error:
         told = str(error).partition(",")[0] or "there is no memory for it"
         raise PromptError(f"{what} is too large ({told}); make it smaller") from error
-    except Exception as error:  # decoders raise what they like: for broken files SyntaxError, struct.error and others
+    except Exception as error:  # decoders raise many kinds: for broken files SyntaxError, struct.error and others
         told = getattr(error, "strerror", None) or f"it must be one of {', '.join(_FORMATS)}"
         raise PromptError(f"{what} cannot be read as a picture ({told})") from error
 
 
 def _parts(content: Any) -> Any:
-    """A message's content in parts, as templates that know pictures go through them."""
+    """A message's content as a list of parts, for templates with images."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 

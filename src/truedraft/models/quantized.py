@@ -1,4 +1,4 @@
-"""Quantised weights as their file has them: codes of some bits with scales, whichever format they come from."""
+"""Quantised weights as stored: integer codes with scales, for all file formats."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 GROUP = 32
 """Inputs of an output that share scales."""
 HEAD = 8
-"""Groups whose scales share a scale, where there are two levels."""
+"""Groups that share an outer scale, in schemes with two levels."""
 
 
 class Scheme(Enum):
-    """How a weight is made of its code; values are those of quantized.h.
+    """The formula from a code to its weight; values are those of quantized.h.
 
     With groups of 32 inputs of an output, of which 8 share a head:
 
@@ -24,8 +24,8 @@ class Scheme(Enum):
     - SHIFTED: scale * code + shift. Q4_1 and Q5_1.
     - ZEROED: scale * (code - zero). GPTQ and AWQ.
     - NESTED: (scale of the head * inner scale) * code - (shift of the head * inner shift). Q4_K and Q5_K.
-    - HALVES: (scale of the head * inner scale) * (code - middle), inner scales with a sign, one for half a group. Q6_K.
-    - WIDE and WIDE_ZEROED: as ONE and ZEROED, with scales that are no float16.
+    - HALVES: (scale of the head * inner scale) * (code - middle), signed inner scales, one for half a group. Q6_K.
+    - WIDE and WIDE_ZEROED: ONE and ZEROED with scales in float32.
     """
 
     ONE = 0
@@ -43,14 +43,12 @@ class QuantizedWeight:
 
     Attributes:
         bits: of a code: 4, 5, 6 or 8.
-        scheme: what codes and scales mean.
         codes: `[out, in]`, uint8, from 0.
         scales: float16, `[out, groups]`, of NESTED and HALVES `[out, heads]`; of WIDE and WIDE_ZEROED float32.
-        shifts: float16, likewise; None but of SHIFTED and NESTED.
-        inner: uint8, `[out, groups]`: inner scales of NESTED, zeros of ZEROED; of HALVES int8 `[out, 2 groups]`; or
-            None.
+        shifts: float16, shape of `scales`; None except in SHIFTED and NESTED.
+        inner: uint8, `[out, groups]`: inner scales of NESTED, zeros of ZEROED; HALVES: int8 `[out, 2 groups]`.
         lesser: uint8, `[out, groups]`: inner shifts of NESTED; or None.
-        order: `[in]`, int32: which input each column multiplies, where groups are not of neighbours; or None.
+        order: `[in]`, int32: the input that each column multiplies, if groups are not contiguous; or None.
     """
 
     bits: int
@@ -67,16 +65,15 @@ class QuantizedWeight:
 
     @property
     def inputs(self) -> int:
-        """Of an output."""
         return self.codes.shape[1]
 
     @property
     def form(self) -> tuple[int, Scheme]:
-        """What weights must share to lie in one piece."""
+        """The properties that concatenated weights must share."""
         return self.bits, self.scheme
 
     def rows(self, index: Tensor | slice) -> QuantizedWeight:
-        """Some outputs, in another order or not."""
+        """Some outputs, in any order."""
         rest = [None if each is None else each[index] for each in (self.shifts, self.inner, self.lesser)]
         some = QuantizedWeight(self.bits, self.scheme, self.codes[index], self.scales[index], *rest)
         return replace(some, order=self.order)
@@ -90,7 +87,7 @@ class QuantizedWeight:
         numbers, middle = self.codes.float(), 2 ** (self.bits - 1)
 
         def by(change: Callable[[Tensor, Tensor], Tensor], each: Tensor, over: int = GROUP) -> None:
-            """Change them by what so many inputs share."""
+            """Apply `change` in place with values that each `over` inputs share."""
             if numbers.shape[1] == over * each.shape[1]:
                 change(numbers.view(len(numbers), -1, over), each.float()[..., None])
             else:  # the last inputs are fewer
@@ -113,22 +110,21 @@ class QuantizedWeight:
 
 
 def _of_both(outer: Tensor, inner: Tensor, parts: int = 1) -> tuple[Tensor, int]:
-    """What groups, or so many parts of each, have by both levels, rounded to float32; and inputs that share one."""
+    """Products of both levels for each group or for `parts` parts of it, float32; and the number of inputs of each."""
     spread = outer.float().repeat_interleave(HEAD * parts, -1)[:, : inner.shape[1]]
     return spread * inner.float(), GROUP // parts
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A quantised weight that is read when it is asked for: a parameter's `quantized`.
+    """A quantised weight that is read on demand: a parameter's `quantized`.
 
     Attributes:
-        form: of what is read.
-        rows: reads some outputs; several threads may ask at once.
-        shape: `[out, in]` of all that can be read.
-        order: of what is read.
-        together: outputs that are read at a time where all are wanted one after another; None for all of them, where
-            some take as long.
+        form: see `QuantizedWeight`.
+        rows: reads some outputs; may be called by several threads.
+        shape: `[out, in]`.
+        order: see `QuantizedWeight`.
+        together: outputs to read at a time when all are needed; None for all of them, if reading some takes as long.
     """
 
     form: tuple[int, Scheme]
@@ -138,35 +134,34 @@ class StoredWeight:
     together: int | None = None
 
     def read(self) -> QuantizedWeight:
-        """All outputs."""
         return self.rows(slice(None))
 
     def pieces(self) -> Iterator[slice]:
-        """All outputs, as many at a time: codes of all would take much memory beside what is made of them."""
+        """All outputs in pieces, because codes of all would take much memory in addition to the result."""
         step = self.together or self.shape[0]
         for first in range(0, self.shape[0], step):
             yield slice(first, min(first + step, self.shape[0]))
 
 
 def quantized_of(weight: Tensor) -> StoredWeight | None:
-    """A parameter's codes where its file has such; the parameter itself then holds no numbers."""
+    """A parameter's codes if it is quantised; the parameter itself then has no values."""
     found: StoredWeight | None = getattr(weight, "quantized", None)
     return found
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any weight of a model is."""
+    """Whether any weight of a model is quantised."""
     return any(quantized_of(weight) is not None for weight in model.parameters())
 
 
 def numbers_of(weight: Tensor) -> Tensor:
-    """A parameter in numbers, of its dtype, whether or not it is quantised."""
+    """A parameter's values in its dtype, dequantised if necessary."""
     stored = quantized_of(weight)
     return weight.detach() if stored is None else stored.read().dequantized().to(weight.dtype)
 
 
 def dequantize(model: nn.Module) -> None:
-    """Give all weights of a model as numbers of its dtype."""
+    """Dequantise all weights of a model to its dtype."""
     for weight in model.parameters():
         if quantized_of(weight) is not None:
             weight.data = numbers_of(weight)
@@ -174,7 +169,7 @@ def dequantize(model: nn.Module) -> None:
 
 
 def in_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the second half of a parameter's outputs, quantised where it is."""
+    """The first and the second half of a parameter's outputs, quantised if it is."""
     parts = weight.detach().chunk(2)
     stored, count = quantized_of(weight), len(parts[0])
     if stored is not None:

@@ -1,4 +1,4 @@
-"""Hugging Face folders with quantised weights: the tensors of a layer, what reads them, and the model of them."""
+"""Hugging Face folders with quantised weights: the tensors of a layer, their readers, and the model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from truedraft.models.mapped import in_memory
 from truedraft.models.quantized import StoredWeight
 
 READ_HERE = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes")
-"""Methods, by config.json's names, whose folders this reads."""
+"""Quantisation methods that this module reads, by config.json's names."""
 BY_TRANSFORMERS = ("mxfp4", "torchao")
-"""Those that transformers reads, and whose weights are made numbers then."""
+"""Methods that transformers reads; the weights are then dequantised."""
 _FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 _PACKED = (None, "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense")
-# Of products with inputs in fewer bits, by scales that were measured; ours have scales of their own.
+# Tensors for products with quantised inputs and calibrated scales; our products compute their own scales.
 _OF_ACTIVATIONS = {
     *("input_scale", "input_zero_point", "input_scale_ub", "output_scale", "output_zero_point", "activation_scale"),
     *("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"),
@@ -50,8 +50,6 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor in an open file, which is read when it is asked for."""
-
     file: Any
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +57,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The tensors of a layer by what stands behind its name, as `integer_codes.Tensors`."""
+    """The tensors of a layer by the last part of their names, as `integer_codes.Tensors`."""
 
     folder: str
     name: str
@@ -86,13 +84,11 @@ class _Layer:
 
 
 class QuantizedFolder:
-    """What a folder holds, layer by layer.
+    """The tensors of a folder, layer by layer.
 
     Args:
         source: a folder, or a name on the hub.
         config: its configuration, quantised.
-        name: what the user called it.
-        revision: of a hub name.
 
     Raises:
         UnsupportedModelError: its codes are of a kind that cannot be read.
@@ -133,7 +129,6 @@ class QuantizedFolder:
             yield _Layer(self._name, name, places)
 
     def _add(self, layer: _Layer) -> None:
-        """Sort a layer's tensors into codes, what is read as numbers, and those that are neither."""
         ends = set(layer.places)
         weight = layer.places.get("weight")
         reader = self._reader(layer)
@@ -153,7 +148,7 @@ class QuantizedFolder:
             self._plain[f"{layer.name}.{end}" if layer.name else end] = layer
 
     def _reader(self, layer: _Layer) -> Callable[[_Layer, Layout], StoredWeight] | None:
-        """What reads a layer of whole numbers; None of another."""
+        """The reader of a layer of integer codes; None for others."""
         weight = layer.places.get("weight")
         if "qweight" in layer.places:
             self._refuse_other_words(layer, "qweight", "qzeros")
@@ -173,12 +168,11 @@ class QuantizedFolder:
                 raise layer.unread(f"{end} of {layer.places[end].dtype} in place of I32")
 
     def by_codes(self, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
-        """The causal language model with `quantized` weights; None where its parameters have other names than these, or
-        some are no codes.
+        """The model with `quantized` weights; None if its parameters have other names, or some are no codes.
 
         Args:
             config: without quantization.
-            dtype: of what is not quantised, and of numbers on the way.
+            dtype: of unquantised weights and of intermediate values.
         """
         model = without_weights(config, dtype)
         self._drop_biases(model)
@@ -199,7 +193,7 @@ class QuantizedFolder:
         return model
 
     def _tied_alike(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether what the folder says twice of tied weights, as of the embedding and the LM head, is one thing."""
+        """Whether duplicates of tied weights, such as the embedding and the LM head, are equal."""
         first: dict[int, str] = {}
         for name in (*self._codes, *self._plain):
             other = first.setdefault(id(parameters[name]), name)
@@ -226,13 +220,13 @@ class QuantizedFolder:
             )
 
     def numbers(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All tensors in numbers, by the names that the folder of the unquantised model would have."""
+        """All tensors dequantised, by the names of the unquantised model's folder."""
         made = {name: stored.read().dequantized().to(dtype) for name, stored in self._codes.items()}
         made |= {name: read(layer).to(dtype) for name, (read, layer) in self._numbers.items()}
         return made | {name: self._tensor(name) for name in self._plain}
 
     def _drop_biases(self, model: PreTrainedModel) -> None:
-        """Leave out biases of zeros that some tools write for layers that have none."""
+        """Drop biases of zeros that some tools write for layers without biases."""
         known = dict(model.named_parameters(remove_duplicate=False))
         for weight in self._codes:
             name = f"{weight.removesuffix('.weight')}.bias"
@@ -248,13 +242,13 @@ class QuantizedFolder:
 
 
 def _later(reader: Callable[[_Layer, Layout], StoredWeight], layer: _Layer, layout: Layout) -> StoredWeight:
-    """What is found of a layer, which is let go of and read again when its codes are asked for."""
+    """A layer's weight, which is read for its shape, freed, and read again when its codes are needed."""
     read = _whole(lambda own: reader(own, layout))
     return replace(read(layer), rows=lambda index: read(layer).rows(index))
 
 
 def _whole(read: Callable[[_Layer], Read]) -> Callable[[_Layer], Read]:
-    """What reads a layer, and says which one it was where its tensors do not fit together."""
+    """A reader with an error that names the layer if its tensors do not fit together."""
 
     def reading(layer: _Layer) -> Read:
         try:
@@ -266,7 +260,7 @@ def _whole(read: Callable[[_Layer], Read]) -> Callable[[_Layer], Read]:
 
 
 def method_of(config: Any) -> str | None:
-    """How a model's weights are quantised, by config.json; None where they are not."""
+    """The quantisation method of a model in config.json; None if it is not quantised."""
     said = getattr(config, "quantization_config", None)
     if not said:
         return None
@@ -275,19 +269,19 @@ def method_of(config: Any) -> str | None:
 
 
 def without_quantization(config: Any) -> Any:
-    """The configuration of the model that is not quantised."""
+    """The configuration of the unquantised model."""
     bare = copy.deepcopy(config)
     del bare.quantization_config
     return bare
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """What transformers is asked for where it reads the weights."""
+    """Arguments for transformers if it reads the weights."""
     return {"quantization_config": Mxfp4Config(dequantize=True)} if method_of(config) == "mxfp4" else {}
 
 
 def make_numbers(model: PreTrainedModel) -> None:
-    """Give the weights of a model that transformers read as numbers of its dtype."""
+    """Dequantise the weights of a model that transformers read, to its dtype."""
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             if type(weight.data) is not Tensor:
@@ -316,7 +310,7 @@ def _layout_of(method: str, said: Mapping[str, Any], name: str) -> Layout:
 
 
 def _refuse_unlike(said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Refuse settings of compressed-tensors by which weights are other numbers than their tensors say."""
+    """Refuse settings of compressed-tensors that change the meaning of the tensors."""
     for each in (said, *(said.get("config_groups") or {}).values()):
         if (written := each.get("format")) not in _PACKED:
             raise _not_read(name, f"in the format {written!r}")
@@ -359,14 +353,14 @@ def _block_of(said: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _ends_of(tensor: str) -> Iterator[str]:
-    """What may stand behind a layer's name, the longest first: of "a.b.c" all of it, then "b.c", then "c"."""
+    """Possible last parts of a tensor's name, the longest first: of "a.b.c" all of it, then "b.c", then "c"."""
     parts = tensor.split(".")
     for first in range(len(parts)):
         yield ".".join(parts[first:])
 
 
 def file_of(source: str, name: str, revision: str | None) -> str | None:
-    """Where a file of a folder or a hub name lies; None where there is none."""
+    """The path of a file of a folder or a hub name; None if there is none."""
     found: str | None = cached_file(
         source,
         name,
@@ -379,7 +373,7 @@ def file_of(source: str, name: str, revision: str | None) -> str | None:
 
 
 def weight_files(source: str, name: str, revision: str | None) -> list[str]:
-    """The safetensors files with a folder's weights; none where it has others."""
+    """The safetensors files with a folder's weights; empty if it has others."""
     whole = file_of(source, "model.safetensors", revision)
     if whole is not None:
         return [whole]

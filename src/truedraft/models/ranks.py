@@ -1,8 +1,7 @@
-"""Processes of one machine that run one model together: how they find one another, and what they tell.
+"""Processes of one machine that run one model together: how they connect, and their messages.
 
-The first, rank 0, is the user's own. It starts the others, or a launcher such as `torchrun` started all. Gloo joins
-them, and beside it NCCL where parts lie on GPUs. A process that dies closes its connections, so that those who wait for
-it fail at once.
+The first, rank 0, is the user's own. It starts the others, unless a launcher such as `torchrun` started all. They use
+Gloo, and NCCL, too, for parts on GPUs. A process that dies closes its connections, so that waiting ones fail at once.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from torch import Tensor, distributed
 
 from truedraft.errors import ModelError, OptionError
 
-_dist: Any = distributed  # exports most of what is used here without types
+_dist: Any = distributed  # most of what is used here has no types
 _HOST = "127.0.0.1"
 _CONNECTING = timedelta(seconds=60)
-_PATIENCE = timedelta(days=365)  # of who waits for the next request
+_PATIENCE = timedelta(days=365)  # for the next request
 _LOOK_S = 0.02
-_NOTICED_S = 2.0  # from a closed connection to the end of the process behind it
+_NOTICED_S = 2.0  # from a closed connection to the end of its process
 _BEGUN = "begun"
 _OVER = "so the model answers no more; start it again"
 
@@ -39,14 +38,7 @@ class RankLostError(ModelError):
 
 
 class Ranks:
-    """The processes of one model, as one of them sees them.
-
-    Args:
-        rank: of this process, from 0.
-        count: of all.
-        store: where they meet.
-        others: those that this one started, in their order.
-    """
+    """The process group of one model, in one of its processes; `others` are those that this one started."""
 
     def __init__(self, rank: int, count: int, store: Any, others: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         self.rank, self.count, self.others = rank, count, others
@@ -58,11 +50,7 @@ class Ranks:
 
     @classmethod
     def start(cls, count: int, asked: Mapping[str, Any]) -> Ranks:
-        """Start the others, or be one of those that a launcher started.
-
-        Args:
-            count: processes, this one included.
-            asked: keyword arguments of the `load_model` that the others call, as JSON has them.
+        """Start the other processes, which call `load_model` with the JSON values `asked`, or join those of a launcher.
 
         Raises:
             OptionError: a launcher started another number of processes, or this is the second model of its processes.
@@ -84,7 +72,7 @@ class Ranks:
                 env={**os.environ, **given, "RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the first alone, which ends the others
+                start_new_session=True,  # Ctrl-C is for the first process only, which ends the others
             )
             for rank in range(1, count)
         ]
@@ -114,10 +102,7 @@ class Ranks:
         return cls(rank, count, store)
 
     def join(self, device: torch.device) -> None:
-        """Wait for the others, each of which has read its model by now, and connect with them.
-
-        Args:
-            device: of this process's part of the model.
+        """Wait until all processes have read their parts of the model, and connect with them.
 
         Raises:
             RankLostError: one has ended.
@@ -135,24 +120,23 @@ class Ranks:
 
     @property
     def failure(self) -> str | None:
-        """Why they run no more, in a sentence; None while they do."""
+        """Why the group has failed, in a sentence; None while it runs."""
         if self._failure is None:
             found = [(rank, process.poll()) for rank, process in enumerate(self.others, start=1)]
             ended = [(rank, status) for rank, status in found if status is not None]
             if ended:
-                rank, status = max(ended, key=lambda each: bool(each[1]))  # who lost another ends with 0
+                rank, status = max(ended, key=lambda each: bool(each[1]))  # a process that lost another one ends with 0
                 how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
                 self._failure = f"rank {rank} of the {self.count} processes that run the model {how}, {_OVER}"
         return self._failure
 
     def check(self) -> None:
-        """Raise RankLostError where they run no more."""
         if self.failure is not None:
             raise RankLostError(self.failure)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """All do the same meanwhile; where this one does not come to its end, they run no more.
+        """All processes run the same code within this context; the group fails if this one does not reach its end.
 
         Raises:
             RankLostError: another has ended.
@@ -173,14 +157,14 @@ class Ranks:
             raise
 
     def tell(self, message: Any) -> None:
-        """Rank 0 gives the others a message, made of plain objects and tensors on the CPU."""
+        """Broadcast a message from rank 0, made of plain objects and tensors on the CPU."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         with _connected():
             self._words.broadcast(torch.tensor([len(data)]), 0).wait()
             self._words.broadcast(data, 0).wait()
 
     def told(self) -> Any:
-        """The next message of rank 0, once it comes.
+        """Wait for the next message of rank 0.
 
         Raises:
             RankLostError: it has ended.
@@ -193,7 +177,7 @@ class Ranks:
         return pickle.loads(data.numpy().tobytes())
 
     def gathered(self, part: Tensor) -> Tensor:
-        """The parts of all, `[count, *part.shape]`, in the order of their ranks.
+        """The parts of all ranks, `[count, *part.shape]`, in their order.
 
         Raises:
             RankLostError: one has ended.
@@ -205,9 +189,9 @@ class Ranks:
         return parts
 
     def added(self, part: Tensor) -> Tensor:
-        """The sum of the parts of all, added in the order of their ranks in float32 or better, and rounded once.
+        """The sum of the parts of all ranks, added in their order in float32 or better, and rounded once.
 
-        So a row has the same bits whatever shares its forward; libraries split sums by their size.
+        So a row's bits do not depend on the rest of its forward; libraries split sums by their size.
 
         Raises:
             RankLostError: one has ended.

@@ -1,14 +1,13 @@
-"""Layers that carry a state from token to token, recurrences and short convolutions, in a packed forward over trees.
+"""Layers with a state (recurrences, short convolutions) in a packed forward over token trees.
 
-transformers' own modules compute them: a token behind its parent's state, as in plain decoding, so whatever shares the
-forward a token gets the bits that it would get alone. All tokens at one depth, of all requests, go through a module
-together as a batch. What that would cost in weights read again for each depth is spared: products with what enters the
-module, and the one that gives what leaves it, are made once for all tokens.
+transformers' own modules compute them. A token starts from its parent's state, as in plain decoding, so its bits do not
+depend on the other tokens of the forward. All tokens at one depth, of all requests, go through a module as one batch.
+The input and output projections of the module are computed once for all tokens, which reads their weights only once.
 
-Tokens of a prompt are read in pieces that end at fixed positions, so that their bits do not hang on how it was cut.
+Prompt tokens are read in pieces that end at fixed positions, so that their bits do not depend on the chunks.
 
-The state behind every token stays until the request's next commit, so a rejected draft costs no forward: the state
-behind the last accepted token is there.
+The state after every token is kept until the request's next commit. So a rejected draft costs no forward: the state
+after the last accepted token exists.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.states import States, door_of
 
 Run: TypeAlias = Callable[[Tensor, States], tuple[list[Tensor], States]]
-"""A module on `[batch, tokens, width]`, behind states."""
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the spread; in other dtypes _COARSE
+"""A module on `[batch, tokens, width]`, from given states."""
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the standard deviation; other dtypes: _COARSE
 _COARSE = 5e-2
 
 
 def carrying_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that carry states in a way that is known, in the order of the forward.
+    """The modules that carry states in a known way, in the order of the forward.
 
     Raises:
         UnsupportedModelError: one of them keeps keys and values too.
@@ -43,7 +42,7 @@ def carrying_modules(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def without_states(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Meanwhile these modules give zeros, so that no token sees another through them."""
+    """These modules return zeros within this context, so that no token sees another through them."""
     for module in modules:
         module.forward = partial(_zeros, module.forward)
     try:
@@ -54,7 +53,6 @@ def without_states(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _zeros(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """In place of what a module gives."""
     output = forward(*args, **given)
     return tuple(map(_zero, output)) if isinstance(output, tuple) else _zero(output)
 
@@ -64,15 +62,15 @@ def _zero(part: Any) -> Any:
 
 
 Place = tuple[SegmentPlan, int]
-"""A new token: its segment, and its number among the uncommitted ones."""
+"""A new token: its segment, and its index among the uncommitted tokens."""
 
 
 class _Order:
-    """In which order the new tokens of a forward are computed; the same for all layers.
+    """The order in which the new tokens of a forward are computed; the same for all layers.
 
     Attributes:
-        pieces: of prompts: a segment, and its tokens from one to before another.
-        levels: all other tokens, each behind its parent's level.
+        pieces: of prompts: segment, first token, end.
+        levels: all other tokens; each is one level after its parent.
     """
 
     def __init__(self, plan: ForwardPlan) -> None:
@@ -94,18 +92,12 @@ class _Order:
 
     @staticmethod
     def row(place: Place) -> int:
-        """Of the pack."""
         part, node = place
         return part.start + node - part.segment.written
 
 
 class Recurrence:
-    """The layers of one model that carry states, switched to follow the plans of packed forwards.
-
-    Args:
-        modules: `carrying_modules` of the model.
-        width: of what enters them.
-    """
+    """The `carrying_modules` of one model, with forwards that follow a plan; `width` is that of their input."""
 
     def __init__(self, modules: Sequence[nn.Module], width: int) -> None:
         self._plan: ForwardPlan | None = None
@@ -115,7 +107,6 @@ class Recurrence:
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
-        """Forwards of the model follow `plan` meanwhile."""
         self._plan, self._order = plan, _Order(plan)
         try:
             yield
@@ -124,28 +115,24 @@ class Recurrence:
 
     @property
     def order(self) -> _Order:
-        """Of the running forward."""
         if self._order is None:
             raise ModelError("a layer was called outside truedraft; use LanguageModel.forward")
         return self._order
 
     @property
     def plan(self) -> ForwardPlan:
-        """Of the running forward."""
         assert self._plan is not None
         return self._plan
 
 
 class _Layer:
-    """One module in place of whose forward this stands."""
-
     def __init__(self, owner: Recurrence, module: nn.Module, number: int, width: int) -> None:
         self._owner, self._number = owner, number
         kind = door_of(module)
         assert kind is not None
         self._door = kind(module)
         self._name = type(module).__name__
-        weight = min(module.parameters(), key=Tensor.element_size)  # some are kept wider than vectors are
+        weight = min(module.parameters(), key=Tensor.element_size)  # some weights are kept wider than activations
         hidden = torch.linspace(-1.0, 1.0, 9 * width, device=weight.device).sin_().view(1, 9, width).to(weight.dtype)
         with torch.inference_mode():
             self._places = self._places_of_vectors(hidden)
@@ -154,9 +141,9 @@ class _Layer:
         module.forward = self.mix
 
     def _places_of_vectors(self, hidden: Tensor) -> tuple[int, ...] | None:
-        """Where in what the module gives there is something for each token; None where it is that alone."""
+        """The indices of the module's outputs with one vector for each token; None if the output is a single tensor."""
         found: list[set[int]] = []
-        for length in (4, 5):  # a state may be as long as a text by chance, yet not as long as two
+        for length in (4, 5):  # a state may have the length of one text by chance, but not of two
             output, _ = self._door.run(hidden[:, :length], {})
             if isinstance(output, Tensor):
                 return None
@@ -169,12 +156,11 @@ class _Layer:
         return places
 
     def _run(self, hidden: Tensor, states: States) -> tuple[list[Tensor], States]:
-        """What the module gives for each token, and the states behind the last ones."""
         output, behind = self._door.run(hidden, states)
         return [output] if self._places is None else [output[place] for place in self._places], behind
 
     def _can_go_on(self, hidden: Tensor) -> bool:
-        """Whether the module reads several tokens behind a state as it does in one text; some forget the state."""
+        """Whether reading several tokens from a state equals reading one text; some modules ignore the state."""
         whole, _ = self._run(hidden, {})
         _, states = self._run(hidden[:, :4], {})
         rest, _ = self._run(hidden[:, 4:], states)
@@ -185,7 +171,7 @@ class _Layer:
         )
 
     def mix(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """What the model's layers call: `[1, total, width]`, all segments packed; rows of padding get zeros."""
+        """The replaced forward, on `[1, total, width]`, all segments packed; rows of padding get zeros."""
         order, plan = self._owner.order, self._owner.plan
         states: dict[int, list[StateRow | None]] = {
             id(part): [None] * (len(part.segment.shape) - part.segment.written) for part in plan.segments
@@ -228,7 +214,7 @@ class _Layer:
         return self._given(mixed)
 
     def _given(self, mixed: list[Tensor]) -> Any:
-        """As the module gives it, without its states."""
+        """The outputs in the module's own format, without its states."""
         if self._places is None:
             return mixed[0]
         output: list[Tensor | None] = [None] * self._parts
@@ -237,7 +223,7 @@ class _Layer:
         return tuple(output)
 
     def _before(self, hidden: Tensor) -> Tensor | None:
-        """What entered the module at the token before each `[1, total, width]`, where its products want it."""
+        """The module's input at each token's parent, `[1, total, width]`; None if its projections do not use it."""
         name = self._door.shift
         if name is None:
             return None
@@ -259,7 +245,6 @@ class _Layer:
         return before
 
     def _behind(self, place: Place, states: dict[int, list[StateRow | None]]) -> StateRow | None:
-        """The state that a token goes on from."""
         part, node = place
         segment = part.segment
         parent = segment.shape.parents[node]
@@ -270,7 +255,7 @@ class _Layer:
     def _batches(
         self, level: Sequence[Place], states: dict[int, list[StateRow | None]]
     ) -> Iterator[tuple[list[Place], States]]:
-        """The tokens of a level that can be computed together: those that begin a text, and all others."""
+        """The batches of a level: the tokens that begin a text, and all others."""
         before = [self._behind(place, states) for place in level]
         begin = [place for place, state in zip(level, before, strict=True) if state is None]
         if begin:
@@ -286,7 +271,7 @@ def _singles(start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _gathered(rows: Sequence[StateRow]) -> States:
-    """Copies of some states, as a batch; modules write into them."""
+    """Copies of some states as a batch, because modules write into them."""
     first = rows[0].states
     if all(each.states is first for each in rows):
         index = torch.tensor([each.row for each in rows], device=next(iter(first.values())).device)
@@ -295,12 +280,11 @@ def _gathered(rows: Sequence[StateRow]) -> States:
 
 
 class _Products:
-    """The linear layers at both ends of a module, which multiply all tokens of a forward at once.
+    """The input and output projections of a module, computed for all tokens of a forward at once.
 
     Args:
-        module: that carries a state.
-        shift: as `Door.shift`: the first layers see what entered at the token before, too.
-        run: runs it on `hidden`, which shows which linear layers these are.
+        shift: see `states`; with it the input projections depend on the previous token's input, too.
+        run: runs the module on `hidden`, to find these linear layers.
         hidden: `[1, tokens, width]`.
     """
 
@@ -325,7 +309,7 @@ class _Products:
         self._forwards = {id(each): each.forward for each in linears}
         self._made: dict[int, Tensor] = {}  # by linear layer, for all tokens
         self._own: slice | Tensor | None = None  # rows of the tokens that run
-        self._given: Tensor | None = None  # what enters the module with them
+        self._given: Tensor | None = None  # the module's input for them
         for each in self._first:
             each.forward = partial(self._part, each)
         if self._last is not None:
@@ -333,12 +317,11 @@ class _Products:
 
     @contextmanager
     def of(self, hidden: Tensor, before: Tensor | None, run: Run) -> Iterator[None]:
-        """Multiply what enters the module.
+        """Compute the input projections; they are used within this context.
 
         Args:
-            hidden: that, `[1, total, width]`.
-            before: the same at the token before each, where `shift` names it.
-            run: the module.
+            hidden: `[1, total, width]`.
+            before: the input at each token's parent, if `shift` is set.
         """
         if before is None:
             self._made = {id(each): self._forwards[id(each)](hidden) for each in self._first}
@@ -350,13 +333,13 @@ class _Products:
             self._made.clear()
 
     def _multiply_shifted(self, hidden: Tensor, before: Tensor, run: Run) -> None:
-        """Run the module on each token by itself, for the sake of its first layers."""
+        """Run the module on each token separately, only for its input projections."""
         self._own = self._given = None
         assert self._shift is not None
         run(hidden[0][:, None], {self._shift: before[0]})
 
     def run(self, own: slice | Tensor, module: Run, hidden: Tensor, states: States) -> tuple[list[Tensor], States]:
-        """Run the module on some of the tokens: one behind another, or one in each of a batch of texts."""
+        """Run the module on some of the tokens: a sequence, or one for each text of a batch."""
         self._own, self._given = own, hidden
         try:
             return module(hidden, states)
@@ -364,7 +347,7 @@ class _Products:
             self._own = self._given = None
 
     def _part(self, linear: nn.Module, given: Tensor) -> Tensor:
-        """What a first layer gives: some of what was made for all tokens, if it is these that enter it."""
+        """Replaces an input projection's forward: looks up its rows of the product if its input is the module's."""
         key = id(linear)
         if self._own is None:  # `[total, 1, width]`
             output: Tensor = self._forwards[key](given)
@@ -377,7 +360,6 @@ class _Products:
         return made[:, self._own] if isinstance(self._own, slice) else made[0, self._own][:, None]
 
     def finish(self, mixed: Tensor) -> Tensor:
-        """Multiply what leaves it."""
         return mixed if self._last is None else self._forwards[id(self._last)](mixed)
 
 

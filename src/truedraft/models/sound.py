@@ -1,7 +1,7 @@
-"""What the encoder of a model that hears is given, and how many vectors it makes of it.
+"""Input of an audio encoder, and the number of vectors that it makes of it.
 
-Families differ in how they lay out what their feature extractors return, in how long that has to be, and in how far
-their convolutions shorten it. All of that is found out from the encoder itself.
+Families differ in the layout of their feature extractors' output, in its required length, and in how far their
+convolutions shorten it. All of that is determined from the encoder itself.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from truedraft.errors import PromptError, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VECTORS = 4  # of a sound that is made up, where its length is free
+_VECTORS = 4  # of synthetic audio, if its length is free
 _ENDLESS = 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sound:
-    """How an encoder hears.
+    """The input of an audio encoder.
 
     Attributes:
-        name: of the keyword: `input_features` or `input_values`.
-        bands: numbers for each moment: bands of a spectrum, or 1 for the wave itself.
-        limit: most vectors that the encoder makes of a sound.
-        moments: of every sound, where the encoder reads no others.
-        example: a sound that is made up, for measurements and checks.
-        vectors_of: how many vectors the encoder makes of so many moments.
+        name: its keyword: `input_features` or `input_values`.
+        bands: entries for each moment: bands of a spectrum, or 1 for the waveform.
+        limit: most vectors that the encoder makes.
+        moments: required number of moments; None if it is free.
+        example: synthetic audio for measurements and checks.
+        vectors_of: the number of vectors that the encoder makes of a number of moments.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Sound:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sound:
-        """That of a loaded encoder-decoder that hears.
+        """From a loaded encoder-decoder with an audio encoder.
 
         Raises:
-            UnsupportedModelError: it does not say how many vectors its encoder makes, or takes another form of sound.
+            UnsupportedModelError: it does not say how many vectors its encoder makes, or takes another form of audio.
         """
         encoder = model.get_encoder()
         convolutions = [module for module in encoder.modules() if isinstance(module, nn.Conv1d)]
@@ -65,12 +65,12 @@ class Sound:
             example = _noise(shape, model)
             if _can_read(encoder, model.main_input_name, example):
                 return cls(model.main_input_name, bands, limit, None, example, vectors_of)
-        # As Whisper's, which reads 30 seconds whatever is said in them.
+        # Such as Whisper's, which reads 30 seconds of any audio.
         whole = limit * prod(each.stride[0] for each in convolutions)
         return cls(model.main_input_name, bands, limit, whole, _noise((bands, whole), model), vectors_of)
 
     def vectors(self, inputs: Mapping[str, Tensor]) -> int:
-        """How many vectors the encoder makes of a prompt's sound.
+        """The number of vectors that the encoder makes of a prompt's audio.
 
         Raises:
             PromptError: it is not of the encoder's form, of several prompts, too short or too long.

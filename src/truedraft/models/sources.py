@@ -1,13 +1,12 @@
-"""Texts of encoder-decoders: what the encoder reads, and behind it what the decoder writes, as one list of tokens.
+"""Texts of encoder-decoders: the encoder's text followed by the decoder's, as one list of tokens.
 
-A request of such a model is the source, then the token that the decoder begins with, then the answer. So a request is a
-list of tokens as with any other model: whoever drafts sees the source before the answer, prompt lookup copies from it,
-and a draft that is an encoder-decoder, too, reads it with its own encoder. Where the source ends is told by the tokens
-themselves: by the first token that decoders begin with, and where that is the one that ends texts, as in BART, by the
-first place where it follows another.
+A request of such a model is the source, then the decoder's start token, then the answer. So it is a list of tokens as
+with any other model: a drafter sees the source before the answer, prompt lookup copies from it, and a draft model that
+is an encoder-decoder, too, reads it with its own encoder. The tokens themselves mark the end of the source: the first
+decoder start token; if that is also the end token, as in BART, the first place where it follows another.
 
-A source that is a sound has no tokens. It has as many placeholders as the encoder makes vectors of it, all of one id,
-and ends where another comes.
+An audio source has no tokens. It is represented by one placeholder for each vector of the encoder, all of one id, and
+ends at the first other id.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from truedraft.errors import PromptError, UnsupportedModelError
 from truedraft.models.sound import Sound
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel  # whose import takes seconds, not needed where no model is one of its
+    from transformers import PreTrainedModel  # imported lazily, because it takes seconds
 
-_LENGTH = 4  # of a source that is made up
+_LENGTH = 4  # of a synthetic source
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """How the texts of one encoder-decoder are laid out.
+    """The layout of one encoder-decoder's texts.
 
     Attributes:
-        start: the token that the decoder begins with.
+        start: the decoder's start token.
         end: the token that ends texts.
-        forced: what the decoder has to write first (a language, in many translators).
-        limit: most tokens of a source that is text, and most behind any.
-        sound: how the encoder hears; None for one that reads text.
+        forced: tokens that the decoder must write first (a language, in many translators).
+        limit: most tokens of a text source, and most after any source.
+        sound: the encoder's audio input; None for one that reads text.
     """
 
     start: int
@@ -48,14 +47,10 @@ class Sources:
 
     @classmethod
     def of(cls, model: PreTrainedModel, limit: int) -> Sources:
-        """Those of a loaded model.
-
-        Args:
-            model: an encoder-decoder.
-            limit: as the attribute.
+        """The layout of a loaded encoder-decoder.
 
         Raises:
-            UnsupportedModelError: it does not say how the decoder begins, or what ends a text.
+            UnsupportedModelError: it has no decoder start token or no end token.
         """
 
         def known(name: str) -> int | None:
@@ -80,17 +75,17 @@ class Sources:
 
     @property
     def source_limit(self) -> int:
-        """Most tokens of a source, placeholders of a sound included."""
+        """Most tokens of a source, placeholders of audio included."""
         return self.limit if self.sound is None else self.sound.limit
 
     @property
     def placeholder(self) -> int:
-        """Stands for each vector of a sound: no id with which the decoder's text begins."""
+        """The id that represents one vector of audio; never the decoder's start token."""
         return self.end if self.end != self.start else int(not self.start)
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """A short text of which nothing is answered yet, for measurements and checks."""
+        """A short text without an answer, for measurements and checks."""
         if self.sound is not None:
             return tuple(self.heard(self.opening_inputs))
         ids = (token for token in range(3, 1 << 30) if token not in (self.start, self.end))
@@ -98,14 +93,14 @@ class Sources:
 
     @property
     def opening_inputs(self) -> dict[str, Tensor]:
-        """What stands beside the tokens of `opening`; empty where that is all."""
+        """Non-text inputs of `opening`; empty for an encoder of text."""
         return {} if self.sound is None else {self.sound.name: self.sound.example}
 
     def length(self, tokens: Sequence[int]) -> int | None:
-        """How many of the first tokens are the source; None where it does not end in these.
+        """How many of the first tokens are the source; None if it does not end in these.
 
         Worked example: with the start 0, of 5 6 1 0 8 the first three; with the start 2, which ends texts, too, of
-        5 2 2 8 the first two. Of a sound, with the placeholder 2, of 2 2 2 3 8 the first three.
+        5 2 2 8 the first two. Of audio, with the placeholder 2, of 2 2 2 3 8 the first three.
         """
         if self.sound is not None:
             count = sum(1 for _ in takewhile(self.placeholder.__eq__, tokens))
@@ -120,14 +115,14 @@ class Sources:
             return None
 
     def text(self, source: Sequence[int], *, goes_on: bool = False) -> list[int]:
-        """A request's first tokens.
+        """The first tokens of a request with a text source.
 
         Args:
-            source: what the encoder reads, as its tokenizer ends it.
+            source: the encoder's tokens, with the end token of its tokenizer.
             goes_on: whether the source may already be followed by the decoder's first tokens.
 
         Raises:
-            PromptError: there is none, it is too long, or one cannot tell where it ends.
+            PromptError: there is none, it is too long, or its end is ambiguous.
         """
         ids = list(source)
         length = self.length(ids)
@@ -151,14 +146,10 @@ class Sources:
         return ids
 
     def heard(self, inputs: Mapping[str, Tensor], begun: Sequence[int] = ()) -> list[int]:
-        """A request's first tokens, where the source is a sound.
-
-        Args:
-            inputs: the sound, by the encoder's keyword.
-            begun: the decoder's first tokens; none are those with which it begins by itself.
+        """The first tokens of a request with an audio source; `begun` are the decoder's, empty for its default ones.
 
         Raises:
-            PromptError: there is no sound that the encoder could read, or one cannot tell where it ends.
+            PromptError: there is no audio that the encoder could read, or its end is ambiguous.
         """
         assert self.sound is not None
         if begun and begun[0] == self.placeholder:

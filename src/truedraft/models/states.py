@@ -1,8 +1,8 @@
-"""How the state that a module carries from token to token goes in and comes out, by the family that made the module.
+"""Run stateful modules (recurrences, short convolutions) with an explicit state, one class for each way of passing it.
 
-Most keep it in transformers' cache for linear attention, which is a keyword of theirs; RWKV and xLSTM take it as an
-argument and give it back, Recurrent Gemma keeps it in the module. Whatever the way, a `Door` runs the module behind
-given states, one for each of a batch of texts, and tells those behind its last token.
+Most modules keep the state in transformers' cache for linear attention. RWKV and xLSTM take it as an argument and
+return it; Recurrent Gemma keeps it in the module. A `Door` runs the module from given states, one for each text of a
+batch, and returns the states after the last token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import conv1d, pad
 from truedraft.errors import UnsupportedModelError
 
 States: TypeAlias = dict[str, Tensor]
-"""By name, `[batch, ...]` each; none where a text begins."""
+"""By name, `[batch, ...]` each; empty at the start of a text."""
 
 _XLSTM_STATES = ("matrix", "normaliser", "largest")
 _KEYWORDS = ("cache", "cache_params", "past_key_values")  # the last two until transformers 5.24
@@ -27,15 +27,11 @@ _UPDATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
 class Door(ABC):
-    """Runs one module behind given states.
-
-    Args:
-        module: whose own forward, as it is now, is run.
-        keywords: what its forward takes.
+    """Runs one module from given states.
 
     Attributes:
-        shift: the name of a state that is nothing but what entered the module at the token; then all its linear layers
-            but the last see the token and the one before it alone, however far its other states reach back.
+        shift: the name of a state that equals the module's input at the previous token. Then all linear layers of the
+            module but the last depend on this token and the previous one only, however far the other states reach back.
     """
 
     shift: str | None = None
@@ -46,16 +42,12 @@ class Door(ABC):
 
     @abstractmethod
     def run(self, hidden: Tensor, states: States) -> tuple[Any, States]:
-        """Run it on `[batch, tokens, width]`; what it gives, and the states behind the last token.
-
-        Args:
-            hidden: what enters the module.
-            states: those before; the module may write into them.
-        """
+        """Run the module on `[batch, tokens, width]`, from `states`, which it may overwrite; returns its output and
+        the states after the last token."""
 
 
 def door_of(module: nn.Module) -> type[Door] | None:
-    """The kind of door that a module has, if it carries a state.
+    """The `Door` class of a module, or None if it carries no state.
 
     Raises:
         UnsupportedModelError: it keeps keys and values too.
@@ -75,12 +67,11 @@ def door_of(module: nn.Module) -> type[Door] | None:
 
 
 def carries_states(model: nn.Module) -> bool:
-    """Whether a module keeps states, in one of the ways that are known."""
+    """Whether any submodule keeps states in one of the known ways."""
     return any(type(module).__name__ in _OWN_WAYS or _names_used(type(module)) & _UPDATES for module in model.modules())
 
 
 def _names_used(kind: type) -> set[str]:
-    """What the methods of a module's classes refer to."""
     names: set[str] = set()
     for each in kind.__mro__:
         if each is nn.Module:
@@ -92,13 +83,13 @@ def _names_used(kind: type) -> set[str]:
 
 
 def cache_keyword(module: nn.Module) -> str | None:
-    """By which keyword a module's forward takes transformers' cache, which a model's output calls it, too."""
+    """The keyword by which a module's forward takes transformers' cache; a model's output has the same name for it."""
     known = inspect.signature(type(module).forward).parameters
     return next((name for name in _KEYWORDS if name in known), None)
 
 
 class _StateCache:
-    """What a module takes for transformers' cache: one state for each of a batch of texts, of this layer alone."""
+    """Replaces transformers' cache for one module: the states of this layer only, for each text of a batch."""
 
     def __init__(self, states: States) -> None:
         self.states = states
@@ -118,7 +109,7 @@ class _StateCache:
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Keep the last entries `[batch, channels, kernel]`; returns those before and the new ones."""
+        """Keep the last entries `[batch, channels, kernel]`; returns the previous and the new ones."""
         name = f"conv{state_idx}"
         before = self.states.get(name)
         if before is None:
@@ -135,7 +126,7 @@ class _StateCache:
         return new
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """What MiniMax calls its recurrent state."""
+        """MiniMax's name for its recurrent state."""
         return self.states.get("recurrent0")
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
@@ -143,7 +134,7 @@ class _StateCache:
 
 
 class _CacheDoor(Door):
-    """Of modules that take transformers' cache; what else they want has no meaning where texts are not padded."""
+    """Modules that take transformers' cache. Other required arguments are None: they matter for padded texts only."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -159,10 +150,8 @@ class _CacheDoor(Door):
 
 
 class _RecurrentGemmaDoor(Door):
-    """The state lies in the block and in its recurrence, and several tokens behind one would pass the convolution's by.
-
-    Positions tell whether a text begins, and nothing else.
-    """
+    """The state is in the block and its recurrence. Its own code skips the convolution's state for several tokens at
+    once. Positions only mark whether a text begins."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -198,10 +187,8 @@ class _RecurrentGemmaDoor(Door):
 
 
 class _XLSTMDoor(Door):
-    """The state is an argument, and comes back behind what the layer gives; `generate` keeps it in the model's dtype.
-
-    Without one, transformers' code for chunks multiplies two dtypes and fails in bfloat16, so a text begins with zeros.
-    """
+    """The state is an argument and is returned after the output; `generate` keeps it in the model's dtype. Without a
+    state, transformers' chunked code multiplies two dtypes and fails in bfloat16, so a text begins with zeros."""
 
     def run(self, hidden: Tensor, states: States) -> tuple[Any, States]:
         output, behind = self._forward(hidden, tuple((self._begin(hidden) | states).values()))
@@ -215,7 +202,7 @@ class _XLSTMDoor(Door):
 
 
 class _Slot:
-    """Stands for a tensor of all layers' states, and holds that of one layer, whatever it is asked for."""
+    """Replaces a tensor of all layers' states: holds one layer's state and returns it for every index."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -228,15 +215,15 @@ class _Slot:
 
 
 class _RwkvDoor(Door):
-    """One list has the states of all layers: five tensors, the first for what enters the feed-forward part."""
+    """One list has the states of all layers: five tensors, the first for the input of the feed-forward part."""
 
     shift = "shift"
-    _slot = 1  # of what enters the module
+    _slot = 1  # index of the module's input in the list
 
     def run(self, hidden: Tensor, states: States) -> tuple[Any, States]:
         states = self._begin(hidden) | states
         shift = states["shift"]
-        # Of several texts with a token each, the module would take texts for tokens.
+        # With one token for each text, the module would take texts for tokens.
         slots = {"shift": _Slot(shift[:, None] if hidden.shape[1] == 1 else shift)}
         slots |= {name: _Slot(state) for name, state in states.items() if name != "shift"}
         listed: list[Any] = [None, None, *(slots.get(name) for name in ("numerator", "denominator", "largest"))]
@@ -256,8 +243,6 @@ class _RwkvDoor(Door):
 
 
 class _RwkvFeedForwardDoor(_RwkvDoor):
-    """What entered at the token before is all that it knows."""
-
     _slot = 0
 
     def _begin(self, hidden: Tensor) -> States:

@@ -1,7 +1,7 @@
-"""Who gets the CPU's threads: forwards, torch's own kernels between them, or nobody while they wait for each other.
+"""Divides the CPU's threads between forwards and torch's own kernels, and avoids threads that wait for each other.
 
-The threads of torch's own kernels meet after every product. Where another program takes a core, all wait for the one
-thread that lost it, dozens of times in a forward, and one thread alone is many times faster (benchmarks/LOG.md). The
+The threads of torch's own kernels synchronise after every product. If another program takes a core, all wait for the
+one thread that lost it, dozens of times in a forward, and a single thread is many times faster (benchmarks/LOG.md). The
 native forward has its own threads and needs none of this.
 """
 
@@ -18,14 +18,14 @@ from typing import TypeVar
 import torch
 
 Result = TypeVar("Result")
-# Longer parts of prompts keep all threads: in float32 the bits of 128 rows and more depend on how many there are.
+# Longer parts of prompts keep all threads: in float32 the bits of 128 rows and more depend on the number of threads.
 _MOST_ROWS = 32
 _JUDGED = 8  # forwards on all threads
-_REFERENCES = (3, 6)  # forwards that run on one thread to know what it takes,
-_REFERENCE_EVERY = 200  # and again, as contexts grow
+_REFERENCES = (3, 6)  # the forwards that run on one thread as a reference
+_REFERENCE_EVERY = 200  # and later ones, because contexts grow
 _WINS = 5
 _CLEARLY = 0.9
-_BETWEEN_TRIES = 20.0  # times what a try of all threads took
+_BETWEEN_TRIES = 20.0  # times the duration of a trial of all threads
 _LONGEST_FACTOR = 4
 _SOON = 64  # forwards
 
@@ -34,16 +34,16 @@ _of_forwards: ContextVar[int | None] = ContextVar("threads of forwards while tor
 
 
 def forward_threads() -> int:
-    """Threads that a forward may use: torch's number, or what it was before `torch_on_one_thread`."""
+    """Threads that a forward may use: torch's number, or the number before `torch_on_one_thread`."""
     return _of_forwards.get() or torch.get_num_threads()
 
 
 @contextmanager
 def torch_on_one_thread() -> Iterator[None]:
-    """Torch's own kernels on one thread for a while, forwards on as many as before.
+    """Run torch's own kernels on one thread within this context, forwards on as many as before.
 
-    Behind each kernel that they share, torch's threads look for the next one for milliseconds, on processors that the
-    threads of the native forward need: a step of the embedded target with its draft took half as long again.
+    After each kernel, torch's threads spin for milliseconds on processors that the threads of the native forward need:
+    a step of the embedded target with its draft took half as long again.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -60,7 +60,7 @@ def torch_on_one_thread() -> Iterator[None]:
 
 @contextmanager
 def torch_on_all_threads() -> Iterator[None]:
-    """Within `torch_on_one_thread`, all of them again: for forwards that are made of torch's kernels."""
+    """Use all threads again within `torch_on_one_thread`, for forwards that consist of torch's kernels."""
     threads = _of_forwards.get()
     if threads is None:
         yield
@@ -73,14 +73,11 @@ def torch_on_all_threads() -> Iterator[None]:
 
 
 class ThreadChoice:
-    """Runs forwards on all of torch's threads, or on one while their times say that it is faster.
+    """Runs forwards on all of torch's threads, or on one while measured times say that it is faster.
 
-    Forwards of about as many rows are compared. On all threads the last eight, their slowest left out, are held to what
-    one thread takes; while it is on one thread, all are tried now and then, and must win five times in a row. An idle
-    machine pays with one forward of 200.
-
-    Args:
-        clock: seconds.
+    Forwards with about as many rows are compared. The last eight on all threads, without the slowest, are compared with
+    the time on one thread. While it is on one thread, all are tried now and then, and must win five times in a row. An
+    idle machine pays with one forward in 200.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -89,14 +86,13 @@ class ThreadChoice:
         self._on_one: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
         self._alone = False
-        self._since_s = 0.0  # on one thread, since all were tried
-        self._wait_s = 0.0  # until all are tried again
+        self._since_s = 0.0  # on one thread, since the last trial of all
+        self._wait_s = 0.0  # until the next trial of all
         self._wins = 0
         self._factor = 1
-        self._forwards = 0  # since all threads were taken again
+        self._forwards = 0  # since the return to all threads
 
     def run(self, rows: int, forward: Callable[[], Result]) -> Result:
-        """A forward of so many rows; returns what it returns."""
         threads = torch.get_num_threads()
         if threads == 1 or rows > _MOST_ROWS:
             return forward()
@@ -108,7 +104,7 @@ class ThreadChoice:
         try:
             result = forward()
         finally:
-            if one:  # not otherwise: it takes a while even where nothing changes
+            if one:  # only then, because the call takes time even without a change
                 torch.set_num_threads(threads)
         self._note(size, one, self._clock() - began)
         return result
@@ -134,7 +130,7 @@ class ThreadChoice:
 
     def _go_alone(self, together_s: float) -> None:
         self._alone = True
-        # Where all threads were taken back too soon, the next time is later.
+        # If the return to all threads was too early, the next one is later.
         self._factor = min(2 * self._factor, _LONGEST_FACTOR) if self._forwards < _SOON else 1
         self._put_off(together_s)
 
@@ -143,7 +139,6 @@ class ThreadChoice:
         self._wait_s = _BETWEEN_TRIES * self._factor * seconds
 
     def _judge_try(self, seconds: float, alone_s: float) -> None:
-        """After a forward on all threads while one is preferred."""
         if seconds >= _CLEARLY * alone_s:
             self._put_off(seconds)
             return

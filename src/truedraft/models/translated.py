@@ -1,4 +1,4 @@
-"""A model that reads and writes another model's ids: a draft whose tokenizer is not the target's."""
+"""A draft model with another tokenizer than the target's, which reads and writes the target's ids."""
 
 from __future__ import annotations
 
@@ -17,18 +17,11 @@ from truedraft.text.translation import Translation
 
 
 class TranslatedModel(LanguageModel):
-    """Presents a draft in the target's vocabulary.
+    """Presents a draft in the vocabulary of a target with another tokenizer; `translation` is between the two.
 
-    What the target wrote is spelled in the draft's ids, one or several for each token. Its distribution is that of the
-    ids which both vocabularies can write, renormalised; it is an ordinary distribution over the target's ids, so
-    whatever is drawn from it is judged exactly (rejection with the very distribution that was drawn from).
-
-    Args:
-        draft: with a tokenizer.
-        target: likewise.
-
-    Attributes:
-        translation: between the two.
+    The target's tokens are spelled in the draft's ids, one or several for each. The draft's distribution is that of the
+    shared ids, renormalised. It is an ordinary distribution over the target's ids, so samples from it are verified
+    exactly (rejection sampling with the distribution they were drawn from).
 
     Raises:
         VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
@@ -38,7 +31,7 @@ class TranslatedModel(LanguageModel):
     def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
         self._draft = draft
         self.translation = translation_between(draft, target)
-        # Drafted tokens have one id each, which on a device nobody waits to see.
+        # Drafted tokens have one id each, so they need no transfer from the device to be spelled.
         self._single = torch.tensor([ids[0] for ids in self.translation.reads], device=draft.device)
         self.name = draft.name
         self.tokenizer = target.tokenizer
@@ -68,7 +61,7 @@ class TranslatedModel(LanguageModel):
         return self._draft.fingerprint
 
     def most_tokens(self, tokens: Sequence[int]) -> int:
-        """Of a text that begins so, if it goes on with tokens that the draft writes, which have one id each."""
+        """Largest length of a request with these first tokens, if all others are drafted (one id each)."""
         if not tokens:
             return self.context_length - len(self.translation.begin)
         reads = self.translation.reads
@@ -94,7 +87,6 @@ class TranslatedModel(LanguageModel):
         return ForwardOutput(self.translation.logits(output.logits), output.hidden)
 
     def _spelled(self, segment: Segment) -> Segment:
-        """The segment in the draft's ids."""
         cache = segment.cache
         assert isinstance(cache, _SpelledCache)
         if transfers.waits(segment.tokens.device):
@@ -114,7 +106,7 @@ class TranslatedModel(LanguageModel):
 
 
 def translation_between(draft: LanguageModel, target: LanguageModel) -> Translation:
-    """Between the ids of a target and of a draft with another tokenizer.
+    """The translation between the ids of a target and those of a draft with another tokenizer.
 
     Raises:
         VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
@@ -136,24 +128,20 @@ def translation_between(draft: LanguageModel, target: LanguageModel) -> Translat
 
 
 class _SpelledCache(RequestCache):
-    """A cache by the target's tokens, of which the draft spells each in one or several ids of its own.
-
-    Args:
-        spelled: by the draft's ids.
-    """
+    """A cache indexed by the target's tokens; `spelled` is the draft's own, with one or several ids for each."""
 
     def __init__(self, spelled: RequestCache) -> None:
-        # As of a model that carries states: what it holds is not shared by positions.
+        # Like a model that carries states: its positions are not the target's, so prefixes are not shared by position.
         super().__init__(spelled.limit, FamilyState(carries=True), spelled.storage)
         self.spelled = spelled
-        self._lengths = [0]  # of the spelled cache behind each committed token
-        self._ends: list[int] = []  # of each uncommitted token, the number of its last id among the uncommitted ones
+        self._lengths = [0]  # of the spelled cache after each committed token
+        self._ends: list[int] = []  # for each uncommitted token, the index of its last id among the uncommitted ones
         self._parents: list[int] = []  # of the uncommitted ids
 
     def spell(self, segment: Segment, words: Sequence[Sequence[int]]) -> tuple[TreeShape, list[int], int]:
-        """The shape of all uncommitted ids, the new ones whose rows are wanted, and how many earlier forwards wrote.
+        """The shape of all uncommitted ids, the rows of new ones that need logits, and how many earlier forwards wrote.
 
-        Worked example: of the tree (-1, 0, 0) whose tokens are spelled in 1, 2 and 1 ids the ids are the tree
+        Worked example: of the tree (-1, 0, 0) with tokens spelled in 1, 2 and 1 ids the ids are the tree
         (-1, 0, 1, 0), and the rows of tokens 1 and 2 are those of ids 2 and 3.
         """
         self._ends = self._ends[: segment.written]
@@ -184,7 +172,7 @@ class _SpelledCache(RequestCache):
     def rollback(self, length: int) -> None:
         self._forget_uncommitted()
         self.spelled.rollback(self._lengths[length])
-        while self.spelled.length != self._lengths[length]:  # states of layers went back further
+        while self.spelled.length != self._lengths[length]:  # states of layers were rolled back further
             length = bisect_right(self._lengths, self.spelled.length) - 1
             self.spelled.rollback(self._lengths[length])
         del self._lengths[length + 1 :]

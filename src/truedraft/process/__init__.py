@@ -1,4 +1,4 @@
-"""Speculation for any process that steps by a costly function: fewer calls in sequence, the same distribution."""
+"""Speculation for any process with a costly step function: fewer sequential calls, the same distribution."""
 
 from truedraft.process.base import DiscreteSteps, GaussianSteps, Process, SharedNoise
 from truedraft.process.chains import Chains, Seen

@@ -1,4 +1,4 @@
-"""What a process is: a state, one costly function, and the distribution that follows from its value."""
+"""Interface of a process: a state, one costly function, and the distribution that follows from its output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from truedraft.process.noise import RoundNoise, StepNoise
 from truedraft.process.rules import Gaussian, Judged
 
 Events: TypeAlias = tuple[tuple[str, ...], Tensor, Tensor]
-"""Names of events, their probabilities `[rows, events]`, negative where a row has no such event, and whether each came
-about, likewise."""
+"""Names of events, their probabilities `[rows, events]` (negative if a row has no such event), and whether each
+occurred `[rows, events]`."""
 _LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
 _QUANTILES = tuple(
     f"{what} below its {level:g} quantile" for what in ("along the draft", "sum", "length") for level in _LEVELS
@@ -24,12 +24,12 @@ _QUANTILES = tuple(
 
 
 class Process(ABC):
-    """A Markov chain whose steps ask one costly function: of several states in one call, if they are known.
+    """A Markov chain with one costly function per step, which can evaluate several known states in one call.
 
-    A step from `state` asks `evaluate` at `points`; from what it gives the outcome is drawn, and `moved` makes the next
-    state of that. A draft guesses what `evaluate` would give; from a guess a draft is drawn by the same functions. All
-    but `evaluate` must be cheap. Derive from `DiscreteSteps`, `GaussianSteps` or `SharedNoise`, which know how a draft
-    is judged.
+    A step from `state` calls `evaluate` at `points`; the outcome is drawn from the output, and `moved` makes the next
+    state from it. A draft guesses the output of `evaluate`; drafted outcomes are drawn from a guess by the same
+    functions. Everything but `evaluate` must be fast. Derive from `DiscreteSteps`, `GaussianSteps` or `SharedNoise`,
+    which implement the verification of drafts.
 
     Every tensor has one row for each state; `steps` `[rows]`, int64, count from 0.
 
@@ -40,82 +40,64 @@ class Process(ABC):
     by_path: ClassVar[bool] = False
 
     def points(self, states: Tensor, steps: Tensor, noise: StepNoise) -> Tensor:
-        """Where `evaluate` is asked for a step from each state: the states themselves."""
+        """Where `evaluate` is called for a step from each state: the states themselves."""
         return states
 
     @abstractmethod
     def evaluate(self, points: Tensor, steps: Tensor) -> Tensor:
-        """The costly function. Rows are independent: what one gives must not hang on the others beside it.
+        """The costly function. Rows must be independent of each other.
 
         Returns:
-            One row for each point. One with NaN ends its chain, and so does an error that its point raises.
+            One row for each point. NaN in a row ends its chain, and so does an exception at its point.
         """
 
     def same(self, drafted: Tensor, outcomes: Tensor) -> Tensor:
-        """Whether drafted states are those that came out, bool `[rows]`, as far as the next steps hang on it."""
+        """Whether drafted states equal the outcomes, bool `[rows]`, in all that the next steps depend on."""
         return (drafted == outcomes).flatten(1).all(-1)
 
     @abstractmethod
     def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
-        """Outcomes of a step by what `evaluate` gave, or what a draft guesses that it would.
-
-        Args:
-            states: that it starts from.
-            steps: their numbers.
-            outputs: of `evaluate`.
-            noise: of the step.
-            purpose: what the outcomes are for.
-        """
+        """Draw outcomes of a step from outputs of `evaluate`, or from a draft's guesses of them."""
 
     @abstractmethod
     def judge(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
     ) -> Judged:
-        """Which drafted outcomes stay, and the outcomes of the step, which have the target's distribution.
+        """Verify outcomes that were drafted from guesses of the outputs of `evaluate`.
 
-        Args:
-            states: that the step starts from.
-            steps: their numbers.
-            outputs: of `evaluate`.
-            guesses: what the draft took them for.
-            drafted: outcomes that were drawn from these.
-            noise: of the step.
+        Returns:
+            Which are kept, and the outcomes of the step, which have the target's distribution.
         """
 
     def judge_window(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: RoundNoise
     ) -> Judged:
-        """`judge` for several steps in sequence `[depth, chains, ...]`, each as if all before it had stayed."""
+        """`judge` for several steps in sequence `[depth, chains, ...]`, each as if all before it had been kept."""
         given = states.flatten(0, 1), steps.flatten(), outputs.flatten(0, 1), guesses.flatten(0, 1)
         kept, outcomes = self.judge(*given, drafted.flatten(0, 1), noise.first(len(states)))
         shape = states.shape[:2]
         return kept.unflatten(0, shape), outcomes.unflatten(0, shape)
 
     def moved(self, states: Tensor, steps: Tensor, outcomes: Tensor) -> Tensor:
-        """The states that outcomes lead to: the outcomes themselves."""
+        """The states after outcomes: the outcomes themselves."""
         return outcomes
 
     def events(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor | None, outcomes: Tensor
     ) -> Events:
-        """Events of steps whose probabilities the target's distribution gives, for certificates: none.
+        """Events with probabilities under the target's distribution, for certificates: none by default.
 
-        Args:
-            states: before each step.
-            steps: their numbers.
-            outputs: of `evaluate`.
-            guesses: of the draft, which may choose events, for they hang on nothing that the step draws.
-            outcomes: of each.
+        They may depend on the draft's guesses, because these do not depend on what the step draws.
         """
         return (), outputs[:0], outputs[:0] > 0
 
     def sound(self, outcomes: Tensor) -> Tensor:
-        """Which outcomes are such, bool `[rows]`; a chain with another one ends."""
+        """Which outcomes are valid, bool `[rows]`; an invalid one ends its chain."""
         return ~torch.isnan(outcomes).flatten(1).any(-1)
 
 
 class DiscreteSteps(Process):
-    """Steps with one of finitely many outcomes, numbers from 0; drafts are judged by rejection."""
+    """Steps with one of finitely many outcomes, numbered from 0; drafts are verified by rejection sampling."""
 
     @abstractmethod
     def law(self, states: Tensor, steps: Tensor, outputs: Tensor) -> Tensor:
@@ -137,7 +119,7 @@ class DiscreteSteps(Process):
     def events(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor | None, outcomes: Tensor
     ) -> Events:
-        """Outcomes that the draft finds less probable than they are, in judged steps; the likeliest one, in all."""
+        """The most likely outcome, in all steps; outcomes to which the draft gives too little, in verified steps."""
         p = self.law(states, steps, outputs)
         top = p.argmax(-1)
         chances, hits = [p.gather(1, top[:, None])[:, 0]], [outcomes == top]
@@ -153,10 +135,10 @@ class DiscreteSteps(Process):
 
 
 class GaussianSteps(Process):
-    """Steps to a normally distributed state `[rows, size]`, such as those of diffusion samplers and Langevin dynamics.
+    """Steps to a normally distributed state `[rows, size]`, as in diffusion samplers and Langevin dynamics.
 
-    Drafts are judged by reflection where both covariances are equal, else by rejection. Acceptance falls with |d|, the
-    distance of the means in standard deviations: it is 2 Phi(-|d| / 2).
+    Drafts are verified by reflection if both covariances are equal, otherwise by rejection. Acceptance falls with |d|,
+    the distance of the means in standard deviations: it is 2 Phi(-|d| / 2).
     """
 
     @abstractmethod
@@ -207,16 +189,16 @@ class GaussianSteps(Process):
 
 
 class SharedNoise(Process):
-    """Steps that are functions of state, output and the step's own noise; a draft stays where it gives the same state.
+    """Steps that are functions of state, output and the step's own noise; a draft is kept if it gives the same state.
 
-    What comes out never hangs on drafts, so the same seed gives the same path with any draft and window.
+    Outcomes never depend on drafts, so the same seed gives the same path with any draft and window.
     """
 
     by_path: ClassVar[bool] = True
 
     @abstractmethod
     def next(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise) -> Tensor:
-        """The next states `[rows, ...]`, by `noise.shared_normal` and `noise.shared_uniform` alone."""
+        """The next states `[rows, ...]`, using only `noise.shared_normal` and `noise.shared_uniform`."""
 
     def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
         return self.next(states, steps, outputs, noise)
@@ -230,7 +212,7 @@ class SharedNoise(Process):
     def judge_window(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: RoundNoise
     ) -> Judged:
-        """Step by step, for what drafted states hold beside what `same` compares is only guessed."""
+        """Step by step, because the parts of drafted states that `same` does not compare are only guesses."""
         found, truth = [], states[0]
         for depth in range(len(states)):
             given = outputs[depth], guesses[depth], drafted[depth]

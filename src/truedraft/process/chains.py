@@ -1,4 +1,4 @@
-"""Chains of a process: where they stand, what they took, and what a watcher is shown of them."""
+"""Chains of a process: their states and counts, and the steps that a watcher receives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from truedraft.process.noise import chain_roots
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The steps that some chains made at one depth of a round, as `watch` is shown them.
+    """The steps of some chains at one depth of a round, as passed to `watch`.
 
     Attributes:
         chains: their numbers `[rows]`.
-        steps: of each.
-        states: before.
-        outputs: of the costly function.
-        guesses: of the draft; None where nothing was drafted.
-        kept: whether drafts stayed `[rows]`, bool; None likewise.
-        outcomes: of the step.
+        steps: numbers of the steps `[rows]`.
+        states: before the step.
+        guesses: of the draft; None if nothing was drafted.
+        kept: whether drafts were accepted `[rows]`, bool; None if nothing was drafted.
     """
 
     chains: Tensor
@@ -38,19 +36,19 @@ class Seen:
 
 @dataclass(slots=True, eq=False)
 class Chains:
-    """Chains of a process, where they stand, and what they took. `begin` makes new ones.
+    """Chains of a process with their counts. `begin` makes new ones.
 
     Attributes:
         states: `[chains, ...]`.
         at: steps made `[chains]`, int64.
-        errors: what ended a chain; None of one that is well.
-        calls: of the costly function in which each took part `[chains]`: its sequential depth.
-        drafted: steps drafted for each `[chains]`.
-        accepted: of these `[chains]`.
+        errors: the exception that ended a chain, or None.
+        calls: number of calls of the costly function with a point of the chain `[chains]`: its sequential depth.
+        drafted: number of drafted steps `[chains]`.
+        accepted: number of accepted drafted steps `[chains]`.
         rounds: calls of the costly function, one for all chains together.
-        evaluations: points that it was asked at in these.
-        trials: calls beyond these, to measure what batches take.
-        path: states by step `[chains, steps + 1, ...]` where they were asked for, zeros behind a chain's end.
+        evaluations: points evaluated in these calls.
+        trials: further calls, to measure the times of batches.
+        path: states by step `[chains, steps + 1, ...]` if requested, zeros after a chain's end.
     """
 
     states: Tensor
@@ -73,8 +71,8 @@ class Chains:
         Args:
             states: one for each chain.
             seed: of their noise.
-            at: the number of their first step. Under shared noise a chain that begins from a state of another one, at
-                that step and with its seed, goes on as it did.
+            at: number of their first step. Under shared noise a chain that starts from a state of another one, at that
+                step and with its seed, continues as it did.
 
         Raises:
             OptionError: no states, or a negative step.
@@ -90,10 +88,10 @@ class Chains:
 
     @property
     def acceptance_rate(self) -> float:
-        """Drafted steps that stayed, a fraction; 0 where none were drafted."""
+        """Fraction of drafted steps that were accepted; 0 if none were drafted."""
         return float(self.accepted.sum()) / max(int(self.drafted.sum()), 1)
 
     @property
     def steps_per_call(self) -> float:
-        """Steps that a chain made in one call of the costly function; the plain process makes 1."""
+        """Steps of a chain per call of the costly function; 1 for the plain process."""
         return float((self.calls + self.accepted).sum()) / max(int(self.calls.sum()), 1)

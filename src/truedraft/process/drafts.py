@@ -1,4 +1,4 @@
-"""Drafts: guesses of what a costly function would give; most need no model."""
+"""Drafts: guesses of the costly function's output; most need no model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 Cheap = Callable[[Tensor, Tensor], Tensor]
-"""A cheaper function in place of `Process.evaluate`, by points and steps."""
+"""A faster function in place of `Process.evaluate`, from points and steps."""
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """What the costly function gave at the last two kept states of each chain, the last one first.
+    """Outputs of the costly function at the last two kept states of each chain, the last one first.
 
-    Only what was kept is known: outputs at discarded drafts were drawn with noise that a guess must not see.
+    Only kept states are included: outputs at discarded drafts were drawn with noise that a guess must not depend on.
 
     Attributes:
-        points: where it was asked `[chains, 2, ...]`.
-        outputs: what it gave `[chains, 2, ...]`.
-        steps: at which `[chains, 2]`.
-        count: how many of the two there are `[chains]`.
+        points: `[chains, 2, ...]`.
+        outputs: `[chains, 2, ...]`.
+        steps: `[chains, 2]`.
+        count: how many of the two are valid `[chains]`.
     """
 
     points: Tensor
@@ -34,23 +34,22 @@ class Known:
 
     @classmethod
     def nothing(cls, points: Tensor, outputs: Tensor, chains: int) -> Known:
-        """Nothing yet, of points and outputs like these."""
+        """Empty, for points and outputs of these shapes."""
         like = [each.new_zeros(chains, 2, *each.shape[1:]) for each in (points, outputs)]
         steps = torch.zeros(chains, 2, dtype=torch.int64, device=points.device)
         return cls(like[0], like[1], steps, steps[:, 0].clone())
 
     def add(self, chains: Tensor, points: Tensor, outputs: Tensor, steps: Tensor, made: Tensor) -> None:
-        """The first steps of a round; changes the tensors in place.
+        """Add the first `made` `[chains]` steps of a round; changes the tensors in place.
 
         Args:
             chains: of the round `[chains]`.
-            points: where the function was asked `[depth, chains, ...]`.
-            outputs: what it gave, likewise.
-            steps: at which `[depth, chains]`.
-            made: how many of them count, of each chain.
+            points: `[depth, chains, ...]`.
+            outputs: `[depth, chains, ...]`.
+            steps: `[depth, chains]`.
         """
         place = torch.arange(len(chains), device=made.device)[:, None]
-        # Among the last, the one before it and those of the round: 0 and 1 where none was made, 2 and 0 where one was.
+        # Rows: the last, the one before it, then the round's: 0 and 1 if none was made, 2 and 0 if one was.
         newest = torch.stack([made + 1, torch.where(made > 1, made, 1 - made)], 1)
         newest[:, 0].masked_fill_(made == 0, 0)
         for kept, new in ((self.points, points), (self.outputs, outputs), (self.steps, steps)):
@@ -58,25 +57,24 @@ class Known:
         self.count[chains] = (self.count[chains] + made).clamp_max(2)
 
     def of(self, chains: Tensor) -> Known:
-        """That of some chains, as a copy."""
         return Known(self.points[chains], self.outputs[chains], self.steps[chains], self.count[chains])
 
 
 class Draft(ABC):
-    """Guesses what `Process.evaluate` would give.
+    """Guesses the output of `Process.evaluate`.
 
-    A guess may hang on all that was kept, and on the drafted states that it is asked for, but not on the noise of the
-    step that it is for, unless that is shared.
+    A guess may depend on everything that was kept, and on the drafted states at which it is made, but not on the noise
+    of its own step, unless that is shared.
 
     Attributes:
-        needs: how many outputs must be known before it guesses, 0 to 2.
+        needs: number of outputs that must be known before it guesses, 0 to 2.
     """
 
     needs: ClassVar[int] = 0
 
     @abstractmethod
     def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
-        """Outputs `[chains, ...]` at points of a step from drafted states; a row with NaN drafts no further."""
+        """Outputs `[chains, ...]` at points of a step from drafted states; a row with NaN ends its chain's draft."""
 
 
 class LastOutput(Draft):
@@ -89,12 +87,12 @@ class LastOutput(Draft):
 
 
 class Extrapolation(Draft):
-    """The last two outputs, continued in a straight line over the steps, by a share of their difference.
+    """Linear extrapolation of the last two outputs over the steps, with a share of their difference.
 
-    Worked example: outputs 3.0 at step 4 and 3.2 at step 5 make 3.6 at step 7 of a whole share, 3.4 of half of it.
+    Worked example: outputs 3.0 at step 4 and 3.2 at step 5 make 3.6 at step 7 with share 1, and 3.4 with share 0.5.
 
     Args:
-        share: how far the line is followed; outputs with noise in them want less than 1.
+        share: factor of the difference; less than 1 is better for noisy outputs.
     """
 
     needs: ClassVar[int] = 2
@@ -110,11 +108,7 @@ class Extrapolation(Draft):
 
 
 class Cheaper(Draft):
-    """Another function: a coarser solver, a smaller network, a part of the data.
-
-    Args:
-        function: by points and steps.
-    """
+    """Another function: a coarser solver, a smaller network, a part of the data."""
 
     def __init__(self, function: Cheap) -> None:
         self._function = function
@@ -124,11 +118,7 @@ class Cheaper(Draft):
 
 
 class Corrected(Draft):
-    """Another function and the error that it made at the last output: what it leaves out changes slowly.
-
-    Args:
-        function: by points and steps.
-    """
+    """Another function plus its error at the last output, because that error changes slowly."""
 
     needs: ClassVar[int] = 1
 

@@ -1,4 +1,4 @@
-"""Runs chains of a process: draft some steps ahead, ask the costly function at all of them at once, judge in order."""
+"""Runs chains of a process: draft several steps, evaluate the costly function in one call, verify in order."""
 
 from __future__ import annotations
 
@@ -36,25 +36,23 @@ def speculate(
 ) -> Chains:
     """Run chains up to a number of steps; their distribution is that of the plain process.
 
-    Seeds. Under shared noise the same seed gives the same path, with any draft and window or none. Else it gives the
-    same path with the same draft and fixed windows, also where the run is broken off and resumed; with other drafts or
-    measured windows it gives another path of the same distribution. Both up to the rounding of `evaluate`, where rows
-    are not computed alike in batches of all sizes.
+    Seeds. Under shared noise the same seed gives the same path, with any draft and window or none. Otherwise it gives
+    the same path with the same draft and fixed windows, even if the run is interrupted and resumed; with other drafts
+    or measured windows it gives another path of the same distribution. Both hold up to the rounding of `evaluate`, if
+    rows are not computed identically in batches of all sizes.
 
     Args:
-        process: the process.
-        chains: states to begin from `[chains, ...]`, or chains to go on with, which stay as they are.
-        steps: at which chains end, counted from 0.
-        draft: guesses the costly function.
-        window: steps drafted in each round, 0 for the plain process; None chooses by what calls take and what becomes
-            of drafts.
-        seed: of new chains; those that go on keep theirs.
-        rounds: calls after which to stop early; None goes on to the end.
+        chains: initial states `[chains, ...]`, or chains to continue, which are not changed.
+        steps: total number of steps at which chains end, counted from 0.
+        window: drafted steps per round, 0 for the plain process; None chooses from measured times and acceptance.
+        seed: for new chains; continued chains keep theirs.
+        rounds: maximum number of calls; None runs to the end.
         keep_path: whether all states are kept.
-        watch: is shown every step that was made.
+        watch: callback with every step that was made.
 
     Returns:
-        The chains, and what they took. One whose step failed has its error, and stands where it was.
+        The chains, with their counts. A chain with a failed step has its error, and remains at its state before that
+        step.
 
     Raises:
         OptionError: an option is out of range.
@@ -83,11 +81,10 @@ def speculate(
     return chains
 
 
-_MOST_PLAIN, _MOST_NUMBERS = 512, 1 << 20  # steps of the plain process whose noise is made at once, and numbers of it
+_MOST_PLAIN, _MOST_NUMBERS = 512, 1 << 20  # plain steps with noise made at once, and numbers of it
 
 
 def _running(chains: Chains, steps: int) -> Tensor:
-    """The chains that have steps left."""
     well = torch.tensor([error is None for error in chains.errors], device=chains.at.device)
     return torch.nonzero(well & (chains.at < steps))[:, 0]
 
@@ -102,7 +99,7 @@ def _go_on(
     most: int,
     watch: Callable[[Seen], None] | None,
 ) -> int:
-    """One round, or as many plain steps as were decided together; calls of the costly function that it took."""
+    """Run one round, or several plain steps at once; returns the number of calls of the costly function."""
     began = time.perf_counter()
     remaining = steps - chains.at[active]
     longest = int(remaining.max())
@@ -127,7 +124,7 @@ def _go_on(
 
 
 def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, remaining: int) -> int:
-    """The window of the next round; for the first one it is measured what calls take."""
+    """The window of the next round; before the first one, call times are measured."""
     if not windows.times.covers(len(active)):
         states, at, count = chains.states[active], chains.at[active], len(active)
         dtype = states.dtype if states.is_floating_point() else torch.float64
@@ -142,7 +139,7 @@ def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, 
 
         try:
             chains.trials += windows.times.begin(ask, count, min(windows.most, remaining - 1))
-        except Exception:  # of a chain whose step fails, which the round itself will find
+        except Exception:  # a step that fails is found by the round itself
             return 0
     return windows.choose(len(active), remaining)
 
@@ -168,13 +165,13 @@ class _Round:
         self._watch = watch
         known = chains.known
         self._known = None if known is None else known.of(active)
-        self._states = [chains.states[active]]  # by depth, drafted ones behind the first
+        self._states = [chains.states[active]]  # by depth, drafted ones after the first
         self._points: list[Tensor] = []
         self._guesses: list[Tensor] = []
         self._drafted: list[Tensor] = []
 
     def run(self, window: int) -> tuple[Tensor, Tensor, float, float]:
-        """Go through it; drafted and accepted steps of each chain, and seconds of drafting and the costly function."""
+        """Run the round; returns drafted and accepted steps `[chains]`, and seconds of drafting and of `evaluate`."""
         began = time.perf_counter()
         depth = self._propose(0 if self._known is None and self._draft.needs else window)
         drafted = time.perf_counter()
@@ -189,7 +186,7 @@ class _Round:
         return depth, accepted, drafted - began, asked - drafted
 
     def _propose(self, window: int) -> Tensor:
-        """Draft up to so many steps; how many of each chain `[chains]`."""
+        """Draft up to `window` steps; returns the number of drafted steps `[chains]`."""
         process, chains, begun = self._process, self._chains, self._begun
         depth = (self._remaining - 1).clamp_max(window)
         if self._known is not None:
@@ -202,7 +199,7 @@ class _Round:
             steps, here = begun + place, noise.at(place)
             known = self._known or Known.nothing(self._points[0], self._points[0], len(begun))
             guess = self._draft.guess(self._states[-1], self._points[-1], steps, known)
-            # A guess that is none ends the draft before anything is drawn from it.
+            # A NaN guess ends the draft before anything is drawn from it.
             if (none := torch.isnan(guess)).any():
                 fine = ~none.flatten(1).any(-1)
                 depth = torch.where(fine, depth, depth.clamp_max(place))
@@ -217,10 +214,10 @@ class _Round:
         return depth
 
     def _ask(self) -> tuple[Tensor, Tensor]:
-        """Ask the costly function at all points at once.
+        """Call the costly function at all points at once.
 
         Returns:
-            Its outputs, and where each chain's stands among them `[depth + 1, chains]`, -1 where there is none.
+            Its outputs, and their row for each point of each chain `[depth + 1, chains]`, -1 where there is none.
         """
         deepest = int(self._depth.max())
         asked = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]
@@ -232,7 +229,7 @@ class _Round:
             outputs = self._process.evaluate(points, steps)
         except Exception:
             return self._ask_one_by_one(points, steps, rows)
-        wait_for(outputs.device)  # judging waits for it anyway, and times tell what took how long
+        wait_for(outputs.device)  # verification waits for it anyway, and the times must be separate
         if len(outputs) != len(points):
             raise ProcessError(
                 f"evaluate of {type(self._process).__name__} gave {len(outputs)} rows for {len(points)} points; it "
@@ -241,10 +238,10 @@ class _Round:
         return outputs, rows
 
     def _ask_one_by_one(self, points: Tensor, steps: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs up to each chain's first point that raises; a chain ends if that is where it stands.
+        """Outputs up to each chain's first point that raises; a chain ends if that is its current state's.
 
-        The draft that led to a point that raises is judged all the same: whether it stays must not hang on what comes
-        of it. If it does, the next round begins there.
+        A draft that led to a point that raises is still verified, because acceptance must not depend on what follows.
+        If it is accepted, the next round begins there.
         """
         found: list[Tensor] = []
         left = torch.full_like(rows, -1)
@@ -262,10 +259,10 @@ class _Round:
         return torch.cat(found) if found else points[:0], left
 
     def _judge(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Decide which drafts stay, and move the chains; accepted steps of each `[chains]`.
+        """Verify the drafts and move the chains; returns accepted steps `[chains]`.
 
-        A chain keeps its drafts up to the first that is rejected, whose outcome counts as well. Where all stay, and the
-        costly function was asked at the last of them, one more step is drawn.
+        A chain keeps its drafts up to the first rejected one, and that one's outcome, too. If all are accepted
+        and the costly function was called at the last of them, one more step is drawn.
         """
         process, depth = self._process, len(index) - 1
         found = index >= 0  # [depth + 1, chains], as all below
@@ -285,7 +282,7 @@ class _Round:
             accepted = kept.long().cumprod(0).sum(0)
             outcomes = [*judged]
             after = process.moved(*(part.flatten(0, 1) for part in (*given[:2], judged)))
-            states = torch.cat([states[:1], after.unflatten(0, kept.shape)])  # of shared noise drafted ones know less
+            states = torch.cat([states[:1], after.unflatten(0, kept.shape)])  # drafted states may hold guesses
         ends = found[accepted, each]
         more = torch.nonzero(ends & (accepted == self._depth))[:, 0]
         where = accepted[more], more
@@ -297,7 +294,7 @@ class _Round:
         return torch.minimum(accepted, made)
 
     def _sound(self, outputs: Tensor, outcomes: Tensor, made: Tensor) -> Tensor:
-        """How many steps were made before the first that gave no state `[chains]`; its chain ends."""
+        """Number of steps `[chains]` before the first without a valid state, which ends its chain."""
         sound = self._process.sound(outcomes.flatten(0, 1)).view(outcomes.shape[:2])
         sound = sound & ~torch.isnan(outputs).flatten(2).any(-1)
         if sound.all():
@@ -312,7 +309,6 @@ class _Round:
         return good
 
     def _move(self, done: _Made) -> None:
-        """Let the chains stand where their steps led."""
         chains, ids, made = self._chains, self._active, done.made
         given = (part.flatten(0, 1) for part in (done.states, done.steps, done.outcomes))
         after = self._process.moved(*given).unflatten(0, done.steps.shape)
@@ -331,7 +327,7 @@ class _Round:
                 self._watch_step(done, number, self._depth > number)
 
     def _watch_step(self, done: _Made, place: int, drafted: Tensor) -> None:
-        """Show the steps at one depth: those that were judged, and those that were drawn."""
+        """Report the steps at one depth to `watch`: the verified ones, and the drawn ones."""
         assert self._watch is not None
         for judged in (True, False):
             some = torch.nonzero((done.made > place) & (drafted == judged))[:, 0]
@@ -346,7 +342,7 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a round decided, `[depth, chains, ...]` each: of each chain the first `made` `[chains]` steps count."""
+    """Results of a round, `[depth, chains, ...]` each; the first `made` `[chains]` steps of each chain count."""
 
     states: Tensor
     steps: Tensor

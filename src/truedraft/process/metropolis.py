@@ -17,8 +17,8 @@ class MetropolisHastings(SharedNoise):
     """A random walk: to theta' = theta + scale * normal noise with probability min(1, pi(theta') / pi(theta)).
 
     Speculation is prefetching along the likely branch (Brockwell 2006; Angelino et al. 1403.7265): the draft guesses
-    which of theta and theta' comes next, and the density is asked for at the proposals of several steps at once. Every
-    step asks at one point, for the density of where it stands is known: a state `[size + 1]` is theta and its log
+    which of theta and theta' comes next, and the density is evaluated at the proposals of several steps at once. Every
+    step evaluates one point, because the density at its state is known: a state `[size + 1]` is theta and its log
     density, which `initial` adds.
 
     Args:
@@ -33,7 +33,7 @@ class MetropolisHastings(SharedNoise):
         """The costly function: log pi `[rows]` at `[rows, size]`, up to a constant; -inf where pi is 0."""
 
     def initial(self, thetas: Tensor) -> Tensor:
-        """The states `[chains, size + 1]` of chains that begin at `[chains, size]`: a call of the density."""
+        """The states `[chains, size + 1]` of chains that begin at thetas `[chains, size]`; calls the density once."""
         return torch.cat([thetas, self.log_density(thetas)[:, None].to(thetas.dtype)], dim=1)
 
     def points(self, states: Tensor, steps: Tensor, noise: StepNoise) -> Tensor:
@@ -48,23 +48,19 @@ class MetropolisHastings(SharedNoise):
         return torch.where(moves[:, None], proposed, states)
 
     def same(self, drafted: Tensor, outcomes: Tensor) -> Tensor:
-        """By theta alone: a draft knows densities as it guesses them."""
+        """By theta only, because a draft's densities are its own guesses."""
         return super().same(drafted[:, :-1], outcomes[:, :-1])
 
 
 class Stays(Draft):
-    """Every proposal is rejected: what most steps do where few are accepted, and the guess that costs nothing."""
+    """Guesses that every proposal is rejected: right in most steps if few are accepted, at no cost."""
 
     def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
         return torch.full_like(states[:, -1:], -torch.inf)
 
 
 class Surrogate(Draft):
-    """A cheaper density decides: what it says of a proposal against the state is taken for the truth.
-
-    Args:
-        log_density: the cheap one, `[rows]` at `[rows, size]`, up to a constant.
-    """
+    """A faster log density `[rows]` at `[rows, size]`, up to a constant, replaces the costly one in the acceptance."""
 
     def __init__(self, log_density: Callable[[Tensor], Tensor]) -> None:
         self._log_density = log_density

@@ -1,8 +1,8 @@
-"""Keyed noise of chains: normal and uniform numbers by what they decide, for all rows of a round at once.
+"""Keyed noise of chains: normal and uniform numbers by their purpose, for all rows of a round at once.
 
 As in `truedraft.core.noise` no key serves two decisions: numbers are keyed by (seed, chain, step, call, purpose, index,
-coordinate), where call counts the target's calls so far, so that what a discarded draft was drawn with never comes
-again. Shared numbers alone are keyed without the call: they belong to the step, whoever computes it.
+coordinate), where call counts the target's calls so far, so that the noise of a discarded draft is never used again.
+Only shared numbers are keyed without the call: they belong to the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from truedraft.core.noise import GOLDEN, Purpose, mix, mixed, mixed_each, open_unit_of, open_units, signed
 
-_FEW = 1 << 15  # numbers, which torch makes by one thread, too
+_FEW = 1 << 15  # numbers; torch also makes them in one thread
 
 
 def chain_roots(seed: int, chains: int, device: torch.device) -> Tensor:
@@ -29,11 +29,11 @@ class RoundNoise:
 
     Args:
         roots: keys of its chains `[chains]`.
-        steps: where each stands `[chains]`.
-        calls: of the target for each so far `[chains]`, or by step `[depth, chains]`.
-        depth: steps that the round may decide.
+        steps: current steps `[chains]`.
+        calls: number of target calls so far `[chains]`, or by step `[depth, chains]`.
+        depth: maximum number of steps in the round.
         dtype: of the numbers.
-        at_once: purposes for which most steps ask for numbers, so that those of all are made at once.
+        at_once: purposes that most steps use, so that numbers for all steps are made at once.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class RoundNoise:
         self._blocks: dict[tuple[int, bool, Purpose], Tensor] = {}
 
     def at(self, depth: int) -> StepNoise:
-        """The noise of the step at a depth, 0 for the first, of all chains."""
+        """The noise of all chains at one depth, 0 for the first step."""
         return StepNoise(self, lambda of_round: of_round[depth])
 
     def of(self, depths: Tensor, chains: Tensor) -> StepNoise:
-        """The noise of some chains, each at a depth of its own."""
+        """The noise of some chains, each at its own depth."""
         return StepNoise(self, lambda of_round: of_round[depths, chains])
 
     def first(self, depth: int) -> StepNoise:
-        """The noise of all chains at the first so many depths, one behind another `[depth * chains]`."""
+        """The noise of all chains at the first `depth` depths, concatenated `[depth * chains]`."""
         return StepNoise(self, lambda of_round: of_round[:depth].flatten(0, 1))
 
     def block(self, size: int, shared: bool, purpose: Purpose) -> Tensor:
-        """Numbers `[depth, chains, size]` that most steps of the round ask for, made at once."""
+        """Numbers `[depth, chains, size]` for all steps of the round, made at once."""
         place = size, shared, purpose
         if place not in self._blocks:
             self._blocks[place] = numbers(self.shared_keys if shared else self.keys, size, purpose, 0, self.dtype)
@@ -72,23 +72,18 @@ class RoundNoise:
 
 
 class StepNoise:
-    """The noise of some steps of a round; each method gives one row for each of them.
-
-    Args:
-        noise: of the round.
-        some: takes the rows of these steps from a table `[depth, chains, ...]`.
-    """
+    """The noise of some steps of a round; each method returns one row for each of them."""
 
     def __init__(self, noise: RoundNoise, some: Callable[[Tensor], Tensor]) -> None:
         self._noise = noise
         self._some = some
 
     def shared_normal(self, size: int) -> Tensor:
-        """Standard normal numbers `[chains, size]` of the step itself: the same however it is computed."""
+        """Standard normal numbers `[chains, size]` of the step itself, the same in every call."""
         return self._some(self._noise.block(size, True, Purpose.COUPLED))
 
     def shared_uniform(self) -> Tensor:
-        """A number in (0, 1) `[chains]` of the step itself, likewise."""
+        """Numbers in (0, 1) `[chains]` of the step itself, the same in every call."""
         return self._some(self._noise.block(0, True, Purpose.COUPLED))[:, 0]
 
     def normal(self, purpose: Purpose, size: int) -> Tensor:
@@ -96,11 +91,11 @@ class StepNoise:
         return self._own(purpose, size)
 
     def uniform(self, purpose: Purpose) -> Tensor:
-        """A number in (0, 1) `[chains]` for one decision."""
+        """Numbers in (0, 1) `[chains]` for one decision."""
         return self._own(purpose, 0)[:, 0]
 
     def attempt(self, number: int, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """The noise of an attempt to draw again for some of the chains: `truedraft.process.rules.Draws`."""
+        """The noise of a repeated draw for some of the chains: `truedraft.process.rules.Draws`."""
         keys = self._some(self._noise.keys)[rows]
         normal = numbers(keys, size, Purpose.RECOVERED, number, self._noise.dtype)
         return normal, numbers(keys, 0, Purpose.RECOVERED, number, self._noise.dtype)[:, 0]
@@ -126,6 +121,6 @@ def numbers(keys: Tensor, size: int, purpose: Purpose, index: int, dtype: torch.
 
 
 def _few_uniforms(keys: NDArray[np.int64], size: int, purpose: Purpose, index: int) -> NDArray[np.float64]:
-    """The same uniform numbers where calls take most of the time, which cost numpy a third of what they cost torch."""
+    """The same uniform numbers for few keys, where numpy takes a third of torch's time."""
     places = mixed_each(mixed_each(keys.view(np.uint64), np.uint64(purpose)), np.uint64(index))[..., None]
     return open_units(mixed_each(places, np.arange(1, size + 1, dtype=np.uint64) if size else np.uint64(0)))

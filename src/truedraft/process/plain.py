@@ -1,4 +1,4 @@
-"""Steps of the plain process, with nothing around them: what drafting is measured against."""
+"""Steps of the plain process without drafts: the baseline of speculation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,13 @@ from truedraft.process.noise import RoundNoise
 def plain_steps(
     process: Process, chains: Chains, active: Tensor, count: int, watch: Callable[[Seen], None] | None
 ) -> tuple[int, float, float]:
-    """Let chains make up to so many steps together, a call of the costly function each.
+    """Run up to `count` steps of the active chains in place, with one call of the costly function each.
 
-    It stops before a step that fails for any of them.
-
-    Args:
-        process: the process.
-        chains: changed in place.
-        active: those that take part, each with so many steps left.
-        count: of steps.
-        watch: is shown each.
+    It stops before a step that fails for any of them. Each chain must have at least `count` steps left.
 
     Returns:
-        Steps that were made; seconds of the costly function and of all in one of them, which leave out the first, for
-        the noise of all is made there.
+        The number of steps made; seconds of the costly function and of everything in one of them, without the first,
+        which makes the noise of all.
     """
     states, at = chains.states[active], chains.at[active]
     calls = chains.calls[active] + torch.arange(count, device=at.device)[:, None]

@@ -1,7 +1,7 @@
-"""Rules for steps of any process: what a drafted outcome becomes where the target's distribution is known.
+"""Verification rules for steps of any process with a known target distribution.
 
 Each is a pure function of distributions, the drafted outcome and fresh noise. It keeps the draft as often as any exact
-rule can (a maximal coupling), and what it returns has the target's distribution p, whatever the draft's q is.
+rule can (a maximal coupling), and its outcome has the target's distribution p, whatever the draft's q is.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from truedraft.core import probs as L
 
 Judged: TypeAlias = tuple[Tensor, Tensor]
-"""Whether each draft stays `[rows]`, bool, and the outcomes, in the shape of what was drafted."""
+"""Whether each draft is kept `[rows]`, bool, and the outcomes, in the shape of the drafted ones."""
 Draws: TypeAlias = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""By the number of an attempt and rows `[some]`: standard normal numbers `[some, size]` and uniform ones `[some]`."""
+"""From an attempt's number and rows `[some]` to standard normal `[some, size]` and uniform numbers `[some]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Gaussian:
         return self.mean + (self.scale * z if self.scale.dim() == 2 else (self.scale @ z[..., None])[..., 0])
 
     def whitened(self, offsets: Tensor) -> Tensor:
-        """L^-1 of offsets `[rows, size]`; infinite where a deviation is 0 and the offset is not, else 0 there."""
+        """L^-1 of offsets `[rows, size]`; where a deviation is 0, infinite for a nonzero offset and 0 otherwise."""
         if self.scale.dim() == 2:
             return torch.where(offsets == 0.0, 0.0, offsets / self.scale)
         return torch.linalg.solve_triangular(self.scale, offsets[..., None], upper=False)[..., 0]
 
     def log_density(self, x: Tensor) -> Tensor:
-        """Log density `[rows]` at x `[rows, size]`, up to what all of one size share."""
+        """Log density `[rows]` at x `[rows, size]`, up to a constant that depends only on the size."""
         if self.scale.dim() == 2:
             volume = self.scale.expand_as(self.mean).log().sum(-1)
         else:
@@ -53,12 +53,11 @@ class Gaussian:
         return -0.5 * self.whitened(x - self.mean).square().sum(-1) - volume
 
     def rows(self, rows: Tensor) -> Gaussian:
-        """Some of them."""
         return Gaussian(self.mean[rows], self.scale[rows])
 
 
 def accept_probability(p_x: Tensor, q_x: Tensor) -> Tensor:
-    """min(1, p / q) of an outcome that was drafted; 0 where p is 0."""
+    """min(1, p / q) of a drafted outcome; 0 where p is 0."""
     return p_x / torch.maximum(p_x, q_x).clamp_min(torch.finfo(p_x.dtype).tiny)
 
 
@@ -68,11 +67,11 @@ def discrete(p: Tensor, q: Tensor, drafted: Tensor, accept: Tensor, again: Tenso
     x comes out with probability min(p, q) + (1 - overlap) max(0, p - q) / (1 - overlap) = p.
 
     Args:
-        p: of the target `[rows, outcomes]`.
-        q: of the draft, likewise.
+        p: target distribution `[rows, outcomes]`.
+        q: draft distribution `[rows, outcomes]`.
         drafted: outcomes `[rows]`, int64.
-        accept: uniform numbers `[rows]` that decide.
-        again: others, for what is drawn again.
+        accept: uniform numbers `[rows]` for the acceptance.
+        again: uniform numbers `[rows]` for the residual draw.
     """
     at = drafted[:, None]
     kept = accept < accept_probability(p.gather(1, at), q.gather(1, at))[:, 0]
@@ -82,21 +81,21 @@ def discrete(p: Tensor, q: Tensor, drafted: Tensor, accept: Tensor, again: Tenso
 def reflection(p: Gaussian, q: Gaussian, drafted: Tensor, z: Tensor, accept: Tensor) -> Judged:
     """Couple Gaussians of one covariance L L^T; De Bortoli et al. 2501.05370, section 3 (Bou-Rabee et al. 1805.00452).
 
-    With d = L^-1 (m_q - m_p), x = m_q + L z stays with probability min(1, phi(z + d) / phi(z)), else the outcome is y =
-    m_p + L (z - 2 (e.z) e), e = d / |d|: the noise is mirrored. It stays with probability 2 Phi(-|d| / 2).
+    With d = L^-1 (m_q - m_p), x = m_q + L z is kept with probability min(1, phi(z + d) / phi(z)), else the outcome is y
+    = m_p + L (z - 2 (e.z) e), e = d / |d|: the noise is mirrored. It is kept with probability 2 Phi(-|d| / 2).
 
     Proof. Let v = L^-1 (outcome - m_p). A kept x has v = z + d, so density min(phi(v - d), phi(v)) at v. A mirrored one
     has v = R z with R = I - 2 e e^T, R R = I, R d = -d, so density phi(R v) - min(phi(R v), phi(R v + d)) = phi(v) -
-    min(phi(v), phi(v - d)), for phi depends on lengths alone. The sum is phi(v).
+    min(phi(v), phi(v - d)), because phi depends only on lengths. The sum is phi(v).
 
-    Where a deviation is 0 and the means differ in it, nothing can be kept, and the noise stays as it is: m_p + L z.
+    Where a deviation is 0 and the means differ in it, nothing can be kept, and the noise is not mirrored: m_p + L z.
 
     Args:
-        p: of the target.
-        q: of the draft, with the same scale.
+        p: target distributions.
+        q: draft distributions, with the same scale.
         drafted: x `[rows, size]`.
-        z: the noise that x was drafted with, likewise.
-        accept: uniform numbers `[rows]` that decide.
+        z: the noise that x was drafted with `[rows, size]`.
+        accept: uniform numbers `[rows]` for the acceptance.
     """
     d = p.whitened(q.mean - p.mean)
     apart = torch.isinf(d).any(-1, keepdim=True)
@@ -110,17 +109,18 @@ def reflection(p: Gaussian, q: Gaussian, drafted: Tensor, z: Tensor, accept: Ten
 
 
 def rejection(p: Gaussian, q: Gaussian, drafted: Tensor, accept: Tensor, draws: Draws) -> Judged:
-    """Couple Gaussians of any covariances: keep x with min(1, p / q), else draw y ~ p until one stays with 1 - q / p.
+    """Couple Gaussians of any covariances: keep x with min(1, p / q), else draw y ~ p until one is kept with 1 - q / p.
 
-    The second part draws from norm(max(0, p - q)): it needs 1 / TV(p, q) draws on average and is come to with
-    probability TV(p, q), so a step needs one on average. The number has no bound, for any bound would bias it; a draw
-    costs no call of the target. Where either has no density (a deviation of 0), nothing is kept and p is drawn from.
+    The second part draws from norm(max(0, p - q)): it needs 1 / TV(p, q) draws on average and is reached with
+    probability TV(p, q), so a step needs one on average. The number is unbounded, because any bound would bias it; a
+    draw needs no call of the target. If either has no density (a deviation of 0), nothing is kept and the outcome is
+    drawn from p.
 
     Args:
-        p: of the target.
-        q: of the draft.
+        p: target distributions.
+        q: draft distributions.
         drafted: x `[rows, size]`.
-        accept: uniform numbers `[rows]` that decide.
+        accept: uniform numbers `[rows]` for the acceptance.
         draws: the noise of each attempt.
     """
     dense = torch.isfinite(p.log_density(p.mean)) & torch.isfinite(q.log_density(q.mean))
@@ -142,14 +142,14 @@ def rejection(p: Gaussian, q: Gaussian, drafted: Tensor, accept: Tensor, draws: 
 
 
 def residual_keeps(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """max(0, 1 - q / p): with which probability a draw from p counts as one from norm(max(0, p - q))."""
+    """max(0, 1 - q / p): the probability with which a draw from p counts as one from norm(max(0, p - q))."""
     return -torch.expm1((log_q - log_p).clamp_max(0.0))
 
 
 def gaussian(p: Gaussian, q: Gaussian, drafted: Tensor, z: Tensor, accept: Tensor, draws: Draws) -> Judged:
-    """Rows whose scales are equal by `reflection`, others by `rejection`; arguments as there.
+    """Rows with equal scales by `reflection`, others by `rejection`; arguments as there.
 
-    Which rule judges hangs on both distributions alone, never on what was drafted.
+    The choice of rule depends only on the two distributions, never on what was drafted.
     """
     if p.scale.shape == q.scale.shape:
         equal = (p.scale == q.scale).flatten(1).all(-1)

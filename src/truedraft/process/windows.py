@@ -1,4 +1,4 @@
-"""How many steps are drafted: by the text engine's controller, from measured seconds and what became of drafts."""
+"""Adaptive window sizes: the text engine's controller, with measured times and acceptance."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from truedraft.engine.policy import Budget, Controller, Goodput
 from truedraft.options import check_whole
 
 MOST = 16
-_LAST, _NEAR = 9, 0.34  # times of each size that are kept, and how far sizes may be apart to say the same
-_LOW = 3  # part of them that lies below the one that counts
-_LINEAR = 0.95  # share of what points take one by one, from which a batch brings nothing and larger ones are not tried
-_TRUST = 2.0  # times that a first time may be beyond what smaller sizes say
-_TRIALS, _TURNS = 3, 2  # of each size, and how often where a batch seems to bring nothing
-_OPENING, _OPENING_WINDOW = 12, 8  # rounds that a run begins with, drafted whatever the first of them took
-_HOPELESS = 3  # of these, after which it ends where keeping every draft would not pay either
-_TOGETHER_S, _FIRST_S = 0.06, 0.004  # of plain steps that are made together, and of those that a run begins with
-_SETTLED = 8  # of these, by which what a few of them take besides is no part of a step
-_LEARNS = 8  # chains of a round whose verdicts are learned from
+_LAST, _NEAR = 9, 0.34  # number of kept times per size, and relative distance of sizes that count as equal
+_LOW = 3  # 1 over the quantile of them that counts
+_LINEAR = 0.95  # share of the time of single points from which batching gains nothing and larger sizes are not tried
+_TRUST = 2.0  # maximum ratio of a first time to the prediction from smaller sizes
+_TRIALS, _TURNS = 3, 2  # for each size, and repetitions where a batch seems to gain nothing
+_OPENING, _OPENING_WINDOW = 12, 8  # drafted rounds at the start of a run, whatever the first of them took
+_HOPELESS = 3  # number of these after which they end if accepting every draft would not pay either
+_TOGETHER_S, _FIRST_S = 0.06, 0.004  # seconds of plain steps that are made together, later and at the start of a run
+_SETTLED = 8  # minimum number of these at which their overhead is negligible per step
+_LEARNS = 8  # chains per round with verdicts that are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
 
 Ask = Callable[[int], float]
-"""Ask the costly function at so many points for a trial: seconds that it took."""
+"""Call the costly function at a number of points for a trial; returns seconds."""
 
 
 class _Measured:
-    """Seconds by size, from times that other programs only ever make longer.
+    """Seconds by size, from times that other programs can only increase.
 
-    Of each size a low one of the last few counts, and no size takes longer than a larger one. The least would make
-    rounds look shorter than they are, and plain steps not, of which many are measured together.
+    A low quantile of the last times of each size counts, and no size takes longer than a larger one. The
+    minimum would underestimate rounds, but not plain steps, many of which are measured together.
 
     Worked example: 3.0 for size 1, 1.0 for 2 and 1.5 for 4 make 1.0, 1.0 and 1.5.
     """
@@ -46,10 +46,10 @@ class _Measured:
         self._curve = CostCurve((1.0,), (0.0,))
 
     def add(self, size: float, seconds: float) -> None:
-        size = float(f"{size:.2g}")  # so that there are not many
+        size = float(f"{size:.2g}")  # limits the number of sizes
         smaller = [each for each in self._last if each < size]
         if size not in self._last and smaller:
-            # A single time that is far beyond those of fewer says that something else ran.
+            # A single time far above those of smaller sizes means that something else ran.
             seconds = min(seconds, _TRUST * size / max(smaller) * self(max(smaller)))
         self._last.setdefault(size, deque(maxlen=_LAST)).append(seconds)
         sizes = sorted(self._last)
@@ -58,7 +58,6 @@ class _Measured:
 
     @property
     def known(self) -> bool:
-        """Whether any time was seen."""
         return bool(self._last)
 
     def near(self, size: float) -> bool:
@@ -69,35 +68,34 @@ class _Measured:
 
 
 class Times:
-    """What rounds take: `truedraft.engine.policy.StepTimes`, for the batch of all running chains as one request.
+    """Times of rounds: `truedraft.engine.policy.StepTimes`, for the batch of all running chains as one request.
 
-    Rows are those of each chain. What the costly function takes is measured for 1, 2, 4, ... of them, as long as a
-    batch is cheaper than its points one by one, and held to the rounds' own times.
+    Rows are those of each chain. The costly function is measured for 1, 2, 4, ... of them, as long as a batch takes
+    less time than its points one by one, and updated with the rounds' own times.
 
     Attributes:
-        active: chains that take part.
-        together: plain steps that the round was that is observed next.
-        pays: whether two points in one call were cheaper than in two.
+        active: number of running chains.
+        together: number of plain steps in the round that is observed next.
+        pays: whether two points in one call take less time than two calls.
     """
 
     def __init__(self) -> None:
         self.active, self.together, self.pays = 1, _SETTLED, False
         self._most_active = self._settled = 0
         self._target = _Measured()  # by points
-        self._plain, self._judging = _Measured(), _Measured()  # all else in a plain step, and in a round by rows
-        self._draft = _Measured()  # by drafted steps, one behind another
+        self._plain, self._judging = _Measured(), _Measured()  # overhead of a plain step, and of a round by rows
+        self._draft = _Measured()  # by number of drafted steps in sequence
 
     def covers(self, active: int) -> bool:
-        """Whether measurements were made for so many chains or more."""
         return active <= self._most_active
 
     def begin(self, ask: Ask, active: int, most: int) -> int:
-        """Measure what was not measured yet for about so many chains and rows; calls that it took."""
+        """Measure what is missing for about these numbers of chains and rows; returns the number of calls."""
         self.active, trials, rows = active, 0, 1
         while rows <= most + 1:
             points = active * rows
             for _ in range(0 if self._target.near(points) else _TURNS):
-                for _ in range(_TRIALS):  # the first finds caches cold
+                for _ in range(_TRIALS):  # the first has cold caches
                     self._target.add(points, ask(points))
                 trials += _TRIALS
                 if rows == 1 or self._pays(rows):
@@ -113,11 +111,11 @@ class Times:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known what a plain step takes: the first of them find caches cold."""
+        """Whether the time of a plain step is known; the first ones have cold caches."""
         return self._settled >= _TRIALS
 
     def may_pay(self, depth: int) -> bool:
-        """Whether a round of so many drafted steps takes less than plain steps do, if all of them are accepted."""
+        """Whether a round of `depth` drafted steps takes less time than plain steps, if all are accepted."""
         round_s = self.step_s(1 + depth, (), False) + self._draft(depth)
         return round_s < (1 + depth) * self.step_s(1, (), False)
 
@@ -151,27 +149,26 @@ class Times:
 
 
 def _goodput(clock: Callable[[], float]) -> Goodput:
-    """The text engine's, for steps each of which has noise of its own, and of which many stand for a plain one."""
+    """The text engine's controller, for steps with noise of their own and plain steps that are made together."""
     return Goodput(clock=clock, plain_steps=1, follows=False)
 
 
 class Windows:
-    """Chooses how many steps are drafted in each round; 0 makes it a step of the plain process.
+    """Chooses the number of drafted steps in each round; 0 makes it a step of the plain process.
 
-    One may serve several runs of a process, which then begin with what it learned.
+    An object may serve several runs of a process; later ones start with what it learned.
 
     Args:
-        most: steps that are drafted at most.
-        controller: which decides; None takes the text engine's `Goodput`, which never stops comparing with the plain
+        most: maximum number of drafted steps.
+        controller: makes the decision; None is the text engine's `Goodput`, which keeps comparing with the plain
             process.
-        clock: seconds.
+        clock: in seconds.
 
     Attributes:
-        times: what rounds take.
-        together: plain steps that the last choice of 0 stands for.
+        together: number of plain steps that the last choice of 0 represents.
 
     Raises:
-        OptionError: `most` is no whole number of 1 or more.
+        OptionError: `most` is not an integer of 1 or more.
     """
 
     def __init__(
@@ -189,7 +186,7 @@ class Windows:
         self.together = 1
 
     def choose(self, active: int, remaining: int) -> int:
-        """Steps to draft in the next round, with so many chains, of which the longest has so many steps left."""
+        """Number of steps to draft in the next round of `active` chains with at most `remaining` steps left."""
         self.times.active = active
         if self._rests > 0:
             return min(self._last, remaining - 1)
@@ -201,9 +198,9 @@ class Windows:
         if opens:
             depth = min(_OPENING_WINDOW, most)
             if self._opening <= _OPENING - _HOPELESS and not self.times.settled and not self.times.may_pay(depth):
-                depth = 0  # by what the costly function takes alone; what else a plain step takes must be known now
+                depth = 0  # by the costly function only; the overhead of a plain step must be measured now
             self._decision = replace(self._decision, budget=Budget(depth, 1, depth) if depth else NO_DRAFT)
-        tells = opens or self._decision.reason == "probe"  # a plain step, what one takes
+        tells = opens or self._decision.reason == "probe"  # a plain step measures its time
         least, seconds = (_SETTLED, _FIRST_S) if tells else (1 + self._controller.rests, _TOGETHER_S)
         at_once = int(seconds / max(self.times.step_s(1, (), False), 1e-9)) if least > 1 else 1
         self.together = max(least, at_once)
@@ -218,14 +215,12 @@ class Windows:
         seconds: tuple[float, float, float, float],
         together: int = _SETTLED,
     ) -> None:
-        """A round is over.
+        """Record a finished round.
 
         Args:
-            drafted: steps of each chain.
-            accepted: of these, of each chain.
-            rows: points that the costly function was asked at.
-            seconds: of choosing, of drafting, of the costly function, and of the round, choosing apart.
-            together: plain steps that were made at once, of which the seconds are one's.
+            rows: number of evaluated points.
+            seconds: of choosing, of drafting, of the costly function, and of the round without choosing.
+            together: number of plain steps that were made at once; the seconds are for one of them.
         """
         if self._rests > 0:
             self._rests -= 1
@@ -243,7 +238,7 @@ class Windows:
             steps.append(step)
         depth, self.times.together = max(drafted), together
         times = (DraftTime(_DRAFT, 1, depth, sum(drafted), 0, draft_s),) if depth else ()
-        # One step stands for the batch, but for its rows, of which that one has the rest.
+        # One step represents the batch, except for its rows, of which it gets the rest.
         steps[0].rows += rows - sum(step.rows for step in steps)
         self._controller.observe(StepRecord(tuple(steps), draft_s, target_s, 0.0, total_s, choose_s, times))
         if self._opening:
@@ -252,4 +247,4 @@ class Windows:
             if tried and not self.times.may_pay(min(_OPENING_WINDOW, self.most)):
                 self._opening = 0
             if not self._opening:
-                self._controller.begin(self.times)  # what was planned before is void
+                self._controller.begin(self.times)  # earlier plans are void

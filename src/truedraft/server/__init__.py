@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server: continuous batching and speculation behind the endpoints that clients know.
+"""An OpenAI-compatible server with continuous batching and speculative decoding.
 
-Needs the extra `serve`: `pip install 'truedraft[serve]'`. `truedraft serve` starts it; `application` gives the same as
-an ASGI application, to be run by a server of one's own. Loads no web framework before one of the two is asked for.
+Needs the extra `serve`: `pip install 'truedraft[serve]'`. `truedraft serve` starts it; `application` returns an ASGI
+application for another server. Importing this package loads no web framework.
 """
 
 from __future__ import annotations

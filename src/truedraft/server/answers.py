@@ -1,6 +1,6 @@
-"""Answers on their way to a client: one reading of what comes of the samples, whole or as a stream.
+"""Answers on their way to a client: reads the output of the samples once, whole or as a stream.
 
-An endpoint is a view of it: it names the parts as its protocol does.
+Each endpoint implements a `View`, which formats the parts by its protocol.
 """
 
 from __future__ import annotations
@@ -29,23 +29,21 @@ from truedraft.text.calls import Call, CallDelta, Reasoning, parsed
 from truedraft.text.notations import AnswerReader
 
 _Value = TypeVar("_Value")
-_LONG = 256  # tokens of answers whose writing would hold up other clients
+_LONG = 256  # tokens; formatting longer answers would delay other clients
 
 Ending: TypeAlias = Literal["stop", "length", "calls"]
-"""Why an answer ended: by itself or a stop text, for want of room, or with calls of functions."""
+"""Why an answer ended: at a stop token or text, at the token limit, or with function calls."""
 
 _SHARED_NAMES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_draft_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What came of a sample: by one or several steps of a stream, or all of it.
+    """New output of a sample: of one or several steps of a stream, or all of it.
 
     Attributes:
-        stream: that it is of.
-        news: as it came.
-        found: plain text, reasoning, and what came of calls, in order.
-        ending: why the answer ended, where this is the last part.
+        found: plain text, reasoning and pieces of calls, in order.
+        ending: why the answer ended; None before the last part.
     """
 
     stream: Stream
@@ -55,37 +53,33 @@ class Part:
 
     @property
     def answer(self) -> Answer | None:
-        """The whole one, where this is the last part."""
+        """The finished answer; None before the last part."""
         return self.news.answer
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Of its tokens, as far as they were asked for."""
+        """Logprobs of its tokens; empty unless requested."""
         return [entry for piece in self.news.pieces for entry in piece.logprobs]
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens."""
         return [token for piece in self.news.pieces for token in piece.token_ids]
 
     @property
     def text(self) -> str:
-        """All plain text."""
         return "".join(part for part in self.found if isinstance(part, str))
 
     @property
     def reasoning(self) -> str:
-        """All reasoning."""
         return "".join(part.text for part in self.found if isinstance(part, Reasoning))
 
     @property
     def calls(self) -> list[CallDelta]:
-        """What came of calls."""
         return [part for part in self.found if isinstance(part, CallDelta)]
 
 
 class View(Protocol):
-    """An answer as an endpoint tells of it."""
+    """An answer in the format of an endpoint."""
 
     def begun(self) -> Iterator[str]:
         """The first events of a stream."""
@@ -97,20 +91,21 @@ class View(Protocol):
         """The last events."""
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """The body of answers that are not streamed, of a part for each sample with all that came of it."""
+        """The body of a response that is not streamed.
+
+        Args:
+            parts: one for each sample, with all of its output.
+        """
 
     def failed(self, error: ApiError) -> str:
         """The last events of a stream that failed."""
 
 
 class Answers:
-    """The samples of one HTTP request, which are read once.
+    """The samples of one HTTP request. They can be read once.
 
     Args:
-        front: what endpoints share.
-        answering: the samples.
-        readers: of their texts; None where these are plain.
-        use: of tools.
+        readers: parse the samples' texts, one each; None for plain text.
     """
 
     def __init__(
@@ -131,10 +126,10 @@ class Answers:
         return self.answering.streams
 
     async def reply(self, http: HttpRequest, view: View, *, stream: bool | None) -> Response:
-        """What an endpoint answers: the events of its view as they come, or all of it at once.
+        """The HTTP response: a stream of the view's events, or one body.
 
         Raises:
-            ApiError: a whole answer failed, or the client has gone.
+            ApiError: an answer that is not streamed failed, or the client has disconnected.
         """
         if stream:
             return EventStream(self._events(http, view), self.answering.close, view.failed)
@@ -149,7 +144,7 @@ class Answers:
 
         for each in await self._apart(http, lambda: list(view.begun())):
             yield each
-        begun = set[int]()  # samples of which something came: the first of it may tell the prompt
+        begun = set[int]()  # samples with output so far: the first event may contain the prompt
         async for news in self.answering.news():
             is_first = news.number not in begun
             begun.add(news.number)
@@ -159,8 +154,9 @@ class Answers:
             yield each
 
     async def _apart(self, http: HttpRequest, work: Callable[[], _Value]) -> _Value:
-        """Do some work on all that was asked and answered: in a thread where that is long, so that others need not
-        wait."""
+        """Run work over all of the request and its answers; in a thread if that is long, so that other clients need not
+        wait.
+        """
         written = sum(len(stream.answer.token_ids) for stream in self.streams if stream.answer is not None)
         if written <= _LONG and not self.front.is_long(http):
             return work()
@@ -175,26 +171,26 @@ class Answers:
 
     @property
     def warnings(self) -> list[str]:
-        """About the tools that may be called."""
+        """Warnings about the tools that may be called."""
         return [] if self._use is None else self._use.warnings
 
     def misfits(self) -> list[str]:
-        """What is wrong with the arguments of calls that were read to their end."""
+        """What is wrong with the arguments of finished calls."""
         calls = [call for reader in self._readers or () for call in reader.calls]
         return [] if self._use is None else self._use.misfits(calls)
 
     def trace(self, part: Part) -> dict[str, Any]:
-        """Where the tokens of a stream's part came from; empty where that was not asked for."""
+        """The origins of the tokens of a part; empty unless a trace is requested."""
         if not part.stream.shows_steps:
             return {}
         return {"trace": trace_of(part.stream, part.news, self.front.token_text)}
 
     def usage(self, samples_of_one: int = 1, *, answers_count: bool = True) -> dict[str, Any]:
-        """What the whole HTTP request used; after the samples were read.
+        """Token usage of the whole HTTP request; call it after all samples are read.
 
         Args:
-            samples_of_one: of each prompt, which counts once.
-            answers_count: whether what was written was asked for.
+            samples_of_one: samples per prompt; the prompt is counted once.
+            answers_count: whether generated tokens count.
         """
         streams = self.streams
         answers = [stream.answer for stream in streams if stream.answer is not None]
@@ -219,7 +215,7 @@ class Answers:
         }
 
     def _tokens_of(self, stream: Stream, characters: int) -> int:
-        """How many tokens write the first characters of an answer."""
+        """Number of tokens in the first `characters` characters of an answer."""
         count, tokens = 0, () if stream.answer is None else stream.answer.token_ids
         while characters > 0 and count < len(tokens):
             characters -= len(self.front.token_text(tokens[count]))
@@ -227,7 +223,7 @@ class Answers:
         return count
 
     def speculation(self, streams: Sequence[Stream] | None = None) -> dict[str, Any]:
-        """What speculation did for some samples, or all, under the names that vLLM gives these numbers."""
+        """Speculation statistics of some samples, or of all (None), under vLLM's names."""
         streams = self.streams if streams is None else streams
         counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
         accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
@@ -252,8 +248,10 @@ class Answers:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The same of one sample where vLLM's `--per-request-spec-decode-metrics summary` puts it, which AIPerf and
-        llama-swap read; nothing of several samples, or without a drafter."""
+        """The same for one sample, where vLLM's `--per-request-spec-decode-metrics summary` puts it.
+
+        AIPerf and llama-swap read it. Empty for several samples, or without a drafter.
+        """
         depth = self.front.service.engine.drafter.limits.depth
         if len(self.streams) != 1 or not depth:
             return {}
@@ -264,7 +262,7 @@ class Answers:
 
 
 def _ending(answer: Answer, reader: AnswerReader | None) -> Ending:
-    """Why an answer that was read to its end ended; calls of which a stop text cut the last do not count."""
+    """Why a finished answer ended; calls do not count if a stop text cut the last one."""
     if answer.finish_reason != "stop":
         return "length"
     if reader is None or not reader.calls:
@@ -274,13 +272,11 @@ def _ending(answer: Answer, reader: AnswerReader | None) -> Ending:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """A stretch of an answer.
+    """A contiguous part of an answer of one kind.
 
     Attributes:
-        index: of it in the answer.
-        kind: what it is.
-        call: where it is one.
-        logprobs: of the tokens that wrote its text, in the form of chats.
+        index: position in the answer, from 0.
+        logprobs: of the tokens of its text, in the format of chats.
     """
 
     index: int
@@ -291,28 +287,24 @@ class Segment:
 
     @property
     def text(self) -> str:
-        """So far; "" of a call."""
+        """The text so far; "" for a call."""
         return "".join(self._texts)
 
 
 Step: TypeAlias = tuple[Literal["began", "wrote", "ended"], Segment, str, list[dict[str, Any]]]
-"""What happens to a segment; where it was written to the new text, and the logprobs of its tokens."""
+"""An event of a segment; for "wrote" with the new text and the logprobs of its tokens."""
 
 
 class Segments:
-    """One answer as segments, of which one ends where the next begins.
-
-    Args:
-        front: what endpoints share.
-    """
+    """Splits one answer into segments; one ends where the next begins."""
 
     def __init__(self, front: Front) -> None:
         self.found: list[Segment] = []
         self._front = front
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._logprobs: list[dict[str, Any]] = []  # of tokens without text so far
 
     def read(self, part: Part) -> Iterator[Step]:
-        """What a part brings; the last segment stays open."""
+        """The steps of a part; the last segment stays open."""
         self._logprobs += map(self._front.logprobs_entry, part.logprobs)
         for each in part.found:
             if isinstance(each, str):
@@ -320,7 +312,7 @@ class Segments:
             elif isinstance(each, Reasoning):
                 yield from self._wrote("reasoning", each.text)
             elif each.begins:
-                self._logprobs = []  # those of a call belong to no text
+                self._logprobs = []  # tokens of a call belong to no text
                 yield from self.begin("call", each.call)
             else:
                 yield "wrote", self.found[-1], each.arguments, []
@@ -328,7 +320,7 @@ class Segments:
             self.found[-1].logprobs += self._logprobs
 
     def _wrote(self, kind: Literal["text", "reasoning"], text: str) -> Iterator[Step]:
-        if not text:  # of tokens that make none by themselves; their logprobs go with the next text
+        if not text:  # tokens without text of their own; their logprobs are added to the next text
             return
         if not self.found or self.found[-1].kind != kind:
             yield from self.begin(kind)
@@ -339,12 +331,12 @@ class Segments:
         yield "wrote", segment, text, logprobs
 
     def begin(self, kind: Literal["text", "reasoning", "call"], call: Call | None = None) -> Iterator[Step]:
-        """A new segment; the one before is over."""
+        """Begin a new segment and end the last one."""
         yield from self.end()
         self.found.append(Segment(len(self.found), kind, call))
         yield "began", self.found[-1], "", []
 
     def end(self) -> Iterator[Step]:
-        """The last segment, if there is one, is over."""
+        """End the last segment, if there is one."""
         for segment in self.found[-1:]:
             yield "ended", segment, "", []

@@ -1,4 +1,4 @@
-"""The web application: routes, who may ask, and what is kept out."""
+"""The web application: routes, access control and limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from truedraft.server.responses import responses_router
 from truedraft.text.tokenizer import Tokenizer
 
 _OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
-"""What needs no key: nothing of any request is told there."""
+"""Paths without a key: they reveal nothing of requests."""
 _ERRORS = {
     400: "The request cannot be used as it is.",
     401: "No API key, or none that is known.",
@@ -52,9 +52,9 @@ _ERRORS = {
     503: "The server is being stopped.",
     504: "The answer took longer than this server allows.",
 }
-_SHOWN = 80  # characters of a header that are told back
-_DIGITS = 20  # of a length, behind which all are too long
-_WRITTEN = 1 << 12  # token ids at once
+_SHOWN = 80  # characters of a header that errors show
+_DIGITS = 20  # of a Content-Length; longer numbers are above any limit
+_WRITTEN = 1 << 12  # token ids formatted at once
 _PLAYGROUND = "playground.html"
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -73,17 +73,12 @@ def build_app(
     cors_origins: Sequence[str] = (),
     playground: bool = True,
 ) -> FastAPI:
-    """The application over a service, which it starts and stops.
+    """The application over a service; it starts and stops the service.
 
     Args:
-        front: what endpoints answer with.
-        metrics: of its service.
-        keys: that are let in.
-        hosts: names that it is asked by.
-        max_body_bytes: of a request.
-        body_timeout_s: within which it comes.
-        cors_origins: pages from these may ask.
-        playground: whether there is a page at /.
+        body_timeout_s: time limit for receiving a body.
+        cors_origins: origins of pages that may send requests.
+        playground: whether / is a page.
     """
 
     @contextlib.asynccontextmanager
@@ -105,7 +100,7 @@ def build_app(
         app.include_router(_playground())
 
     async def answer_error(http: HttpRequest, error: Exception) -> Response:
-        """Of ours, or of the web framework's: no such page, or not by this method."""
+        """The response to an error of the library or of the web framework, such as an unknown path or method."""
         if isinstance(error, HTTPException) and error.status_code == 404:
             path = http.scope["path"]
             error = ApiError(404, f"there is nothing at {path!r}: this server only generates text, at {_GENERATING}")
@@ -138,20 +133,15 @@ _GENERATING = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/mess
 
 
 def _errors(form: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """For the document: the errors of endpoints that tell them in a form."""
+    """For the OpenAPI document: the error responses of endpoints."""
     return {status: {"model": form, "description": meaning} for status, meaning in _ERRORS.items()}
 
 
 class _Gate:
-    """Lets in who has a key and asks by a name of ours, cuts off long bodies, and logs what became of each request.
+    """Checks the API key, the `Host` header and the size of the body, and logs every request.
 
     Args:
-        app: behind it.
-        front: writes the log.
-        keys: that are let in.
-        hosts: names that the server is asked by.
-        max_body_bytes: of a request.
-        body_s: seconds within which they come.
+        body_s: seconds within which a body must arrive.
     """
 
     def __init__(
@@ -170,7 +160,7 @@ class _Gate:
             return
         http = HttpRequest(scope, receive)
         http.state.began = time.perf_counter()
-        status = 499  # where the client was gone before anything was sent
+        status = 499  # if the client disconnects before anything is sent
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -195,11 +185,11 @@ class _Gate:
                 self._front.log(http, status)
 
     def _check_length(self, length: int) -> None:
-        if length > self._most:  # by an exception that FastAPI lets through where it reads bodies
+        if length > self._most:  # an exception type that FastAPI does not catch when it reads bodies
             raise HTTPException(413, f"the body has {length} bytes, of at most {self._most}")
 
     def _counting(self, http: HttpRequest, receive: Receive) -> Receive:
-        """Bodies may come without saying how long they are, and slowly."""
+        """Limit the size and the time of a body; it may arrive slowly and without a Content-Length."""
         http.state.body_bytes = 0
         deadline: float | None = asyncio.get_running_loop().time() + self._body_s
 
@@ -222,7 +212,7 @@ class _Gate:
 
 
 def _authorization(http: HttpRequest) -> str | None:
-    """The key of a request: a bearer, or as Anthropic's clients send it."""
+    """The API key of a request: a bearer token, or Anthropic's header."""
     key = http.headers.get("x-api-key")
     return http.headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
@@ -243,7 +233,7 @@ class DetokenizeRequest(Fields):
 
 
 def _models(front: Front) -> APIRouter:
-    """Endpoints about the model."""
+    """The router of the endpoints about models."""
     router = APIRouter()
     engine = front.service.engine
 
@@ -279,7 +269,7 @@ def _models(front: Front) -> APIRouter:
 
 
 def _texts(front: Front) -> APIRouter:
-    """Endpoints between texts and token ids."""
+    """The router of the endpoints that convert between text and token ids."""
     router = APIRouter(route_class=BodyRoute)
     target = front.service.engine.target
 
@@ -292,7 +282,7 @@ def _texts(front: Front) -> APIRouter:
     def tokenized(body: TokenizeRequest) -> Response:
         encode = tokenizer().encode if body.add_special_tokens else tokenizer().plain_ids
         ids = encode(body.prompt)
-        # In parts, for no other thread runs while one is written.
+        # In parts, because no other thread runs while one is formatted.
         parts = [",".join(map(str, ids[place : place + _WRITTEN])) for place in range(0, len(ids), _WRITTEN)]
         told = f'{{"count":{len(ids)},"max_model_len":{target.context_length},"tokens":[{",".join(parts)}]}}'
         return Response(told, media_type="application/json")
@@ -318,7 +308,7 @@ def _texts(front: Front) -> APIRouter:
 
 
 def _state(front: Front, metrics: Metrics) -> APIRouter:
-    """Endpoints about the server."""
+    """The router of the endpoints about the server."""
     router = APIRouter()
     service = front.service
 
@@ -336,7 +326,7 @@ def _state(front: Front, metrics: Metrics) -> APIRouter:
         return JSONResponse({"status": trouble or "ok"}, 200 if trouble is None else 503)
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    def numbers() -> PlainTextResponse:  # in a thread, for it looks through the last steps
+    def numbers() -> PlainTextResponse:  # in a thread, because it reads all of the last steps
         """Numbers for Prometheus."""
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -1,4 +1,4 @@
-"""Bodies of requests: long ones are read in a thread, in parts between which other requests go on."""
+"""Request bodies: long ones are parsed in a thread, in steps between which other requests continue."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from starlette.requests import ClientDisconnect
 from truedraft.server.errors import ApiError, is_json, spelled, unreadable
 
 MOST_VALUES = 1 << 19
-"""Numbers, texts, lists and all else that a body may hold."""
+"""Limit of JSON values in a body."""
 _QUICK_VALUES = 1 << 15
-"""As many are read by Python's own reader, during which no other thread runs, in some hundredths of a second."""
+"""Bodies below this are parsed by the C parser, which blocks other threads for some hundredths of a second."""
 
 
 class BodyRoute(APIRoute):
-    """An endpoint whose body is read, checked and made an object by `Front.apart`, and not in the event loop."""
+    """An endpoint with a body that is parsed and validated by `Front.apart`, not in the event loop."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-        """What answers."""
         answer = super().get_route_handler()
         model = None if self.body_field is None else self.body_field.field_info.annotation
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
@@ -46,29 +45,24 @@ class BodyRoute(APIRoute):
 
 
 class _ReadRequest(HttpRequest):
-    """A request whose body was read."""
+    """A request with its parsed body."""
 
     known: BaseModel
 
     async def json(self) -> BaseModel:
-        """What it holds."""
         return self.known
 
 
 def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
-    """What a body of JSON says.
-
-    Args:
-        body: as it came.
-        model: of its fields.
+    """Parse and validate a JSON body.
 
     Raises:
-        ApiError: it is no JSON, holds too much or half a character, or a field is not what it must be.
+        ApiError: the body is not JSON, has too many values or a lone surrogate, or a field is invalid.
     """
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         value = _decoded(text)
-        if "\\ud" in text or "\\uD" in text or not _is_whole(text):  # which most have neither of, and is seen at once
+        if "\\ud" in text or "\\uD" in text or not _is_whole(text):  # a quick test that most bodies pass
             _refuse_halves(value)
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error.msg}") from error
@@ -84,11 +78,11 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
 
 
 def _decoded(text: str) -> Any:
-    """A body's value; long ones by the reader that is written in Python, between whose steps other threads run.
+    """Parse JSON; long bodies by the pure Python parser, because other threads can run between its steps.
 
     Raises:
-        ApiError: it holds too many.
-        ValueError: it is no JSON.
+        ApiError: it has too many values.
+        ValueError: it is not JSON.
         RecursionError: it is nested too deeply.
     """
     if sum(map(text.count, ",[{")) < _QUICK_VALUES:
@@ -119,7 +113,7 @@ def _is_whole(text: str) -> bool:
 
 
 def _refuse_halves(value: Any) -> None:
-    """No tokenizer reads half characters, and no answer can tell them back.
+    """Refuse lone surrogates: tokenizers cannot encode them, and no answer can contain them.
 
     Raises:
         ApiError: shows the first one.

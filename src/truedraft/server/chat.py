@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a conversation in, a message or calls of functions out."""
+"""`/v1/chat/completions`: a conversation in, a message or function calls out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class CalledTool(Told):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it."""
         return called(self.id, self.function.name, self.function.arguments or {})
 
 
@@ -60,14 +59,13 @@ class Message(Told):
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same by another name
+    reasoning: str | None = None  # another name of the same field
     tool_calls: Items[CalledTool] | None = None
     tool_call_id: str | None = None
-    function_call: CalledFunction | None = None  # as it was before there were tools
+    function_call: CalledFunction | None = None  # the older field, before `tool_calls`
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it."""
         content = self.content if self.content is not None else self.refusal or ""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         found: dict[str, Any] = {"role": role, "content": parts_of(content)}
@@ -82,7 +80,7 @@ class Message(Told):
 
     @property
     def calls(self) -> list[CalledTool]:
-        """What it called."""
+        """Its calls, in either field."""
         old = [] if self.function_call is None else [CalledTool(function=self.function_call)]
         return [*(self.tool_calls or ()), *old]
 
@@ -109,18 +107,17 @@ class ChatRequest(SamplingFields):
     reasoning_effort: str | None = None
     thinking: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    # Taken, and of no effect.
+    # Accepted without effect.
     store: bool | None = None
     verbosity: str | None = None
 
     @property
     def thinks(self) -> Thinking:
-        """What it asks of reasoning."""
         return Thinking.of(self.reasoning_budget, self.thinking, self.reasoning, self.reasoning_effort)
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likeliest tokens are told."""
+        """Number of top logprobs per token; None for none."""
         if not self.logprobs:
             if self.top_logprobs is not None:
                 raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -129,7 +126,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def use(self) -> tuple[Sequence[FunctionFields], str | NamedFunction | None, bool | None]:
-        """Functions, the choice among them, and whether several may be called."""
+        """Functions, tool choice, and whether calls may be parallel."""
         if not self.functions:
             choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
             return [tool.function for tool in self.tools or ()], choice, self.parallel_tool_calls
@@ -139,14 +136,14 @@ class ChatRequest(SamplingFields):
 
     @property
     def tool_fields(self) -> tuple[str, str]:
-        """What the request calls tools and the choice among them."""
+        """The request's names of the fields for tools and tool choice."""
         return ("functions", "function_call") if self.functions else ("tools", "tool_choice")
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates know it; calls and results that come without ids go together in their order."""
+        """The conversation in the format of chat templates; calls and results without ids are matched in order."""
         found = [each.for_template for each in self.messages]
-        waiting: OrderedDict[str, None] = OrderedDict()  # ids of calls without results
+        waiting: OrderedDict[str, None] = OrderedDict()  # ids of calls without a result so far
         for place, message in enumerate(found):
             for number, call in enumerate(message.get("tool_calls", ())):
                 waiting[call.setdefault("id", f"call_{place}_{number}")] = None
@@ -157,10 +154,10 @@ class ChatRequest(SamplingFields):
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message.
+        """Whether the answer continues the last message.
 
         Raises:
-            ApiError: it cannot, or another message is to begin as well.
+            ApiError: it cannot, or a new message is requested as well.
         """
         param = "continue_final_message"
         if not self.continue_final_message:
@@ -179,7 +176,7 @@ class ChatRequest(SamplingFields):
 
 
 def chat_router(front: Front) -> APIRouter:
-    """The endpoint."""
+    """The router of the endpoint."""
     router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/chat/completions", responses=OR_STREAM)
@@ -208,12 +205,7 @@ def chat_router(front: Front) -> APIRouter:
 
 
 class _Chat:
-    """Answers as messages of a chat.
-
-    Args:
-        answers: of one prompt.
-        body: of the request.
-    """
+    """The view of answers as chat messages."""
 
     failed = staticmethod(plain_failure)
 
@@ -232,7 +224,7 @@ class _Chat:
 
     @property
     def _warned(self) -> dict[str, Any]:
-        """About tools and calls, where there is something to say."""
+        """Warnings about tools and calls; empty if there are none."""
         warnings = self._answers.warnings + self._answers.misfits()
         return {"warnings": warnings} if warnings else {}
 
@@ -310,7 +302,7 @@ def _call_delta(new: CallDelta) -> dict[str, Any]:
 
 
 def _joined(deltas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What came of the one call, as it was told before there were tools."""
+    """The pieces of one call, in the format of `function_call`."""
     found: dict[str, str] = {}
     for each in deltas:
         for name, text in each["function"].items():

@@ -41,7 +41,6 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> list[TextPrompt]:
-        """Each of them."""
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
@@ -49,14 +48,14 @@ class CompletionRequest(SamplingFields):
 
     @property
     def drawn(self) -> int:
-        """Answers that are drawn for each prompt; of these the best `samples` are given."""
+        """Answers generated per prompt; the best `samples` of them are returned."""
         return self.samples if self.best_of is None else self.best_of
 
     def check(self) -> None:
-        """Refuse what does not go together.
+        """Refuse fields that conflict.
 
         Raises:
-            ApiError: says what.
+            ApiError: names them.
         """
         if self.suffix and self.echo:
             message = "echo gives the prompt back, and with suffix the answer stands in its middle; leave one out"
@@ -73,7 +72,7 @@ class CompletionRequest(SamplingFields):
 
 
 def completions_router(front: Front) -> APIRouter:
-    """The endpoint."""
+    """The router of the endpoint."""
     router = APIRouter(route_class=BodyRoute)
     infilling_of = cache(_infilling)
 
@@ -105,7 +104,7 @@ def completions_router(front: Front) -> APIRouter:
 
 
 def _infilling(front: Front) -> Infilling:
-    """How the model is asked for a text in the middle.
+    """The model's format of fill-in-the-middle prompts.
 
     Raises:
         ApiError: it has no tokenizer.
@@ -118,10 +117,10 @@ def _infilling(front: Front) -> Infilling:
 
 
 def _infilled(infilling: Infilling, prompts: Sequence[TextPrompt], suffix: str) -> list[TextPrompt]:
-    """Prompts for what stands between each of them and a suffix.
+    """Prompts for the text between each of `prompts` and `suffix`.
 
     Raises:
-        ApiError: one of them is no text.
+        ApiError: a prompt is not a text.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):
@@ -130,12 +129,10 @@ def _infilled(infilling: Infilling, prompts: Sequence[TextPrompt], suffix: str) 
 
 
 class _Completion:
-    """Answers as completions.
+    """The view of answers as completions.
 
     Args:
-        answers: to all prompts.
-        body: of the request.
-        max_tokens: of each; 0 gives back the prompt alone.
+        max_tokens: per answer; 0 returns only the prompt.
     """
 
     failed = staticmethod(plain_failure)
@@ -148,7 +145,7 @@ class _Completion:
         self._head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
         self._head["model"] = self._front.shown(body.model)
         self._offsets = [0] * len(answers.streams)
-        self._begun: set[int] = set()  # samples of which something was sent
+        self._begun: set[int] = set()  # samples with chunks sent so far
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         drawn, samples = self._body.drawn, self._body.samples
@@ -181,7 +178,6 @@ class _Completion:
         return found | {"finish_reason": self._ending(part)}
 
     def _echoed(self, stream: Stream) -> str:
-        """The text of the prompt."""
         prompts = self._body.prompts
         prompt = prompts[stream.number // self._body.drawn]
         tokenizer = self._front.service.engine.target.tokenizer
@@ -192,7 +188,7 @@ class _Completion:
     def _logprobs(
         self, stream: Stream, found: Sequence[TokenLogprobs], offset: int, *, echoes: bool = False
     ) -> dict[str, Any]:
-        """Of tokens whose text begins `offset` characters behind the beginning."""
+        """Logprobs of tokens with the first one's text `offset` characters after the beginning."""
         tokens: list[str] = []
         values: list[float | None] = []
         top: list[dict[str, float] | None] = []
@@ -222,7 +218,7 @@ class _Completion:
 
     def read(self, part: Part) -> Iterator[str]:
         body, front, stream, number = self._body, self._front, part.stream, part.stream.number
-        if body.echo and number not in self._begun:  # here, for logprobs of a prompt are known once it is read
+        if body.echo and number not in self._begun:  # here, because a prompt's logprobs are known after prefill
             choice = _delta(number, self._echoed(stream))
             self._offsets[number] = len(choice["text"])
             if body.logprobs is not None:
@@ -246,7 +242,7 @@ class _Completion:
             yield self._sent(chunk, stream)
 
     def _sent(self, chunk: dict[str, Any], stream: Stream) -> str:
-        """A chunk of a sample; the first one tells the ids of its prompt, where these are asked for."""
+        """A chunk of a sample; the first one has the ids of its prompt, if requested."""
         if self._body.return_token_ids and stream.number not in self._begun:
             chunk["choices"][0]["prompt_token_ids"] = stream.prompt_ids
         self._begun.add(stream.number)
@@ -263,6 +259,6 @@ def _delta(number: int, text: str) -> dict[str, Any]:
 
 
 def _mean_logprob(part: Part) -> float:
-    """Of an answer's tokens, by which the best of several is chosen."""
+    """Mean logprob of an answer's tokens, by which the best answers are chosen."""
     values = [each.logprob for each in part.logprobs]
     return math.fsum(values) / len(values) if values else -math.inf

@@ -1,4 +1,4 @@
-"""Connections of a server that listens: how long a client may take to ask, and how many there are."""
+"""Connections of a listening server: the time limit for sending a request, and the number of connections."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from truedraft.errors import OptionError
 
 BACKLOG = 16
-"""Connections that are accepted before other work of the event loop is done."""
+"""Connections accepted in one turn of the event loop."""
 
 _RESERVED = 6 * BACKLOG
-"""Descriptors for what is accepted before others are closed, and for files."""
+"""File descriptors reserved for connections accepted before others are closed, and for files."""
 _LEAST, _MOST = 8, 65_536
 _TOLD_EVERY_S = 1.0
 
@@ -26,10 +26,10 @@ _log = logging.getLogger("truedraft.server")
 
 
 def most_connections(asked: int | None) -> int:
-    """How many may be open: as was asked for, or what the limit of open files leaves.
+    """The limit of open connections: the requested one, or what the limit of open files leaves.
 
     Raises:
-        OptionError: that limit is too low.
+        OptionError: the limit of open files is too low.
     """
     limit = _descriptors()
     left = limit - _used_descriptors() - _RESERVED
@@ -59,13 +59,14 @@ def _used_descriptors() -> int:
 
 
 class Connections:
-    """Those of one server.
+    """The connections of one server.
 
-    Where there are too many, those go first whose clients have not asked yet, or do not read; the oldest first.
+    Above the limit, the oldest connection without a complete request is closed, else the oldest with a client that does
+    not read.
 
     Args:
-        most: that are open.
-        head_s: that a client may take to send a request's head, from when it connects, or its last answer ends.
+        most: limit of open connections.
+        head_s: time limit for a request's head, from the connection or the end of the last answer.
     """
 
     def __init__(self, most: int, head_s: float) -> None:
@@ -73,10 +74,10 @@ class Connections:
         self._most = most
         self._open: dict[Connection, None] = {}  # the oldest first
         self._told_s = -_TOLD_EVERY_S
-        self._failures = 0  # of accepting, since that was told
+        self._failures = 0  # of accepting, since the last log entry
 
     def add(self, connection: Connection) -> None:
-        """One more; another is closed where that is too many, or this one."""
+        """Add a connection; above the limit another one is closed, or this one."""
         self._open[connection] = None
         if len(self._open) <= self._most:
             return
@@ -84,7 +85,6 @@ class Connections:
             connection.refuse()
 
     def remove(self, connection: Connection) -> None:
-        """It is closed."""
         self._open.pop(connection, None)
 
     def _drop(self, may: Callable[[Connection], bool]) -> bool:
@@ -96,7 +96,7 @@ class Connections:
         return True
 
     def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle what asyncio reports: errors of accepting are told at most once a second."""
+        """asyncio's exception handler; errors of accepting are logged at most once every `_TOLD_EVERY_S` seconds."""
         if "socket.accept()" not in context.get("message", ""):
             loop.default_exception_handler(context)
             return
@@ -108,12 +108,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One of them, closed where its client does not ask in time.
-
-    Args:
-        connections: that it is one of.
-        given: what uvicorn gives.
-    """
+    """A connection that is closed if its client does not send a request in time."""
 
     def __init__(self, *, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
@@ -122,7 +117,7 @@ class Connection(H11Protocol):
 
     @property
     def asks(self) -> bool:
-        """Whether a request has not come as a whole."""
+        """Whether no complete request has arrived."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     @property
@@ -143,11 +138,11 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._forget_deadline()  # the head is there
+            self._forget_deadline()  # the head is complete
 
     def on_response_complete(self) -> None:
         self._watch()
-        super().on_response_complete()  # which may begin with the next request
+        super().on_response_complete()  # may start the next request
 
     def _watch(self) -> None:
         self._forget_deadline()
@@ -159,7 +154,6 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def refuse(self) -> None:
-        """There is no room for it."""
         self._all.remove(self)
         message = b'{"error": {"message": "this server has too many open connections; ask again in 1 s"}}'
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"

@@ -1,4 +1,4 @@
-"""From a conversation and its tools, whichever protocol brought them, to a prompt and the answers to it."""
+"""From a conversation and its tools, in the format of any endpoint, to a prompt and its answers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,16 @@ from truedraft.text.tokenizer import ChatOptions
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is to be answered.
+    """A conversation to be answered.
 
     Attributes:
-        front: what endpoints share.
-        http: the HTTP request.
-        messages: as templates know them; the pictures in them lose where they are.
-        use: of tools.
-        thinks: what is asked of reasoning.
-        form: of an answer's text, where it need not be a call.
-        more: what else the template is given.
-        continues: whether the answer goes on with the last message.
-        param: the field that holds the messages.
-        samples: that are asked for, whose places are kept while pictures are read.
-        counts: whether it may be longer than the context, for its tokens are only counted.
+        messages: in the format of chat templates; `prompt` removes the URLs of pictures from them.
+        form: grammar of the answer's text; None for free text.
+        more: further variables of the chat template.
+        continues: whether the answer continues the last message.
+        param: the request field that holds the messages.
+        samples: number of requested answers; their places are reserved while pictures are read.
+        counts: whether it may be longer than the context, because its tokens are only counted.
     """
 
     front: Front
@@ -54,22 +50,22 @@ class Conversation:
     counts: bool = False
 
     async def prompt(self) -> list[int] | MultimodalPrompt:
-        """The conversation by the chat template. It takes no time of other clients where it is long.
+        """The conversation formatted by the chat template, in a thread if it is long.
 
         Raises:
             ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
-            OptionError: what else it is given are no variables of templates.
+            OptionError: the further variables are not variables of the template.
         """
         variables = self.front.switches(self.thinks) | self.more
         urls = await self.front.apart(self.http, self._urls)
         if not urls:
             return await self.front.apart(self.http, self._ids, variables)
-        self.front.reserve(self.http, max(self.samples, 1))  # what it may be is checked later
+        self.front.reserve(self.http, max(self.samples, 1))  # its range is checked later
         told, how = await self.front.apart(self.http, self._told, variables)
         return await self.front.pictures.chat(told, urls, param=self.param, **how)
 
     def _urls(self) -> list[str]:
-        """Where its pictures are."""
+        """Remove and return the URLs of its pictures."""
         contents = [each["content"] for each in self.messages if not isinstance(each["content"], str)]
         return [part.pop("url") for content in contents for part in content if part["type"] == "image"]
 
@@ -90,7 +86,7 @@ class Conversation:
             raise ApiError(400, str(error), param=self.param, code="invalid_value") from error
 
     def _told(self, variables: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], ChatOptions]:
-        """Messages as the template takes them, and how; of tools that it does not know the system's message tells."""
+        """Messages and options for the chat template; a system message describes the tools if the template does not."""
         front, use = self.front, self.use
         tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in use.tools]
         told = list(self.messages)
@@ -98,7 +94,7 @@ class Conversation:
             told = list(front.history.fitted(told, use.notation))
         if tools and "tools" not in front.template:
             text = use.notation.told(tools)
-            if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
+            if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates allow only one
                 text += "\n\n" + told.pop(0)["content"]
             told.insert(0, {"role": "system", "content": text})
         return told, {
@@ -113,12 +109,11 @@ class Conversation:
         """Queue the answers.
 
         Args:
-            body: how they are drawn.
-            max_tokens: of each; None is all that the context has left.
-            logprobs: likeliest tokens that are told; None tells none.
+            max_tokens: per answer; None is the rest of the context.
+            logprobs: number of top logprobs per token; None for none.
 
         Raises:
-            ApiError: the context has no room, something is wrong with the request, or there is no room for it.
+            ApiError: the context has no room, the request is invalid, or the queue has no room for it.
             OptionError: a value is out of range.
         """
         prompt, front, use = await self.prompt(), self.front, self.use

@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered: an error in OpenAI's form, or in Anthropic's."""
+"""Error responses in OpenAI's and Anthropic's formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS: dict[int, tuple[str, str, str | None]] = {
     503: ("server_error", "overloaded_error", "server_unavailable"),
     504: ("server_error", "timeout_error", "timeout"),
 }
-"""By status what OpenAI and Anthropic call an error, and OpenAI's code."""
+"""By status: OpenAI's and Anthropic's error type, and OpenAI's code."""
 _OTHER = ("invalid_request_error", "invalid_request_error", None)
 
 _PATH = re.compile(
@@ -32,9 +32,9 @@ _PATH = re.compile(
     r"|(?<![\w/:.~-])[\w.~-]+[/\\][\w.~-]"  # a/b, ./a, ..\a
     r"|\w\.(?:bin|gguf|jinja|json|jsonl|model|pt|pth|py|safetensors|so|txt)\b"  # a file by its name
 )
-"""What may be a file's path."""
+"""Matches possible file paths."""
 _SHOWN = 80
-"""Characters of a value that is told back."""
+"""Characters of a client's value that errors show."""
 
 
 class ErrorFields(BaseModel):
@@ -67,14 +67,12 @@ class AnthropicErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """A request is answered with an error.
+    """An error that is sent to the client.
 
     Args:
-        status: of the answer, by HTTP.
         message: one sentence: what was wrong, and what to do.
-        param: the field of the request that it is about.
-        code: a word for programs; None is what the status says.
-        headers: of the answer.
+        param: the request field that it is about.
+        code: a word for programs; None is the default of the status.
     """
 
     def __init__(
@@ -96,21 +94,17 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As it is sent."""
-        message = self.message.encode(errors="replace").decode()  # what a client sent may hold half a character
+        """The body in OpenAI's format."""
+        message = self.message.encode(errors="replace").decode()  # text of a client may hold a lone surrogate
         return {"error": {"message": message, "type": self._openai, "param": self.param, "code": self.code}}
 
     @property
     def anthropic(self) -> dict[str, Any]:
-        """As it is sent to who speaks Anthropic's protocol."""
+        """The body in Anthropic's format."""
         return {"type": "error", "error": {"type": self._anthropic, "message": self.body["error"]["message"]}}
 
     def response(self, path: str) -> JSONResponse:
-        """The whole answer, in the form that clients of an endpoint read.
-
-        Args:
-            path: of the endpoint.
-        """
+        """The HTTP response, in the format of an endpoint's clients."""
         body = self.anthropic if path.startswith("/v1/messages") else self.body
         return JSONResponse(body, self.status, self.headers)
 
@@ -121,12 +115,11 @@ class ApiError(Exception):
         fields: Mapping[str, str] | None = None,
         shown: Mapping[str, str] | None = None,
     ) -> ApiError:
-        """An error of the library as clients see it: what they can mend is told, all else is an error of the server.
+        """Convert an error of the library: a client's mistakes keep their message, all else is an error of the server.
 
         Args:
-            error: of the library, or any other.
-            fields: what the client calls fields, where these are not the library's words.
-            shown: by what clients know names that the error may hold.
+            fields: the client's names of fields, by the library's, where they differ.
+            shown: names that clients see, by the internal names that the error may hold.
         """
         if isinstance(error, TruedraftError) and fields:
             error.call_fields(fields)
@@ -155,7 +148,7 @@ def _called(field: str | None, fields: Mapping[str, str] | None) -> str | None:
 
 
 async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
-    """For FastAPI: a body that is no JSON, or whose fields are not what they must be; the first of them is told."""
+    """FastAPI's handler for a body that is not JSON or has an invalid field; reports the first one."""
     assert isinstance(error, RequestValidationError)
     kind = request.headers.get("content-type", "")
     if error.body is not None and not isinstance(error.body, dict | list) and not is_json(kind):
@@ -165,13 +158,13 @@ async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a header says that a body is JSON."""
+    """Whether a Content-Type header is JSON."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
-    """What is wrong with the first field that is wrong; of the members of a union, with what got the furthest."""
+    """The error of the first invalid field; for a union, of the member that validated the furthest."""
     placed = [(_place(each, body), each) for each in errors if each["loc"][1:2] == errors[0]["loc"][1:2]]
     place, first = max(placed, key=lambda each: len(each[0]))
     named = spelled(place)
@@ -189,7 +182,7 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         message = "it is missing; send a JSON object" if kind == "missing" else message
         return ApiError(400, f"the body cannot be used: {message}")
     shown = f", got {told_back(first.get('input'))}"
-    if kind == "value_error":  # ours
+    if kind == "value_error":  # raised by this library
         told = f"{named} {context['error']}"
     elif kind == "union_tag_invalid":
         named += ".type"
@@ -208,14 +201,14 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
 
 
 def spelled(place: Sequence[int | str]) -> str:
-    """A place in a body, as clients write it: `messages[0].content`."""
+    """A path in a body as clients write it: `messages[0].content`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
 
 def _place(error: dict[str, Any], body: Any) -> tuple[int | str, ...]:
-    """Where in a body a mistake is, without the names that pydantic has for members of unions."""
+    """The path of an error in a body, without pydantic's names of union members."""
     found: list[int | str] = []
-    loc = error["loc"][1:]  # behind where it was: the body, the path
+    loc = error["loc"][1:]  # after its first entry: "body" or "path"
     for number, part in enumerate(loc, start=1):
         within = 0 <= part < len(body) if isinstance(part, int) and isinstance(body, list) else False
         if within or (isinstance(body, dict) and part in body):
@@ -227,7 +220,7 @@ def _place(error: dict[str, Any], body: Any) -> tuple[int | str, ...]:
 
 
 def _is_about_a_file(error: BaseException | None) -> bool:
-    """Whether a file of the server was at fault, which is nothing that a client could mend."""
+    """Whether a file of the server caused it, which a client cannot fix."""
     while error is not None:
         if isinstance(error, OSError) and error.filename is not None:
             return True
@@ -236,17 +229,17 @@ def _is_about_a_file(error: BaseException | None) -> bool:
 
 
 def told_back(given: object) -> str:
-    """A value that a client sent, short enough to be told back."""
+    """A client's value, shortened for an error message."""
     text = ""
     for part in _written(given):
         text += part
-        if len(text) > _SHOWN:  # before the rest is looked at, which may be long
+        if len(text) > _SHOWN:  # before the rest is read, which may be long
             return f"{text[: _SHOWN - 3]}..."
     return text
 
 
 def _written(given: object) -> Iterator[str]:
-    """What `repr` gives, in parts."""
+    """`repr` in parts."""
     if isinstance(given, str):
         yield repr(given[: _SHOWN + 1])
     elif isinstance(given, dict | list):

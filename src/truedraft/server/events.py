@@ -1,4 +1,4 @@
-"""Server-sent events: answers piece by piece."""
+"""Server-sent events for streamed answers."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _log = logging.getLogger("truedraft.server")
 _Value = TypeVar("_Value")
 DONE = "data: [DONE]\n\n"
 _SILENCE_S = 15.0
-_ALIVE = ": still here\n\n"  # a comment, which clients leave out; proxies close what is silent for long
+_ALIVE = ": still here\n\n"  # a comment, which clients skip; proxies close connections that are silent for long
 
 
 def event(data: Any, name: str | None = None) -> str:
-    """One event; data is anything that JSON holds."""
+    """One event; data is any JSON value."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def plain_failure(error: ApiError) -> str:
-    """The last event of a stream that failed, as OpenAI's clients read it."""
+    """The last event of a failed stream, in OpenAI's format."""
     return event(error.body)
 
 
 OR_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "The answer; with `stream` events, as they come."}
 }
-"""For the document, of endpoints that answer by events where they are asked to."""
+"""For the OpenAPI document: responses of endpoints that can stream."""
 
 
 class EventStream(Response):
-    """Sends events as they come; stops making them when the client has gone.
+    """A response that sends events as they come, and stops when the client disconnects.
 
     Args:
         events: made by `event`.
-        close: is called when nothing is sent any more, also where nothing ever was.
-        failed: the last events where making them failed.
+        close: is called after the last event, also if none was sent.
+        failed: makes the last event of a failed stream.
     """
 
     media_type = "text/event-stream"
@@ -63,9 +63,8 @@ class EventStream(Response):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
         try:
-            with contextlib.suppress(ApiError, OSError):  # there is nobody left to be told
+            with contextlib.suppress(ApiError, OSError):  # the client has disconnected
                 await unless_gone(receive, self._send(send))
         finally:
             if hasattr(self._events, "aclose"):
@@ -88,7 +87,7 @@ class EventStream(Response):
 
 
 async def _kept_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events, and a comment where there is none for long."""
+    """The events, and a comment after `_SILENCE_S` seconds without one."""
     while True:
         coming = asyncio.ensure_future(anext(events))
         try:
@@ -104,10 +103,10 @@ async def _kept_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[_Value]) -> _Value:
-    """The result of some work, which is cancelled when the client closes the connection.
+    """The result of `work`, which is cancelled when the client closes the connection.
 
     Raises:
-        ApiError: the client has gone; nobody reads this.
+        ApiError: the client has disconnected.
     """
     doing = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(receive))

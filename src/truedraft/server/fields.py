@@ -1,7 +1,7 @@
-"""The fields that requests of all endpoints share, and what they mean to the library.
+"""The fields that requests of all endpoints share, and their conversion to the library's options.
 
-A field that is not known is refused, as OpenAI's own server does; those that mean nothing here are listed in `Ignored`.
-In a conversation that is sent back (`Told`) unknown fields are left out: each client adds some of its own.
+An unknown field is refused, as by OpenAI's server; known ones without effect are in `Ignored`. In the messages of a
+conversation (`Told`) unknown fields are ignored, because each client adds its own.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _MOST_LOGPROBS = 20
 _Item = TypeVar("_Item")
 
 MOST_ENTRIES = 8192
-"""Of a list in a body: messages, items, parts, calls."""
-Many = Annotated[list[_Item], Field(fail_fast=True)]  # a body may hold millions of wrong ones, and one is told
+"""Limit of entries in a list of messages, items, parts or calls."""
+Many = Annotated[list[_Item], Field(fail_fast=True)]  # a body may hold millions of invalid items; only one is reported
 Items = Annotated[Many[_Item], Field(max_length=MOST_ENTRIES)]
 Texts: TypeAlias = str | Items[str]
 
 
 def checked_logprobs(name: str, count: int | None) -> int | None:
-    """How many likeliest tokens are told, as a field of this name says.
+    """A number of top logprobs, in 0 to 20; `name` is the field.
 
     Raises:
-        ApiError: fewer than none, or too many.
+        ApiError: it is out of range.
     """
     if count is not None and not 0 <= count <= _MOST_LOGPROBS:
         raise ApiError(400, f"{name} must lie in 0 to {_MOST_LOGPROBS}, got {count}", param=name)
@@ -52,7 +52,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, given: Any) -> Any:
-        """One field that is not known is enough to be told."""
+        """Report only one unknown field."""
         if not isinstance(given, dict):
             return given
         kept = {name for field, about in cls.model_fields.items() for name in (field, about.alias or field)}
@@ -68,13 +68,13 @@ class Told(Fields):
 
 
 def by_type(given: Any) -> str | None:
-    """Which member of a union an object is, by its `type`."""
+    """The `type` of an object, by which pydantic selects the member of a union."""
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
     return kind if isinstance(kind, str) else None
 
 
 def _few(given: Any) -> Any:
-    """A mapping, before its pairs are looked at."""
+    """Limit a mapping's length before its pairs are validated."""
     if isinstance(given, dict) and len(given) > _MOST_BIASES:
         raise ValueError(f"holds {len(given)} entries, of at most {_MOST_BIASES}")
     return given
@@ -113,7 +113,6 @@ class SpeculationFields(Fields):
 
     @property
     def limits(self) -> Speculation:
-        """For the engine."""
         if not self.enabled:
             return Speculation(())
         names = [self.drafter] if isinstance(self.drafter, str) else self.drafter
@@ -135,7 +134,6 @@ class RefusalPart(Told):
 
     @property
     def text(self) -> str:
-        """What it said."""
         return self.refusal
 
 
@@ -146,7 +144,7 @@ def _content_kind(given: Any) -> str | None:
 text_or_parts = Discriminator(
     _content_kind, custom_error_type="content", custom_error_message="must be a text or a list of parts"
 )
-"""Which of the two a content is."""
+"""Selects the type of a content: text or parts."""
 _TextParts = Items[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
 Content: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_TextParts, Tag("parts")], text_or_parts]
 
@@ -159,7 +157,6 @@ class Prediction(Fields):
 
     @property
     def text(self) -> str:
-        """All of it."""
         return text_of(self.content)
 
 
@@ -167,7 +164,7 @@ class ImageUrl(Told):
     """Where a picture is."""
 
     url: str
-    detail: str | None = None  # of no effect: the model's processor decides
+    detail: str | None = None  # no effect: the model's processor decides
 
 
 class ImagePart(Told):
@@ -178,7 +175,6 @@ class ImagePart(Told):
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return self.image_url.url
 
 
@@ -191,7 +187,6 @@ class InputImagePart(Told):
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return self.image_url
 
 
@@ -212,7 +207,7 @@ class ImageBlock(Told):
 
     @property
     def url(self) -> str:
-        """It as a data URL, or where it is."""
+        """The picture's URL, or its data as a data URL."""
         return self.source.url or f"data:{self.source.media_type};base64,{self.source.data}"
 
 
@@ -224,12 +219,12 @@ SeenContent: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Part
 
 
 def text_of(content: Content) -> str:
-    """The text of a content that may be in parts."""
+    """The text of a content, with its parts concatenated."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def parts_of(content: str | Sequence[_Text | _Picture]) -> str | list[dict[str, str]]:
-    """A content as chat templates know it: its text, or where there are pictures its parts, and where they are."""
+    """A content in the format of chat templates: its text, or if it has pictures its parts with their URLs."""
     if isinstance(content, str):
         return content
     if all(isinstance(part, _Text) for part in content):
@@ -253,7 +248,6 @@ class StructuredFields(Fields):
 
     @property
     def asked(self) -> Structured:
-        """For the library."""
         given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             raise ApiError(
@@ -282,7 +276,6 @@ class ResponseFormat(Fields):
 
     @property
     def asked(self) -> Structured | None:
-        """For the library."""
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema is None:
@@ -291,7 +284,7 @@ class ResponseFormat(Fields):
 
 
 def json_form(kind: str, schema: dict[str, Any] | None) -> Structured:
-    """JSON by its schema, or where there is none any object."""
+    """The grammar of a JSON schema, or of any object if there is no schema."""
     if kind == "json_object" or schema is None:
         return Structured("json_object", True)
     return Structured("json_schema", schema)
@@ -301,7 +294,7 @@ _THINKING: dict[str, dict[str, Callable[[Any], bool]]] = {
     "thinking": {
         "type": lambda value: value in ("enabled", "disabled", "adaptive", "auto"),
         "budget_tokens": lambda value: type(value) is int and value >= 0,
-        # Known, and of no effect here.
+        # Without effect here.
         "display": lambda value: isinstance(value, str),
         "clear_thinking": lambda value: isinstance(value, bool),
     },
@@ -314,14 +307,14 @@ _THINKING: dict[str, dict[str, Callable[[Any], bool]]] = {
         "exclude": lambda value: isinstance(value, bool),
     },
 }
-"""The fields about reasoning of all kinds of clients, and the values that mean something."""
+"""The fields about reasoning of all clients, with a check of each key's values."""
 
 
 def _check_thinking(field: str, given: Mapping[str, Any]) -> None:
-    """Refuse what means nothing in a field about reasoning.
+    """Refuse unknown keys and invalid values in a field about reasoning.
 
     Raises:
-        ApiError: names the first one.
+        ApiError: reports the first one.
     """
     known = _THINKING[field]
     for name, value in given.items():
@@ -334,12 +327,11 @@ def _check_thinking(field: str, given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What a request asks of the reasoning before an answer, in whichever of the clients' ways.
+    """The requested reasoning, from any client's format.
 
     Attributes:
-        enabled: whether there is to be any; None leaves it to the model.
-        budget: most tokens of it; None is no limit.
-        effort: a word for how much.
+        enabled: None leaves it to the model.
+        budget: maximum tokens of reasoning; None is no limit.
     """
 
     enabled: bool | None = None
@@ -357,10 +349,8 @@ class Thinking:
         """From the fields of a request.
 
         Args:
-            budget: `reasoning_budget`.
             thinking: Anthropic's field.
-            reasoning: that of OpenAI's responses, with `max_tokens` and `enabled` as others have them.
-            effort: `reasoning_effort`.
+            reasoning: the field of OpenAI's responses, with `max_tokens` and `enabled` of other servers.
         """
         thinking, reasoning = thinking or {}, reasoning or {}
         _check_thinking("thinking", thinking)
@@ -388,7 +378,7 @@ class SamplingFields(Ignored):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few)] = None
-    # What other servers of open models know, too.
+    # Fields of other servers of open models.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -400,24 +390,23 @@ class SamplingFields(Ignored):
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredFields | None = None
-    # What is this server's own.
+    # Fields of this server only.
     speculation: SpeculationFields | None = None
     prediction: Prediction | None = None
     reasoning_budget: int | None = Field(None, description="Most tokens of reasoning before the answer of a chat.")
 
     @property
     def thinks(self) -> Thinking:
-        """What it asks of reasoning."""
         return Thinking(budget=self.reasoning_budget)
 
     @property
     def samples(self) -> int:
-        """Answers to each prompt."""
+        """Answers per prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def form_field(self) -> str:
-        """The field by which a form is asked for, where one is."""
+        """The field that requests a grammar, for error messages."""
         for chosen, tools in (("tool_choice", "tools"), ("function_call", "functions")):
             choice = getattr(self, chosen, None)
             if getattr(choice, "type", choice) not in (None, "none", "auto"):
@@ -427,7 +416,7 @@ class SamplingFields(Ignored):
 
     @property
     def called(self) -> dict[str, str]:
-        """What the request calls fields, where these are not the library's words."""
+        """The request's names of fields, by the library's, where they differ."""
         found = {"structured": self.form_field, "drafter": "speculation.drafter"}
         if (stop := type(self).model_fields["stop"].alias) is not None:
             found["stop"] = stop
@@ -439,16 +428,16 @@ class SamplingFields(Ignored):
     def sampling(
         self, max_tokens: int, *, logprobs: int | None = None, form: Structured | None = None
     ) -> SamplingParams:
-        """For the library.
+        """The library's options.
 
         Args:
-            max_tokens: of the answer.
-            logprobs: likeliest tokens that are told; None tells none.
-            form: that the answer must have, where the endpoint has a field of its own for it.
+            max_tokens: per answer.
+            logprobs: number of top logprobs per token; None for none.
+            form: grammar of the answer, where the endpoint has its own field for it.
 
         Raises:
-            OptionError: a value is out of range; it calls fields as the request does.
-            ApiError: a list is too long, too many tokens are to be told, or two forms are asked for.
+            OptionError: a value is out of range; the error has the request's names of fields.
+            ApiError: a list is too long, too many logprobs are requested, or two grammars are.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         for name, values, most in (
@@ -466,7 +455,7 @@ class SamplingFields(Ignored):
             )
         given = {name: getattr(self, name) for name in _SHARED} | {
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_k": None if self.top_k is None else max(self.top_k, 0),  # elsewhere -1 keeps all
+            "top_k": None if self.top_k is None else max(self.top_k, 0),  # -1 of other servers keeps all
             "stop": tuple(stop),
             "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
             "logprobs": logprobs,
@@ -480,12 +469,12 @@ class SamplingFields(Ignored):
 
 
 _SHARED = [each.name for each in dataclasses.fields(SamplingParams) if each.name in SamplingFields.model_fields]
-"""Options that requests call as the library does."""
+"""Options with the same name in requests and in the library."""
 
 
 @contextlib.contextmanager
 def _errors_in(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors from inside call fields as a request does."""
+    """Convert the names of fields in errors raised inside to those of the request."""
     try:
         yield
     except OptionError as error:

@@ -1,4 +1,4 @@
-"""What all endpoints share: from fields to queued requests, and what tokens are told by."""
+"""What all endpoints share: conversion from fields to queued requests, the model's names, logprobs and logging."""
 
 from __future__ import annotations
 
@@ -38,30 +38,29 @@ from truedraft.verification import Rule
 _log = logging.getLogger("truedraft.server.requests")
 _Value = TypeVar("_Value")
 
-_END_TOKENS = 16  # of a prompt, that hold what its template opens
-_SWITCHES = {  # variables of templates by which reasoning is switched off, and how these ask for them
+_END_TOKENS = 16  # last tokens of a prompt that are searched for an opening mark of reasoning
+_SWITCHES = {  # variables of templates that switch reasoning off, and how templates read them
     "enable_thinking": re.compile(r"\benable_thinking\b"),
     "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)|(?<!\.)\bthinking\s+is\b"),
 }
-_LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
-_WORKERS, _AT_ONCE = 8, 2  # threads that work on long bodies, and how many of these for one client
+_LONG_BODY = 4096  # bytes; reading longer bodies would delay other clients
+_WORKERS, _AT_ONCE = 8, 2  # threads for long bodies, in total and per client
 
 
 @dataclass(eq=False)
 class Front:
-    """What endpoints answer with.
+    """State and options that endpoints share.
 
     Attributes:
-        service: that answers.
-        names: of the model; the first is what answers say.
-        rules: that a request may ask for, by their words.
-        max_samples: most answers to one HTTP request.
-        max_new_tokens: most new tokens of an answer.
-        timeout_s: of one; None is no limit.
-        shares_prefixes: whether clients share what their requests begin with.
-        chat_template: in place of the model's own.
-        trust_control_tokens: whether control tokens that messages spell are read as the tokens.
-        created: when the server started, seconds since 1970.
+        names: of the model; answers give the first one.
+        rules: verification rules that a request may select, by their text form.
+        max_samples: limit of answers per HTTP request.
+        max_new_tokens: limit of new tokens per answer.
+        timeout_s: limit per answer; None is no limit.
+        shares_prefixes: whether clients share prefix caches.
+        chat_template: replaces the model's own; None keeps that.
+        trust_control_tokens: whether control tokens written out in messages are read as these tokens.
+        created: when the server started, in seconds since 1970.
     """
 
     service: Service
@@ -77,18 +76,18 @@ class Front:
 
     @property
     def served(self) -> list[str]:
-        """What a request may name as its model: the target by its names, and its adapters."""
+        """The models that a request may name: the target by its names, and its adapters."""
         return [*self.names, *self.service.engine.target.adapters]
 
     def shown(self, name: str | None) -> str:
-        """What answers call the model that a request named."""
+        """The model name in answers to a request with this name."""
         return self.names[0] if name is None or name in self.names else name
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served.
 
         Raises:
-            ApiError: names those that are.
+            ApiError: lists the served ones.
         """
         if name is not None and name not in self.served:
             served = ", ".join(map(repr, self.served))
@@ -101,13 +100,13 @@ class Front:
 
     @property
     def template(self) -> str:
-        """The chat template that is used; "" where there is none."""
+        """The chat template in use; "" if there is none."""
         tokenizer = self.service.engine.target.tokenizer
         return self.chat_template or ("" if tokenizer is None else tokenizer.chat_template)
 
     @cached_property
     def history(self) -> HistoryForm:
-        """What the chat template wants of earlier calls."""
+        """How the chat template formats earlier calls."""
         tokenizer = self.service.engine.target.tokenizer
         if tokenizer is None:
             return HistoryForm()
@@ -125,21 +124,21 @@ class Front:
 
     @cached_property
     def _turn_ends(self) -> list[int]:
-        """What closes a turn by a template in place of the model's own; what that closes turns by ends all answers."""
+        """The end-of-turn token of a template that replaces the model's own; the model's own token ends all answers."""
         tokenizer = self.service.engine.target.tokenizer
         end = None if tokenizer is None or self.chat_template is None else tokenizer.turn_end(self.chat_template)
         return [] if end is None else [end]
 
     @cached_property
     def _switch(self) -> str | None:
-        """The template's variable by which reasoning is switched on and off; None where it has none."""
+        """The template's variable that switches reasoning on and off; None if it has none."""
         return next((name for name, asks in _SWITCHES.items() if asks.search(self.template)), None)
 
     def switches(self, thinks: Thinking) -> dict[str, Any]:
-        """Variables by which the template is told what a request asks of reasoning.
+        """The template variables for the requested reasoning.
 
         Raises:
-            ApiError: it is to be switched off, and neither the template nor marks around it allow that.
+            ApiError: reasoning is to be switched off, and neither the template nor its marks allow that.
         """
         effort = {"reasoning_effort": thinks.effort} if thinks.effort and "reasoning_effort" in self.template else {}
         if thinks.enabled is None:
@@ -154,11 +153,11 @@ class Front:
     def _reasoned(
         self, params: SamplingParams, prompt: Prompt, fields: SamplingFields, notation: Notation | None
     ) -> SamplingParams:
-        """Options with the adapter, what ends a turn, where the answer reasons, and how long it may.
+        """Options with the adapter, the end-of-turn tokens and the reasoning budget.
 
         Raises:
-            ApiError: there is to be a budget, and nothing is known of marks around reasoning.
-            OptionError: the budget is no number of tokens.
+            ApiError: a budget is requested, and the marks around reasoning are unknown.
+            OptionError: the budget is not a number of tokens.
         """
         marks, thinks = None if notation is None else notation.reasoning, fields.thinks
         if fields.model is not None and fields.model not in self.names:
@@ -177,14 +176,13 @@ class Front:
         return replace(params, reasoning=ReasoningSpan(marks.opening, marks.closing, inside, budget))
 
     def __post_init__(self) -> None:
-        """Remember the notation, the texts of tokens, and what reads pictures."""
         tokenizer = self.service.engine.target.tokenizer
         self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="truedraft-bodies")
         self._turns: dict[Client, asyncio.Semaphore] = {}
-        # What a token writes; its id where the model has no tokenizer.
+        # The text of a token; its id if the model has no tokenizer.
         self.token_text: Callable[[int], str] = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
     async def begin(
@@ -199,15 +197,14 @@ class Front:
         """Queue all samples of all prompts, prompt by prompt.
 
         Args:
-            prompts: texts or ids, or what a processor made of pictures.
-            params: of all of them.
+            prompts: texts, ids, or the output of a processor for pictures.
+            params: shared by all prompts.
             fields: of the HTTP request.
-            http: the HTTP request.
-            samples: of each prompt, where these are not `params.n`.
-            notation: of the answers, whose marks their texts show and whose ends end them; None for plain text.
+            samples: per prompt; None is `params.n`.
+            notation: its marks are shown in the texts, and its end tokens end answers; None for plain text.
 
         Raises:
-            ApiError: something is wrong with it, or there is no room.
+            ApiError: the request is invalid, or there is no room.
         """
         self.check_model(fields.model)
         ids = self.service.engine.target.vocab_size
@@ -226,7 +223,7 @@ class Front:
             check_max_tokens(self.service.engine.target, params.max_tokens)
             if params.max_tokens > self.max_new_tokens:
                 params = replace(params, max_tokens=self.max_new_tokens)
-            # Held until there are requests: what nobody holds may be forgotten, and would be prepared again.
+            # Referenced until there are requests, because a form without references may be dropped and prepared again.
             form = (
                 None
                 if params.structured is None
@@ -240,7 +237,7 @@ class Front:
             raise self.service.api_error(error, names) from error
         traced = fields.speculation is not None and fields.speculation.trace
         late = getattr(http.state, "reserved", None) is not None
-        self.release(http)  # nobody else takes the places, for nothing is awaited until they are taken
+        self.release(http)  # no other request takes the places, because nothing is awaited until `start`
         answering.start(requests, client, shows_steps=traced, late=late)
         http.state.answering = answering
         return answering
@@ -248,31 +245,31 @@ class Front:
     async def _form(
         self, http: HttpRequest, structured: Structured, deadline: float | None, count: int
     ) -> Prepared | None:
-        """A form, for which a request waits where its places in the queue are kept."""
+        """Prepare a form, with places in the queue reserved while the request waits for it."""
         if getattr(http.state, "reserved", None) is None:
             self.reserve(http, count)
         return await unless_gone(http.receive, self.service.forms.prepared(structured, deadline, self._scope(http)))
 
     def _scope(self, http: HttpRequest) -> Client | None:
-        """Whose prefixes and forms a request shares."""
+        """The client within which prefixes and forms are shared; None is all clients."""
         client: Client = getattr(http.state, "client", ANYONE)
         return None if self.shares_prefixes else client
 
     def check_count(self, count: int, prompts: int = 1) -> None:
-        """Refuse more answers to one request than this server gives.
+        """Refuse more answers to one request than `max_samples`.
 
         Raises:
-            ApiError: says how many.
+            ApiError: gives the limit.
         """
         if count > self.max_samples:
             message = f"asks for {count} answers, and this server gives {self.max_samples}"
             raise ApiError(400, message, param="prompt" if prompts > self.max_samples else "n")
 
     def reserve(self, http: HttpRequest, count: int) -> None:
-        """Keep the places of a request that takes long to make, until it begins or is over.
+        """Reserve places for a request that takes long to prepare, until it begins or ends.
 
         Raises:
-            ApiError: there is no room, or it asks for too many answers.
+            ApiError: there is no room, or too many answers are requested.
         """
         self.check_count(count)
         client: Client = getattr(http.state, "client", ANYONE)
@@ -280,16 +277,15 @@ class Front:
         http.state.reserved = (client, count)
 
     def release(self, http: HttpRequest) -> None:
-        """Give back what `reserve` kept."""
         kept: tuple[Client, int] | None = getattr(http.state, "reserved", None)
         http.state.reserved = None
         if kept is not None:
             self.service.give_back(*kept)
 
     async def apart(self, http: HttpRequest, work: Callable[..., _Value], *given: Any) -> _Value:
-        """Do some work on what a request holds: in a thread where that is long, so that other clients need not wait.
+        """Run work over a request's body; in a thread if the body is long, so that other clients need not wait.
 
-        Of each client few such threads work at once.
+        Each client has at most `_AT_ONCE` such threads.
         """
         if not self.is_long(http):
             return work(*given)
@@ -301,7 +297,7 @@ class Front:
         return await asyncio.wrap_future(doing)
 
     def is_long(self, http: HttpRequest) -> bool:
-        """Whether the body of a request is so long that work on it would hold up other clients."""
+        """Whether a request's body is so long that work over it would delay other clients."""
         return getattr(http.state, "body_bytes", 0) > _LONG_BODY
 
     def _prepared(
@@ -331,7 +327,7 @@ class Front:
         return self.rules[words]
 
     def logprobs_entry(self, found: TokenLogprobs) -> dict[str, Any]:
-        """One token's logarithms of probability, in the form of chats."""
+        """The logprobs of one token, in the format of chats."""
         return self._named(found.token, found.logprob) | {
             "top_logprobs": [self._named(token, logprob) for token, logprob in found.top]
         }
@@ -345,12 +341,12 @@ class Front:
         }
 
     def left_out(self, warnings: Sequence[str]) -> None:
-        """Note that a request has parts of no use here; the log has no text of clients, so its answer names them."""
+        """Log that parts of a request are ignored. The log has no text of clients; the answer lists the parts."""
         if warnings:
             _log.warning("left out of a request: %d tools or items that this server has not", len(warnings))
 
     def log(self, http: HttpRequest, status: int) -> None:
-        """One line about an HTTP request, without anything that it said."""
+        """Log one line about an HTTP request, without its content."""
         answering: Answering | None = getattr(http.state, "answering", None)
         client: Client = getattr(http.state, "client", ANYONE)
         parts = [f"{quote(http.method)} {quote(http.scope['path'])} {status}", f"client={client.name}"]
@@ -363,7 +359,7 @@ class Front:
 
 
 def _log_parts(streams: Sequence[Stream]) -> list[str]:
-    # Of an answer that was broken off there is what was written until then.
+    # An aborted answer has the tokens generated so far.
     answers = [stream.answer or stream.request.answer(stream.request.emitted) for stream in streams]
     first = [a.timing.first_token_s for a in answers if a.timing.first_token_s is not None]
     tokens = sum(len(answer.token_ids) for answer in answers)
@@ -376,10 +372,10 @@ def _log_parts(streams: Sequence[Stream]) -> list[str]:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """Clip to -9999, because JSON has no infinity."""
     return max(logprob, -9999.0)
 
 
 def new_id(kind: str) -> str:
-    """A name for an answer."""
+    """A random id for an answer."""
     return f"{kind}-{secrets.token_hex(12)}"

@@ -1,7 +1,7 @@
-"""By which names a server may be asked: a page must not reach one on this machine by a name of its own (DNS rebinding).
+"""Accepted `Host` headers: protects a local server from pages with a host name of their own (DNS rebinding).
 
 Such a page, loaded from http://evil.example:8000, lets its name point to 127.0.0.1 afterwards. For the browser that is
-still the page's own server, which it may ask and read; only the `Host` header tells.
+still the page's own server, with responses that the page may read; only the `Host` header shows the difference.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from truedraft.server.errors import ApiError
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:@/\\\s]+))(?::[0-9]*)?")
 _ANY = "*"
-_SHOWN = 80  # characters of a name that are told back
+_SHOWN = 80  # characters of a name that errors show
 
 
 class Hosts:
-    """The names that requests may give in their `Host` header, with any port.
+    """The names that requests may have in their `Host` header, with any port.
 
-    A server that listens on loopback alone is asked by loopback's names, by the one it was told to listen on, and by
-    those that are allowed. One that listens elsewhere is asked by any name, unless some are allowed.
+    A server that listens only on loopback accepts loopback's names, the name in `host` and the allowed ones. Any other
+    server accepts all names, unless some are allowed.
 
     Args:
-        host: that is listened on.
+        host: the address that is listened on.
         allowed: further names; "*" is any.
 
     Raises:
-        OptionError: one is no name.
+        OptionError: one is not a host name.
     """
 
     def __init__(self, host: str, allowed: Sequence[str] = ()) -> None:
@@ -39,13 +39,10 @@ class Hosts:
             self._names = {_plain(host) or host, *map(_allowed, allowed)}
 
     def check(self, given: Sequence[str]) -> None:
-        """Refuse a request.
-
-        Args:
-            given: its `Host` headers.
+        """Refuse a request with another name, no name or several.
 
         Raises:
-            ApiError: it has another name, none, or several.
+            ApiError: the request is refused.
         """
         if self._names is None:
             return
@@ -70,7 +67,7 @@ def _allowed(name: str) -> str:
 
 
 def _plain(name: str) -> str | None:
-    """A name without its port, as all that mean the same are written; None where it is none."""
+    """A name without its port, in canonical form; None if it is not a name."""
     try:
         return str(ip_address(name))  # IPv6 without brackets
     except ValueError:
@@ -85,7 +82,7 @@ def _plain(name: str) -> str | None:
 
 
 def _is_loopback(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):  # which nobody can register
+    if name == "localhost" or name.endswith(".localhost"):  # which cannot be registered
         return True
     try:
         address = ip_address(name)
@@ -96,9 +93,9 @@ def _is_loopback(name: str) -> bool:
 
 
 def _on_loopback(host: str) -> bool:
-    """Whether who listens there is reached from this machine alone."""
+    """Whether the address can be reached only from this machine."""
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError):  # nobody can listen there, as `serve` says
+    except (OSError, UnicodeError):  # cannot be listened on; `serve` reports it
         return True
     return _is_loopback(address.partition("%")[0])

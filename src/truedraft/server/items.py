@@ -1,7 +1,7 @@
-"""What a request for a response holds: the items of its conversation, its tools, and the choice among them.
+"""The parts of a request for a response: the items of its conversation, its tools, and the tool choice.
 
-Items and tools that OpenAI's own servers act on (`HOSTED`) are left out, with a warning. Custom tools become functions
-of one text, and functions in a namespace get names of their own.
+Items and tools that OpenAI's own servers run (`HOSTED`) are ignored with a warning. Custom tools become functions with
+one text argument, and functions in a namespace get the namespace as a prefix.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ HOSTED = (
     "tool_search",
     "programmatic_tool_calling",
 )
-"""What tools that run at OpenAI are called, or begin with; their calls and results in a conversation, too."""
+"""Prefixes of the types of tools that run at OpenAI, and of their calls and results in a conversation."""
 
-_TEXT = "input"  # what the one argument of a custom tool is called
+_TEXT = "input"  # name of a custom tool's one argument
 _BEGIN = re.compile(rf'\s*\{{\s*"{_TEXT}"\s*:\s*"')
-_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # a character that JSON writes as two
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # a surrogate pair
 _WHOLE = re.compile(rf"""(?:[^"\\]|\\["\\/bfnrt]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}})*""")
 
 
@@ -63,7 +63,6 @@ class InputCall(Told):
 
     @property
     def text(self) -> str:
-        """Its arguments."""
         return self.arguments
 
 
@@ -78,7 +77,7 @@ class InputCustomCall(Told):
 
     @property
     def text(self) -> str:
-        """Its arguments, as those of the function that it became."""
+        """The arguments of the function that replaces the custom tool."""
         return json.dumps({_TEXT: self.input}, ensure_ascii=False)
 
 
@@ -105,7 +104,6 @@ class InputReasoning(Told):
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(part.text for part in self.content or ())
 
 
@@ -113,14 +111,13 @@ class FlatTool(FunctionFields):
     """A function that may be called."""
 
     type: Literal["function"]
-    # Taken, and of no effect: about who calls it, and when.
+    # Accepted without effect.
     allowed_callers: Items[str] | None = None
     defer_loading: bool | None = None
     output_schema: dict[str, Any] | None = None
 
     @property
     def function(self) -> FunctionFields:
-        """As chats have it."""
         about, schema = self.description, self.parameters
         return FunctionFields(name=self.name, description=about, parameters=schema, strict=self.strict)
 
@@ -143,7 +140,7 @@ class CustomTool(Told):
 
     @property
     def function(self) -> FunctionFields:
-        """The function of one text that it becomes; a model reads the grammar, which nothing enforces."""
+        """The function with one text argument that replaces it; its grammar is shown to the model and not enforced."""
         parts = [self.description or ""]
         if self.format is not None and self.format.definition:
             parts.append(f"{_TEXT} follows this {self.format.syntax or ''} grammar:\n{self.format.definition}")
@@ -250,7 +247,7 @@ Choice: TypeAlias = Annotated[
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """What a function in a namespace is called in a prompt.
+    """The name in a prompt of a function in a namespace.
 
     Worked example: `read` in `files` is `files__read`, and in `mcp__files__`, as Codex writes it, `mcp__files__read`.
     """
@@ -264,10 +261,9 @@ class Callable:
     """A tool that may be called.
 
     Attributes:
-        function: that the model is told of.
-        name: by which clients know it.
-        namespace: that it is in.
-        custom: whether it is called with a text.
+        function: its description for the model.
+        namespace: None if it is in none.
+        custom: whether its input is a text.
     """
 
     function: FunctionFields
@@ -281,8 +277,8 @@ class Toolbox:
     """The tools of a request.
 
     Attributes:
-        callables: by what they are called in a prompt.
-        warnings: about those that are left out.
+        callables: by their names in a prompt.
+        warnings: about ignored tools.
     """
 
     callables: dict[str, Callable] = field(default_factory=dict)
@@ -321,10 +317,10 @@ class Toolbox:
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
 
     def use(self, choice: Choice | None) -> tuple[list[FunctionFields], str | NamedFunction | None]:
-        """Functions and the choice among them, as chats have them.
+        """Functions and tool choice in the format of chats.
 
         Raises:
-            ApiError: a tool that is left out must be called, or none is allowed.
+            ApiError: an ignored tool must be called, or no tool is allowed.
         """
         tools = {name: each.function for name, each in self.callables.items()}
         if isinstance(choice, Hosted):
@@ -343,16 +339,16 @@ class Toolbox:
         return list(tools.values()), choice
 
     def _named(self, *names: str) -> list[str]:
-        """What the tools of some names are called in a prompt: one that is called so, or those of namespaces."""
+        """The names in a prompt of tools with some names or in some namespaces."""
         wanted = set(names)
         plain = wanted & self.callables.keys()
         return [flat for flat, each in self.callables.items() if flat in plain or each.name in wanted - plain]
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The conversation as chat templates know it: what the model wrote in one turn is one message."""
+    """The conversation in the format of chat templates: the model's output of one turn is one message."""
     found: list[dict[str, Any]] = []
-    reasoning = ""  # of the message that follows
+    reasoning = ""  # of the next message
     for item in items:
         if isinstance(item, InputReasoning):
             reasoning += item.text
@@ -374,9 +370,9 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 class TextReader:
-    """Reads the text that a custom tool is called with while its arguments come.
+    """Reads the text input of a custom tool while its arguments are generated.
 
-    Worked example: of `{"input": "a\\n` it has told `a` and a line break, and of `{"input": "a\\` the `a` alone.
+    Worked example: of `{"input": "a\\n` it has returned `a` and a line break, and of `{"input": "a\\` only the `a`.
     """
 
     def __init__(self) -> None:
@@ -385,7 +381,7 @@ class TextReader:
         self._inside = False
 
     def push(self, arguments: str) -> str:
-        """Take the next text of the arguments; returns what came new."""
+        """Add text of the arguments; returns the new text of the input."""
         self._held += arguments
         if not self._inside:
             begin = _BEGIN.match(self._held)
@@ -400,7 +396,7 @@ class TextReader:
         return new
 
     def finish(self, arguments: str) -> str:
-        """What was not told yet, of all the arguments."""
+        """The remaining text, from all of the arguments."""
         whole = _text_in(arguments)
         new = whole[len(self.text) :] if whole.startswith(self.text) else ""
         self.text += new
@@ -408,7 +404,7 @@ class TextReader:
 
 
 def _text_in(arguments: str) -> str:
-    """The one text in arguments, whatever the model called it; all of them where there is none."""
+    """The one text in arguments, under any name; the arguments themselves if there is none."""
     value = parsed(arguments)
     texts = [each for each in value.values() if isinstance(each, str)] if isinstance(value, Mapping) else []
     return texts[0] if len(texts) == 1 else arguments

@@ -1,4 +1,4 @@
-"""API keys: which clients may ask, by the hashes of their keys."""
+"""API keys, stored as hashes, and the clients they belong to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HASHED = "sha256:"
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who asks.
+    """The sender of a request.
 
     Attributes:
         name: for logs and metrics; never the key.
@@ -25,14 +25,14 @@ class Client:
 
 
 ANYONE = Client("anyone")
-"""Who asks where no keys are set."""
+"""The client of all requests if no keys are set."""
 
 
 class ApiKeys:
-    """The keys that are let in.
+    """The accepted keys.
 
     Args:
-        clients: by the SHA-256 of their key, 32 bytes; empty lets anyone in.
+        clients: by the SHA-256 of their key, 32 bytes; empty accepts any request.
     """
 
     def __init__(self, clients: dict[bytes, Client]) -> None:
@@ -40,12 +40,12 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """Read a file with one client a line: `NAME KEY`, or `KEY` alone; KEY may be `sha256:` and 64 hex digits.
+        """Read a file with one client per line: `NAME KEY` or only `KEY`, where KEY may be `sha256:` and 64 hex digits.
 
-        Empty lines and those that begin with # are left out.
+        Empty lines and those that begin with # are skipped.
 
         Raises:
-            OptionError: it cannot be read, or a line is not of that form.
+            OptionError: the file cannot be read, or a line is malformed.
         """
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -65,12 +65,12 @@ class ApiKeys:
         return cls(clients)
 
     def client(self, authorization: str | None) -> Client:
-        """Who sent a request, by its `Authorization` header.
+        """The client of a request, by its `Authorization` header.
 
-        All hashes are compared, each in constant time, so that how long it takes tells nothing of a key.
+        All hashes are compared in constant time, so that the duration reveals nothing about a key.
 
         Raises:
-            ApiError: no key, or none that is let in.
+            ApiError: the key is missing or unknown.
         """
         if not self._clients:
             return ANYONE

@@ -1,4 +1,4 @@
-"""`/v1/messages`: a conversation as Anthropic's clients send it, answered by what answers chats."""
+"""`/v1/messages`: a conversation in Anthropic's format, answered like a chat."""
 
 from __future__ import annotations
 
@@ -89,12 +89,11 @@ class InputMessage(Told):
 
     @property
     def blocks(self) -> Sequence[_Block]:
-        """What it holds."""
         return [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
-        """As chat templates know it: results of calls first, each a message of its own."""
+        """In the format of chat templates: results of calls first, each as a message of its own."""
         results = [each for each in self.blocks if isinstance(each, ToolResultBlock)]
         calls = [each for each in self.blocks if isinstance(each, ToolUseBlock)]
         found = [
@@ -122,7 +121,6 @@ class MessageTool(Told):
 
     @property
     def function(self) -> FunctionFields:
-        """As chats have it."""
         return FunctionFields(name=self.name, description=self.description, parameters=self.input_schema)
 
 
@@ -135,7 +133,6 @@ class MessageChoice(Told):
 
     @property
     def for_chats(self) -> str | NamedFunction:
-        """As chats have it."""
         if self.type == "tool":
             return NamedFunction(name=self.name or "")
         return "required" if self.type == "any" else self.type
@@ -160,35 +157,33 @@ class CountRequest(Fields):
     tool_choice: MessageChoice | None = None
     output_config: OutputConfig | None = None
     thinking: dict[str, Any] | None = None
-    # Taken, and of no effect.
+    # Accepted without effect.
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     speed: str | None = None
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates know it."""
+        """The conversation in the format of chat templates."""
         first = [{"role": "system", "content": parts_of(self.system)}] if self.system else []
         told = [each for message in self.messages for each in message.for_template]
-        if told and says_nothing(told[-1]):  # the answer goes on with what it says, which is nothing
+        if told and says_nothing(told[-1]):  # the answer would continue an empty message
             told.pop()
         return [*first, *told]
 
     @property
     def thinks(self) -> Thinking:
-        """What it asks of reasoning."""
         effort = None if self.output_config is None else self.output_config.effort
         return Thinking.of(getattr(self, "reasoning_budget", None), self.thinking, effort=effort)
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message."""
         last = self.messages[-1].for_template[-1]
         return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
     @property
     def warnings(self) -> list[str]:
-        """About tools that are left out."""
+        """Warnings about ignored tools."""
         return [
             f"tools[{number}] is left out: {tool.type or tool.name} has no input_schema, and this server runs no tools"
             for number, tool in enumerate(self.tools or ())
@@ -196,10 +191,10 @@ class CountRequest(Fields):
         ]
 
     def use(self, front: Front) -> ToolUse:
-        """Of tools.
+        """The requested use of tools.
 
         Raises:
-            ApiError: the function that must be called is not there, or an answer cannot begin with a call.
+            ApiError: the required function does not exist, or an answer cannot begin with a call.
         """
         tools = [tool.function for tool in self.tools or () if tool.input_schema is not None]
         given = self.tool_choice
@@ -224,13 +219,13 @@ class MessagesRequest(CountRequest, SamplingFields):
 
     @property
     def form(self) -> Structured | None:
-        """Of the answer."""
+        """The grammar of the answer; None for free text."""
         form = None if self.output_config is None else self.output_config.format
         return None if form is None else Structured("json_schema", form.get("schema", True))
 
 
 def messages_router(front: Front) -> APIRouter:
-    """The endpoints."""
+    """The router of the endpoints."""
     router = APIRouter(route_class=BodyRoute)
 
     def talk_of(body: CountRequest, http: HttpRequest, form: Structured | None = None) -> Conversation:
@@ -261,12 +256,7 @@ def messages_router(front: Front) -> APIRouter:
 
 
 class _Message:
-    """An answer as a message.
-
-    Args:
-        answers: one.
-        body: of the request.
-    """
+    """The view of an answer as a message."""
 
     def __init__(self, answers: Answers, body: MessagesRequest) -> None:
         self._answers = answers
@@ -334,11 +324,11 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""The kind of a delta of each kind of segment, and what its text is called."""
+"""For each kind of segment: the type of its deltas, and the name of their text."""
 
 
 def _block(segment: Segment, given: dict[str, Any]) -> dict[str, Any]:
-    """A segment as it is sent; a call with these arguments."""
+    """A segment as a content block; a call with the given arguments."""
     if segment.call is not None:
         return {"type": "tool_use", "id": segment.call.id, "name": segment.call.name, "input": given}
     if segment.kind == "text":
@@ -355,6 +345,6 @@ def _event(kind: str, **more: Any) -> str:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; none where the answer was cut inside them."""
+    """The arguments of a call as an object; empty if the answer was cut inside them."""
     value = parsed(arguments)
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,6 @@
-"""`/metrics`: what Prometheus reads. Numbers that vLLM has go by its names, with `truedraft:` before them.
+"""`/metrics` for Prometheus. Metrics that vLLM has keep its names after the prefix `truedraft:`.
 
-Those of the model server protocol (proposal 003 of the Gateway API inference extension) are there as `vllm:`, too.
+Those of the model server protocol (proposal 003 of the Gateway API inference extension) also have the prefix `vllm:`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from truedraft.models.cache import BLOCK
 from truedraft.server.service import Service, Stream
 
 _PREFIX = "truedraft:"
-_FLEET = "vllm:"  # by which routers of several servers know them
+_FLEET = "vllm:"  # the prefix that routers of several servers read
 _RECENT_STEPS = 512
 _RECENT_S = 60.0
 _FRESH_S = 5.0
 _PARTS = ("draft", "target", "verify", "decide")
-"""Of a step, whose seconds its record tells."""
+"""Parts of a step with their seconds in its record."""
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 _EACH = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _WHOLE = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
 
 class Metrics(Collector):
-    """Counts what a service does; read by `text`.
+    """Counts steps and requests of a service.
 
     Args:
-        service: whose steps and requests are counted; its engine tells of steps.
-        model: its name, a label on all numbers.
-        price_per_hour: of the machine; None leaves out what tokens cost.
+        model: a label on all metrics.
+        price_per_hour: of the machine; None omits the cost of tokens.
     """
 
     def __init__(self, service: Service, model: str, price_per_hour: float | None) -> None:
@@ -47,14 +46,14 @@ class Metrics(Collector):
         self._drafts = 0
         self._prompt_tokens = 0
         self._seconds = dict.fromkeys((*_PARTS, "other"), 0.0)
-        self._budgets: dict[int, int] = {}  # how often so many nodes were drafted for a request
+        self._budgets: dict[int, int] = {}  # number of drafts by their number of nodes
         self._finished: dict[str, int] = {}
         self._recoveries = 0
         self._asked_tokens = 0
         self._shared_tokens = 0
         self._recent: deque[tuple[float, StepRecord]] = deque(maxlen=_RECENT_STEPS)
         self._speedup: Speedup | None = None
-        self._estimated = 0.0  # when it was
+        self._estimated = 0.0  # time of the estimate
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", _FIRST)
@@ -68,7 +67,7 @@ class Metrics(Collector):
         return whole.labels(self._model)
 
     def _note(self, record: StepRecord) -> None:
-        """A step is over; called by the thread that steps."""
+        """Count a step; called in the engine thread."""
         self._recent.append((time.monotonic(), record))
         for step in record.requests:
             self._steps.count(step)
@@ -83,7 +82,7 @@ class Metrics(Collector):
             self._seconds[part] += seconds
 
     def _note_end(self, stream: Stream) -> None:
-        """A request is over; called in the event loop."""
+        """Count a finished request; called in the event loop."""
         answer = stream.answer
         if answer is None:
             return
@@ -100,11 +99,11 @@ class Metrics(Collector):
                 self._each.observe(timing.decode_s / (len(answer.token_ids) - 1))
 
     def text(self) -> bytes:
-        """All numbers, as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What is counted here; for the registry."""
+        """The metrics without the histograms; called by the registry."""
         steps = self._steps
         yield self._counter("spec_decode_num_drafts", "Times that something was drafted.", self._drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", steps.draft_tokens)
@@ -137,7 +136,7 @@ class Metrics(Collector):
 
     def _now(self) -> Iterator[Metric]:
         service, engine = self._service, self._service.engine
-        stuck = engine.waiting  # the service has given them to the engine, which has no room for them
+        stuck = engine.waiting  # in the engine, which has no room for them
         for name, meaning, value in (
             ("num_requests_running", "Requests that are answered.", max(service.running - stuck, 0)),
             ("num_requests_waiting", "Requests that wait.", service.waiting + stuck),
@@ -161,7 +160,7 @@ class Metrics(Collector):
                 yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
 
     def _cache_config(self) -> Metric:
-        """Caches here are by the token; routers cut prompts into blocks, and prefixes are kept by these."""
+        """Block size and number of blocks, for routers that hash prompts by block; prefixes are cached by block."""
         labels = {"block_size": str(BLOCK), "num_gpu_blocks": str(self._service.engine.cache_tokens // BLOCK)}
         meaning = "Tokens that prefixes are kept by, and how many such blocks there is room for."
         family = GaugeMetricFamily(f"{_FLEET}cache_config_info", meaning, labels=("model_name", *labels))
@@ -169,7 +168,7 @@ class Metrics(Collector):
         return family
 
     def _learned(self) -> Iterator[Metric]:
-        """What a learner did, where there is one."""
+        """Metrics of the learner, if there is one."""
         learner = self._service.engine.learner
         if learner is None:
             return
@@ -191,7 +190,7 @@ class Metrics(Collector):
                 yield self._gauge(f"learner_tokens_per_call_{when}", meaning, tokens)
 
     def _speedup_now(self) -> Speedup | None:
-        """Of the last steps; worked out now and then, for anyone may ask, as often as they like."""
+        """The speedup of the last steps, computed at most every `_FRESH_S` seconds, because scrapes may be frequent."""
         now = time.monotonic()
         if self._speedup is None or now - self._estimated > _FRESH_S:
             self._estimated = now

@@ -12,7 +12,7 @@ from truedraft.options import flag, option
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where a server listens, whom it lets in, and how much it takes on."""
+    """Address, access and limits of a server."""
 
     host: str = option("127.0.0.1", "The address to listen on; 0.0.0.0 listens on all.", "HOST")
     port: int = option(8000, "The port to listen on; 0 takes a free one.", "PORT", least=0)
@@ -68,7 +68,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """Whether what drafts learns from what is answered."""
+    """Online learning of drafters from the answers."""
 
     learn: bool = flag(
         "Train heads and draft models on what is answered, in the background, and take what is shown to be better."
@@ -84,7 +84,7 @@ class LearningOptions:
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Whether there are several servers, and how many."""
+    """The number of replicas."""
 
     ray: bool = flag(
         "Serve by replicas on Ray: on the cluster of RAY_ADDRESS, on that of this machine, or on one for this command."
@@ -97,10 +97,10 @@ class ReplicaOptions:
 
     @property
     def range(self) -> tuple[int, int] | None:
-        """The fewest and the most replicas; None where there is one server, without Ray.
+        """The minimum and maximum number of replicas; None for one server without Ray.
 
         Raises:
-            OptionError: what was typed is no range of whole numbers from 1 on, or has no effect.
+            OptionError: the option is not a range of whole numbers from 1 on, or has no effect.
         """
         if not self.ray:
             given = next((each.name for each in fields(self) if getattr(self, each.name) != each.default), None)

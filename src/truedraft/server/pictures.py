@@ -1,4 +1,4 @@
-"""Pictures in requests: data URLs alone, for a server that fetched what clients name would reach what they cannot."""
+"""Pictures in requests. Only data URLs: a server that fetched clients' URLs would reach what clients cannot."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from truedraft.models.processor import Picture
 
 MOST_PICTURES = 16
-"""Of one request."""
+"""Limit of pictures per request."""
 MOST_PIXELS = 2**23
-"""Of all of them together, so a picture of 3,840 x 2,160; a few bytes can stand for any number."""
+"""Limit of pixels per request, as in a picture of 3,840 x 2,160; a small file can decode to any number."""
 MOST_READ = 16
-"""Requests whose pictures are read or wait for that, bodies and all."""
+"""Limit of requests with pictures that are processed or wait for it."""
 
 _SHOWN = 40
-_READ_IN_S = 5  # is what clients are told who find too many
+_READ_IN_S = 5  # the Retry-After of requests above the limit
 
 
 class PictureReader:
-    """Makes prompts of chats with pictures, one request at a time, in a thread that nothing else waits for.
+    """Processes chats with pictures, one request at a time, in its own thread.
 
     Args:
-        target: whose processor it takes, at once and once: where it cannot be had, each request is told so.
+        target: its processor is loaded once, at once; if it cannot be, every request with pictures is refused.
     """
 
     def __init__(self, target: LanguageModel) -> None:
@@ -44,7 +44,7 @@ class PictureReader:
             self._processor = target.processor
         except PromptError as error:
             self._processor = str(error)
-        except TruedraftError:  # which may tell of folders
+        except TruedraftError:  # its message may have paths
             self._processor = "this server reads no pictures, for what its model needs for that is missing; give text"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="truedraft-pictures")
         self._places = threading.BoundedSemaphore(MOST_READ)
@@ -55,14 +55,14 @@ class PictureReader:
         """A conversation as a prompt.
 
         Args:
-            messages: as templates know them.
+            messages: in the format of chat templates.
             urls: of the pictures in them, in order.
-            param: the field that holds them.
-            how: as of `Processor.chat`.
+            param: the field that holds the messages, for errors.
+            how: arguments of `Processor.chat`.
 
         Raises:
             ApiError: the pictures cannot be used, the template refuses the messages, or too many requests wait.
-            OptionError: as `Processor.chat`.
+            OptionError: see `Processor.chat`.
         """
         processor = self._processor
         if isinstance(processor, str):
@@ -87,15 +87,14 @@ class PictureReader:
 
 
 def read_pictures(urls: Sequence[str], param: str) -> list[Picture]:
-    """The pictures of a request, in order. This takes long: keep it off the loop that serves other clients.
+    """The pictures of a request, in order. Slow: do not call it in the event loop.
 
     Args:
-        urls: as the client gave them.
-        param: the field that they stand in.
+        param: the field that holds them, for errors.
 
     Raises:
-        ApiError: one is no data URL, or there are too many.
-        PromptError: one is no picture, or they are too large.
+        ApiError: one is not a data URL, or there are too many.
+        PromptError: one is not a picture, or they are too large.
         MissingExtraError: Pillow is not installed.
     """
     if len(urls) > MOST_PICTURES:

@@ -1,4 +1,4 @@
-"""Forms of structured answers are prepared before their requests are queued, where nobody else waits for it."""
+"""Prepares the grammars of structured answers before their requests are queued, so that no other request waits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Value = TypeVar("_Value")
 
 
 class FormQueue:
-    """Prepares forms in threads of its own: quick ones, and one at a time of those that are tried first.
+    """Prepares forms in its own threads: quick ones in two, and slow ones, which need a trial, one at a time.
 
     Args:
-        forms: of the engine; None where its model has no tokenizer.
+        forms: of the engine; None if its model has no tokenizer.
     """
 
     def __init__(self, forms: Forms | None) -> None:
@@ -32,18 +32,18 @@ class FormQueue:
         self._stopped = threading.Event()
 
     async def prepared(self, structured: Structured, deadline: float | None, owner: Hashable = None) -> Prepared | None:
-        """A form, which is there for requests as long as this is held; None where they are to be refused for it.
-
-        Whoever cancels this ends what is done for it.
+        """Prepare a form, which stays cached while the result is referenced. Cancelling this stops the work.
 
         Args:
-            structured: what is asked for.
             deadline: by `time.monotonic`; None is no limit.
-            owner: who asks; forms are shared within one alone.
+            owner: forms are shared only within one owner.
+
+        Returns:
+            None if requests with it are to be refused.
 
         Raises:
             ApiError: it took too long, or the server is being stopped.
-            TruedraftError: the form cannot be had.
+            TruedraftError: the form cannot be prepared.
         """
         forms = self._forms
         if forms is None or (found := forms.found(structured, owner)):
@@ -61,7 +61,7 @@ class FormQueue:
             trial.cancel()
 
     async def _run(self, pool: Executor, work: Callable[..., _Value], *given: Any) -> _Value:
-        """Do some work in a thread; where that has not begun, whoever cancels this takes it back."""
+        """Run work in a thread; cancelling this removes work that has not begun."""
         if self._stopped.is_set():
             raise stopping()
         doing = asyncio.wrap_future(pool.submit(work, *given))
@@ -77,7 +77,7 @@ class FormQueue:
             self._open.discard(doing)
 
     def abort(self) -> None:
-        """Refuse what is open, and all that comes; called in the event loop."""
+        """Refuse open and future forms; called in the event loop."""
         self._stopped.set()
         for each in list(self._open):
             each.cancel()
@@ -86,6 +86,6 @@ class FormQueue:
 
 
 def stopping(again_in_s: int = 1) -> ApiError:
-    """What requests are told where the server takes none any more."""
+    """The error of requests to a server that is being stopped."""
     message = "the server is being stopped; ask again, elsewhere or in a moment"
     return ApiError(503, message, headers={"Retry-After": str(again_in_s)})

@@ -1,5 +1,4 @@
-"""`/v1/responses`: OpenAI's newer endpoint, for text and functions, without a memory: each request brings its whole
-conversation."""
+"""`/v1/responses`: OpenAI's newer endpoint, for text and functions. Stateless: a request has its whole conversation."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ from truedraft.server.items import (
 from truedraft.server.tools import ToolUse
 
 _Event: TypeAlias = tuple[str, dict[str, Any]]
-"""The kind of an event of an item, and what it says beside which item that is."""
+"""The type of an item's event, and its fields except those that identify the item."""
 
 
 Included: TypeAlias = Literal[
     "message.output_text.logprobs",
-    # Of no effect: there is nothing of these in an answer.
+    # No effect: answers have none of these.
     "reasoning.encrypted_content",
     "message.input_image.image_url",
     "file_search_call.results",
@@ -50,7 +49,7 @@ Included: TypeAlias = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
 ]
-"""What clients ask to be told beside an answer."""
+"""Further parts of a response that clients can request."""
 
 
 class TextFormat(Fields):
@@ -84,7 +83,7 @@ class ResponseRequest(SamplingFields):
     include: Items[Included] | None = None
     previous_response_id: str | None = None
     reasoning: dict[str, Any] | None = None
-    # Taken, and of no effect: nothing is stored or cut, and tools run at the client.
+    # Accepted without effect: nothing is stored or truncated, and tools run at the client.
     truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None
     store: bool | None = None
@@ -92,14 +91,13 @@ class ResponseRequest(SamplingFields):
 
     @property
     def thinks(self) -> Thinking:
-        """What it asks of reasoning."""
         return Thinking.of(self.reasoning_budget, reasoning=self.reasoning)
 
     def check(self) -> None:
-        """Refuse what needs a memory.
+        """Refuse what needs stored responses.
 
         Raises:
-            ApiError: says what.
+            ApiError: names the field.
         """
         if self.previous_response_id is not None:
             message = "this server stores no responses; send the whole conversation as input"
@@ -109,22 +107,22 @@ class ResponseRequest(SamplingFields):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likeliest tokens are told."""
+        """Number of top logprobs per token; None for none."""
         asked = "message.output_text.logprobs" in (self.include or ())
         return checked_logprobs("top_logprobs", self.top_logprobs or 0) if asked or self.top_logprobs else None
 
     @property
     def items(self) -> list[Item]:
-        """What was said so far, without the instructions."""
+        """The conversation so far, without the instructions."""
         return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as chat templates know it."""
+        """The conversation in the format of chat templates."""
         told = messages_of(self.items)
         if self.instructions is None:
             return told
-        # Many templates take one message of the system's.
+        # Many templates allow only one system message.
         known: Iterator[Any] = (each["content"] if each["role"] == "system" else None for each in told)
         texts = list(itertools.takewhile(lambda content: isinstance(content, str), known))
         first = "\n\n".join([self.instructions, *texts])
@@ -132,13 +130,13 @@ class ResponseRequest(SamplingFields):
 
     @property
     def form(self) -> Structured | None:
-        """Of the text."""
+        """The grammar of the text; None for free text."""
         wanted = self.text.format if self.text is not None else None
         return None if wanted is None or wanted.type == "text" else json_form(wanted.type, wanted.schema_)
 
 
 def responses_router(front: Front) -> APIRouter:
-    """The endpoint."""
+    """The router of the endpoint."""
     router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/responses", responses=OR_STREAM)
@@ -164,13 +162,11 @@ def responses_router(front: Front) -> APIRouter:
 
 @dataclass(eq=False)
 class _Item:
-    """An item of the output on its way: a message, reasoning, or a call.
+    """An item of the output: a message, reasoning, or a call.
 
     Attributes:
-        segment: of the answer.
-        named: the tool that is called; None where the model called one that is not there.
-        input: that a custom tool is called with.
-        id: of the item.
+        named: the called tool; None if the model called an unknown one.
+        input: reads the text input of a custom tool; None for all else.
     """
 
     segment: Segment
@@ -188,13 +184,11 @@ class _Item:
 
     @property
     def _part(self) -> dict[str, Any]:
-        """Text or reasoning."""
         part = {"type": self._kind[0], "text": self.segment.text}
         more = {"annotations": [], "logprobs": self.segment.logprobs} if self.segment.kind == "text" else {}
         return part | more
 
     def record(self, status: str) -> dict[str, Any]:
-        """As it is sent."""
         segment, call, is_new = self.segment, self.segment.call, status == "in_progress"
         if call is None:
             kind = {"type": "message", "role": "assistant"} if segment.kind == "text" else _REASONING
@@ -208,18 +202,17 @@ class _Item:
         return about | {"type": "function_call", "arguments": "" if is_new else call.arguments}
 
     def began(self) -> Iterator[_Event]:
-        """What is sent where it begins."""
+        """Events after the item is added."""
         if self.segment.call is None:
             yield "response.content_part.added", self._place | {"part": self._part}
 
     def wrote(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[_Event]:
-        """The next text of it."""
         more = {"logprobs": logprobs} if self.segment.kind == "text" else {}
         if new := text if self.input is None else self.input.push(text):
             yield f"response.{self._kind[0]}.delta", self._place | {"delta": new} | more
 
     def ended(self) -> Iterator[_Event]:
-        """What is sent where it ends."""
+        """Events before the item is done."""
         call, (kind, names) = self.segment.call, self._kind
         if call is not None and self.input is not None and (rest := self.input.finish(call.arguments)):
             yield f"response.{kind}.delta", {"delta": rest}
@@ -235,18 +228,12 @@ _KINDS: dict[str, tuple[str, Sequence[str]]] = {
     "call": ("function_call_arguments", ("arguments", "name")),
     "custom": ("custom_tool_call_input", ("input",)),
 }
-"""What events of each kind of item are called, and which of its fields the last of them tell."""
+"""For each kind of item: the name of its events, and the fields of the last one."""
 _REASONING: dict[str, Any] = {"type": "reasoning", "summary": []}
 
 
 class _Response:
-    """An answer as a response.
-
-    Args:
-        answers: one.
-        body: of the request.
-        toolbox: what may be called, and what was left out.
-    """
+    """The view of an answer as a response."""
 
     def __init__(self, answers: Answers, body: ResponseRequest, toolbox: Toolbox) -> None:
         self._answers = answers
@@ -279,12 +266,11 @@ class _Response:
         return self._finished()
 
     def failed(self, error: ApiError) -> str:
-        """The last event where the answer failed."""
         about = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=self._record("failed") | {"error": about})
 
     def _closed(self) -> Iterator[str]:
-        """Nothing follows; an answer without any item is an empty message."""
+        """End the last item; an answer without items gets an empty message."""
         for step in () if self._items else self._segments.begin("text"):
             yield from self._told(*step)
         for step in self._segments.end():
@@ -293,7 +279,7 @@ class _Response:
     def _told(
         self, what: str, segment: Segment, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
     ) -> Iterator[str]:
-        """What happens to an item; `status` of it once it is over."""
+        """Events of a change of an item; `status` is the item's status at its end."""
         index = segment.index
         if what == "began":
             name = "" if segment.call is None else segment.call.name
@@ -314,7 +300,7 @@ class _Response:
 
     @property
     def _last_status(self) -> str:
-        """Of the last item, which a stop text may have cut."""
+        """Status of the last item, which a stop text may have cut."""
         cut = self._segments.found[-1].call is not None and self._ending != "calls"
         return "incomplete" if cut else self._status
 

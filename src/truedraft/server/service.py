@@ -1,4 +1,4 @@
-"""One thread that steps the engine, and the requests of all clients: queued fairly, handed over, cancelled."""
+"""The thread that runs engine steps, and the fair queue of all clients' requests."""
 
 from __future__ import annotations
 
@@ -25,36 +25,32 @@ from truedraft.server.preparing import FormQueue, stopping
 _log = logging.getLogger("truedraft.server")
 
 _LONGEST_WAIT_S = 60
-_IDLE_S = 10.0  # without a request, and buffers go back to the system
-_RECENT = 0.9  # of what was so far, beside the newest
-_LINGERING = 0.05  # of the last step's time, at most, is waited for requests that follow its answers
+_IDLE_S = 10.0  # without a request, after which buffers are released to the system
+_RECENT = 0.9  # weight of the old value in exponential moving averages
+_LINGERING = 0.05  # of the last step's time: the longest wait for requests that follow its answers
 _MOST_LINGERING_S = 0.02
-_WORTH_WAITING = 0.25  # of these waits must bring a request
-_TRIED_AGAIN = 16  # ends of answers later
-_LEAST_STEPS = 32  # of its answer, that a request makes before its place is taken again
-_MOST_NEWS = 64  # that a reader gets at once, so that one that was slow holds nobody up
+_WORTH_WAITING = 0.25  # share of these waits that must yield a request
+_TRIED_AGAIN = 16  # finished answers until waiting is tried again
+_LEAST_STEPS = 32  # a preempted request runs at least so many before it can be preempted again
+_MOST_NEWS = 64  # per read, so that a slow reader does not delay others
 
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One request on its way, and who waits for it.
+    """One sample of an HTTP request, from the queue to its last token.
 
     Attributes:
-        request: that `Engine.prepare` made.
-        client: who asks.
-        number: which of the samples of an `Answering` it is.
-        answering: is handed the pieces.
-        decisions: counts its steps as they come.
-        shows_steps: whether the drafted trees are handed over, too.
-        waits: whether the engine has not got it yet.
-        accepted: how many of its drafts had 0, 1, 2, ... tokens accepted.
-        answer: once it is over.
-        last_item: whose step was handed over.
-        began_s: when the engine got it first, by `time.monotonic`.
-        turn: which of all requests that the engine got it was, the last time.
-        held_steps: of its answer, that it made since.
-        shown_tokens: of the answer, that a trace told of.
-        forced_tokens: places in the answer of tokens that a form left no choice in, of steps that a trace told of.
+        number: index of the sample in its `Answering`.
+        shows_steps: whether draft trees are passed on, too.
+        waits: whether the request is in the service's queue and not in the engine.
+        accepted: entry `i` counts the drafts with `i` accepted tokens.
+        answer: None until the request is finished.
+        last_item: the last step that was passed on.
+        began_s: when the engine first received it, by `time.monotonic`; 0 before.
+        turn: its number among all admissions to the engine, at the latest one; 0 before the first.
+        held_steps: decoding steps since it was last admitted.
+        shown_tokens: tokens of the answer that are in traces so far.
+        forced_tokens: indices in the answer of tokens that a grammar forced, for traces.
     """
 
     request: Request
@@ -74,7 +70,7 @@ class Stream:
     forced_tokens: set[int] = field(default_factory=set)
 
     def count(self, record: StepRecord) -> None:
-        """A step of the engine is over; called by the thread that steps."""
+        """Count a finished step of the engine; called in the engine thread."""
         number = record.numbers.get(self.request.id)
         if number is None:
             return
@@ -87,18 +83,16 @@ class Stream:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Token ids of the prompt."""
         return list(self.request.tokens[: self.request.prompt_tokens])
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What one or several steps brought to a stream.
+    """New output of a stream, from one or several steps.
 
     Attributes:
-        number: of the stream.
-        pieces: of its answer.
-        steps: that it took part in since, where they are shown, and what came of them.
+        number: index of the stream.
+        steps: the stream's new steps with their outcomes; empty unless `shows_steps`.
     """
 
     number: int
@@ -107,24 +101,23 @@ class News:
 
     @classmethod
     def of(cls, stream: Stream) -> News:
-        """All that came of a stream that is over, without its steps."""
+        """The whole output of a finished stream, without its steps."""
         answer = stream.answer
         assert answer is not None
         return cls(stream.number, [Piece(answer.text or "", answer.token_ids, [], answer, answer.logprobs or [])], [])
 
     @property
     def answer(self) -> Answer | None:
-        """The whole one, where this is the last news of it."""
+        """The finished answer; None before the last `News` of a stream."""
         return self.pieces[-1].answer if self.pieces else None
 
 
 class Answering:
-    """The samples that one HTTP request asks for, and what has come of them.
+    """The samples of one HTTP request and their output.
 
     Args:
-        service: that answers.
-        deadline: by `time.monotonic`, when it gives up; None never.
-        names: what the client calls fields, where these are not the library's words.
+        deadline: by `time.monotonic`; None is no limit.
+        names: the client's names of fields, by the library's, where they differ.
     """
 
     def __init__(self, service: Service, deadline: float | None = None, names: Mapping[str, str] | None = None) -> None:
@@ -139,10 +132,13 @@ class Answering:
     def start(
         self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False, late: bool = False
     ) -> None:
-        """Queue the requests; late ones had a place before, and come also where the server takes no new ones.
+        """Queue the requests.
+
+        Args:
+            late: the requests have reserved places, and are accepted while the server drains.
 
         Raises:
-            ApiError: there is no room for them, or the server is being stopped.
+            ApiError: the queue has no room for them, or the server is being stopped.
         """
         forward_s = self._service.forward_s
         self.streams = [
@@ -152,17 +148,17 @@ class Answering:
         self._service.open(self.streams, late=late)
 
     def take(self, news: News) -> None:
-        """Something has come; called in the event loop."""
+        """Add new output; called in the event loop."""
         self._news.append(news)
         self._there.set()
 
     def fail(self, error: ApiError) -> None:
-        """Nothing more comes; called in the event loop."""
+        """End with an error; called in the event loop."""
         self._failure = error
         self._there.set()
 
     async def news(self) -> AsyncIterator[News]:
-        """What comes, until all samples are over; a reader that is slow gets several steps at once.
+        """New output until all samples are finished; a slow reader gets several steps at once.
 
         Raises:
             ApiError: a sample failed, the deadline has passed, or the server is being stopped.
@@ -177,7 +173,7 @@ class Answering:
                     error = self.streams[each.number].request.error
                     if each.answer is not None and error is not None:
                         raise self._service.api_error(error, self._names)
-                    if each.answer is not None and each.answer.finish_reason == "cancelled":  # by nobody who reads this
+                    if each.answer is not None and each.answer.finish_reason == "cancelled":  # not by the reader
                         raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
                     yield each
                 if self._failure is not None and left and not self._news:
@@ -192,7 +188,7 @@ class Answering:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def _next(self) -> list[News]:
-        """What waits, as far as it is handled at once, one for each stream."""
+        """The queued output, at most `_MOST_NEWS` entries, merged by stream."""
         found: dict[int, News] = {}
         for _ in range(min(len(self._news), _MOST_NEWS)):
             each = self._news.popleft()
@@ -205,46 +201,45 @@ class Answering:
         return list(found.values())
 
     async def answers(self) -> list[Answer]:
-        """The whole answers.
+        """The finished answers.
 
         Raises:
-            ApiError: as for `news`.
+            ApiError: see `news`.
         """
         async for _ in self.news():
             pass
         return [each.answer for each in self.streams if each.answer is not None]
 
     def close(self) -> None:
-        """Cancel what is not over."""
+        """Cancel the samples that are not finished."""
         for stream in self.streams:
             if stream.answer is None:
                 self._service.cancel(stream)
 
 
 class Service:
-    """Steps an engine in a thread of its own for requests that come from an event loop.
+    """Runs an engine in its own thread for requests from an event loop.
 
-    Requests wait here, by client, and the engine gets as many as it runs together: of the clients with the fewest that
-    run, one of that whose last turn was longest ago. A client of whom none runs takes a place, or memory, from the one
-    who has most, if these are two or more: a request of that one waits again, and goes on exactly where it was. Which
-    one follows from how often that happened to it, when it came and how many steps it made, and is chosen between
-    steps, behind which all noise is new; so no answer's distribution depends on it.
+    Requests wait here in one queue per client; the engine gets at most `max_batch` of them. The next request is taken
+    from the client with the fewest running ones, and among these from the one that was served longest ago. A client
+    with no running request preempts one of the client with the most, if that client runs two or more: the preempted
+    request waits again and later continues exactly where it was. It is chosen by its number of preemptions, its
+    admission order and its step count. The choice is made between steps, and all noise after it is new, so the
+    distribution of answers does not depend on it.
 
     Args:
-        engine: that answers; nobody else steps it.
-        max_queue: most requests that wait.
-        max_per_client: most open requests of a client; None is no limit.
-        max_waiting_bytes: of what waiting requests hold beside their tokens, as pixels.
-        forward_s: V of the target, for estimated speed-ups.
-        shown_names: by what clients know names that errors may hold.
-        hung_after_s: a step that takes longer hangs, as `trouble` says.
+        engine: only this service may step it.
+        max_queue: limit of waiting requests.
+        max_per_client: limit of open requests per client; None is no limit.
+        max_waiting_bytes: limit of what waiting requests hold in addition to their tokens, such as pixels.
+        forward_s: V of the target, for estimated speedups.
+        shown_names: names that clients see, by the internal names that errors may hold.
+        hung_after_s: seconds after which a step counts as hung (see `trouble`).
 
     Attributes:
-        engine: as given.
-        forms: prepares those of structured answers.
-        forward_s: as given.
-        listeners: each is called in the event loop with every stream that is over.
-        draining: whether no more requests are taken.
+        forms: prepares the grammars of structured answers.
+        listeners: each is called in the event loop with every finished stream.
+        draining: whether new requests are refused.
     """
 
     def __init__(
@@ -263,39 +258,39 @@ class Service:
         self.forward_s = forward_s
         self.listeners: list[Callable[[Stream], None]] = []
         self.draining = False
-        self._ending = False  # whether what is open is broken off, too
+        self._ending = False  # whether open requests are aborted, too
         self._max_queue = max_queue
         self._max_per_client = max_per_client
         self._max_waiting_bytes = max_waiting_bytes
         self._shown_names = shown_names
         self._hung_after_s = hung_after_s
         self._step_began: float | None = None  # None between steps
-        self._device_lost: str | None = None  # by which error
-        self._guard = threading.Lock()  # of what follows
+        self._device_lost: str | None = None  # the error
+        self._guard = threading.Lock()  # guards the fields below
         self._waiting: dict[Client, deque[Stream]] = {}
         self._open: dict[Client, int] = {}
         self._reserved = 0  # places of requests that are still being made
-        self._served: dict[Client, int] = {}  # which of all requests that the engine got was its last
+        self._served: dict[Client, int] = {}  # number of the client's latest admission
         self._admitted = 0
         self._running: list[Stream] = []
         self._work = threading.Event()
         self._stopped = self._ended = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._mean_s = 1.0  # that a request runs
-        self._following = 1.0  # share of answers behind whose end another request came at once, lately
-        self._unawaited = 0  # ends of answers since one was waited behind
+        self._mean_s = 1.0  # running time of a request, moving average
+        self._following = 1.0  # share of answers that another request followed at once, moving average
+        self._unawaited = 0  # finished answers since the last wait
 
     def start(self) -> None:
-        """Start the thread; called in the event loop."""
+        """Start the engine thread; called in the event loop."""
         self._loop = asyncio.get_running_loop()
         self.engine.listeners.append(self._note)
-        run = contextvars.copy_context().run  # the caller's choice of threads for torch is the thread's
+        run = contextvars.copy_context().run  # the thread inherits the caller's number of torch threads
         self._thread = threading.Thread(target=run, args=(self._drive,), name="truedraft-engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End what is open, and the thread."""
+        """Abort open requests and join the engine thread."""
         self.abort()
         self._stopped = True
         self._work.set()
@@ -303,19 +298,19 @@ class Service:
             self._thread.join()
 
     def api_error(self, error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
-        """An error as clients are told of it, who know fields by some other names."""
+        """An error as clients see it, with the client's names of fields."""
         return ApiError.of(error, fields, self._shown_names)
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the engine thread runs."""
         return self._thread is not None and self._thread.is_alive() and not self._ended
 
     @property
     def trouble(self) -> str | None:
-        """Why no request would be answered until the process is started anew, in a few words; None where all is well.
+        """Why no request can be answered until the process is restarted, in a few words; None if the service works.
 
-        That the service drains is no trouble.
+        Draining does not count.
         """
         if not self.alive:
             return "the thread that steps the engine has ended"
@@ -329,19 +324,19 @@ class Service:
 
     @property
     def running(self) -> int:
-        """Requests that the engine has."""
+        """Number of requests in the engine."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests that it has not."""
+        """Number of requests in the queue."""
         return sum(map(len, self._waiting.values()))
 
     def reserve(self, client: Client, count: int) -> None:
-        """Keep places for requests that take long to make, until `give_back`.
+        """Reserve places for requests that take long to prepare, until `give_back`.
 
         Raises:
-            ApiError: as for `open`.
+            ApiError: see `open`.
         """
         with self._guard:
             self._refuse_where_full(client, count)
@@ -349,17 +344,20 @@ class Service:
             self._open[client] = self._open.get(client, 0) + count
 
     def give_back(self, client: Client, count: int) -> None:
-        """No longer keep places; who opens the requests then does so at once."""
+        """Release reserved places; the caller then calls `open` at once if the requests are ready."""
         with self._guard:
             self._reserved -= count
             self._leave(client, count)
 
     def open(self, streams: Sequence[Stream], *, late: bool = False) -> None:
-        """Queue the samples of one HTTP request, all or none; late ones also where the server takes no new ones.
+        """Queue the samples of one HTTP request, all or none.
+
+        Args:
+            late: the samples had reserved places, and are accepted while the server drains.
 
         Raises:
-            ApiError: the queue is full or holds too much, the client has too many open requests, or the server is being
-                stopped.
+            ApiError: the queue is full or holds too many bytes, the client has too many open requests, or the server is
+                being stopped.
         """
         client = streams[0].client
         with self._guard:
@@ -388,7 +386,7 @@ class Service:
             )
 
     def _refuse_what_is_large(self, streams: Sequence[Stream]) -> None:
-        """Requests hold their pixels while they wait; what alone is too large waits where nothing else does."""
+        """Limit the pixels that waiting requests hold; a request above the limit is accepted if no other holds any."""
         held = _bytes_beside(stream for queue in self._waiting.values() for stream in queue)
         new = _bytes_beside(streams)
         if held and new and held + new > self._max_waiting_bytes:
@@ -401,12 +399,12 @@ class Service:
             )
 
     def _free_in_s(self) -> int:
-        """Whole seconds until there may be room, by what requests took lately."""
+        """Whole seconds until there may be room, estimated from the recent running time of requests."""
         ahead = (self.waiting + 1) / self.engine.max_batch
         return min(max(math.ceil(ahead * self._mean_s), 1), _LONGEST_WAIT_S)
 
     def cancel(self, stream: Stream) -> None:
-        """End a stream where it stands; any thread may call it."""
+        """End a stream at its current token; any thread may call it."""
         with self._guard:
             queue = self._waiting.get(stream.client)
             if stream.waits and queue is not None and stream in queue:
@@ -414,14 +412,14 @@ class Service:
                 if not stream.turn:
                     self._leave(stream.client, 1)
                     return
-                stream.waits = False  # it had begun, so the engine ends it
+                stream.waits = False  # it has tokens, so the engine ends it
                 self._running.append(stream)
-            if not stream.waits:  # guarded: it must not be made to wait again meanwhile
+            if not stream.waits:  # guarded, so that it is not preempted at the same time
                 self.engine.cancel(stream.request)
         self._work.set()
 
     def abort(self) -> None:
-        """Take no more requests, and end those that are open with an error that says they may be asked again."""
+        """Refuse new requests, and end open ones with an error that says they may be sent again."""
         self.draining = self._ending = True
         self.forms.abort()
         with self._guard:
@@ -432,11 +430,11 @@ class Service:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits, runs or is being made."""
+        """Whether no request waits, runs or is being prepared."""
         return not self.running and not self.waiting and not self._reserved
 
     def _leave(self, client: Client, count: int) -> None:
-        """A client has fewer requests open; the guard is held."""
+        """Decrease a client's number of open requests; the caller holds the guard."""
         left = self._open.get(client, 0) - count
         if left > 0:
             self._open[client] = left
@@ -452,7 +450,7 @@ class Service:
                 self._step_began = began = time.monotonic()
                 try:
                     busy = self.engine.step()
-                except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
+                except Exception as error:  # of a listener, or a bug; an error of one request does not raise here
                     _log.exception("a step failed")
                     self._look_at_device()
                     self._fail_all(self.api_error(error))
@@ -468,27 +466,26 @@ class Service:
                         self.engine.give_back()
                         self._work.wait()
                     self._work.clear()
-        finally:  # where the thread ends by a mistake of ours nobody may wait for it
-            self.draining = self._ended = True  # before anybody is told, who may ask for the health at once
+        finally:  # if the thread ends by a bug, no request may wait for it
+            self.draining = self._ended = True  # before clients are notified, because they may query /health at once
             with self._guard:
                 left = [stream for queue in self._waiting.values() for stream in queue] + self._running
             self._tell_all(left, stopping())
 
     def _look_at_device(self) -> None:
-        """Something failed: see whether the device still computes, for after some errors of CUDA it never does."""
+        """After an error: check whether the device still computes, because some CUDA errors are permanent."""
         try:
             torch.ones(1, device=self.engine.target.device).item()
-        except torch.OutOfMemoryError:  # which passes
+        except torch.OutOfMemoryError:  # not permanent
             return
         except Exception as error:
             self._device_lost = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             _log.exception("the device computes no more")
 
     def _linger(self, ended: int, most_s: float) -> None:
-        """Wait a moment for the requests that the clients of ended answers send next.
+        """Wait briefly for the requests that clients send after finished answers, so that they join the next step.
 
-        They join the step that comes, and not the one behind it. Where such clients do not send any at once, the next
-        step begins at once; now and then this is tried again.
+        Where clients rarely send one at once, this returns at once, and waits again only every `_TRIED_AGAIN` answers.
         """
         self._unawaited += 1
         if self._following < _WORTH_WAITING and self._unawaited < _TRIED_AGAIN:
@@ -502,7 +499,7 @@ class Service:
         self._following = _RECENT * self._following + (1.0 - _RECENT) * min(self.waiting / ended, 1.0)
 
     def _admit(self) -> None:
-        """Give the engine as many requests as it runs together."""
+        """Move requests from the queue to the engine, up to `max_batch`."""
         self._make_room()
         while len(self._running) < self.engine.max_batch:
             with self._guard:
@@ -512,12 +509,12 @@ class Service:
                 stream.waits, stream.held_steps = False, 0
                 stream.began_s = stream.began_s or time.monotonic()
                 self._running.append(stream)
-                self.engine.enqueue(stream.request)  # guarded: who cancels finds it waiting or the engine's
+                self.engine.enqueue(stream.request)  # guarded, so that `cancel` finds it here or in the engine
 
     def _make_room(self) -> None:
-        """Where clients wait of whom nothing runs, one request of the client with most gives its place back."""
+        """If a waiting client has no running request, preempt one request of the client with the most."""
         running: dict[Client, list[Stream]] = {}
-        short: list[Stream] = []  # those that the engine has no memory for
+        short: list[Stream] = []  # requests that wait in the engine for cache memory
         for stream in self._running:
             if stream.request.closed:
                 continue
@@ -535,21 +532,21 @@ class Service:
         if len(most) < 2 or not may:
             return
         out = min(may, key=lambda each: (each.request.preemptions, -each.turn))
-        # What of that client waits in the engine would go before those of others.
+        # That client's requests that wait in the engine would be served before those of others.
         for stream in (*(each for each in reversed(short) if each.client == out.client), out):
             self._pause(stream)
 
     def _pause(self, stream: Stream) -> None:
-        """A request waits again, before the others of its client, unless it is over."""
+        """Put a request at the front of its client's queue, unless it is finished."""
         self.engine.pause(stream.request)
         with self._guard:
-            if not stream.request.closed:  # by a client that left, too
+            if not stream.request.closed:  # also because its client disconnected
                 self._running.remove(stream)
                 stream.waits = True
                 self._waiting.setdefault(stream.client, deque()).appendleft(stream)
 
     def _next(self) -> Stream | None:
-        """Whose turn it is; the guard is held."""
+        """Remove and return the next request of the queue by the order of `Service`; the caller holds the guard."""
         queues = [queue for queue in self._waiting.values() if queue]
         if not queues:
             return None
@@ -567,13 +564,13 @@ class Service:
             stream.count(record)
 
     def _hand_over(self) -> int:
-        """Hand the pieces of the last step to the event loop, in one call for all; returns how many answers ended."""
+        """Pass the pieces of the last step to the event loop, in one call; returns the number of finished answers."""
         handed: list[tuple[Stream, News]] = []
         over: list[Stream] = []
         for stream in self._running:
             request = stream.request
             pieces: list[Piece] = []
-            while request.pieces:  # a thread that cancels may add the last one meanwhile
+            while request.pieces:  # a cancelling thread may append the last one at the same time
                 pieces.append(request.pieces.pop(0))
             steps: list[StepItem] = []
             last = request.last_step
@@ -601,7 +598,7 @@ class Service:
         return len(over)
 
     def _take(self, handed: Sequence[tuple[Stream, News]]) -> None:
-        """In the event loop."""
+        """Deliver output and call the listeners; called in the event loop."""
         for stream, news in handed:
             stream.answering.take(news)
             if news.answer is not None:
@@ -615,13 +612,12 @@ class Service:
             self.engine.cancel(stream.request)
 
     def _tell_all(self, streams: Sequence[Stream], error: ApiError) -> None:
-        """Nothing more comes of these."""
         for stream in streams:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(stream.answering.fail, error)
 
 
 def _bytes_beside(streams: Iterable[Stream]) -> int:
-    """What requests hold beside their tokens; samples of one prompt share it."""
+    """Bytes that requests hold in addition to their tokens; samples of one prompt share them."""
     held = {id(value): value.nbytes for stream in streams for value in (stream.request.inputs or {}).values()}
     return sum(held.values())

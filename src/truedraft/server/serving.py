@@ -1,4 +1,4 @@
-"""From an engine to a server that listens, and stops in good order."""
+"""From an engine to a listening server with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _log = logging.getLogger("truedraft.server")
 
 _LAST_PORT = 65_535
 _WARM_PROMPT, _WARM_TOKENS = 48, 16
-"""Tokens of the prompt, and of each answer, before anybody asks."""
+"""Tokens of the warm-up's prompt and of each answer."""
 _TELL_S = 5.0
-"""Seconds between lines that say how far the server is with getting ready."""
+"""Seconds between log lines of the warm-up's progress."""
 _ENDING_S = 5
-"""Seconds that answers have to end after what was open was broken off."""
+"""Seconds for sending the rest of answers after open requests were aborted."""
 _LOOK_S = 0.05
-"""Seconds between looks at whether all is answered, once the server is being stopped."""
+"""Seconds between checks for open requests during shutdown."""
 
 
 def application(engine: Engine, options: ServerOptions, name: str) -> tuple[FastAPI, Service]:
-    """The web application over an engine, as the options say.
+    """The web application of an engine.
 
     Args:
-        engine: that answers; nobody else steps it.
-        options: of the server; where its `host` is not what a server of one's own listens on, say what is.
-        name: of the model, where the options give it none.
+        engine: only this application may step it.
+        options: `host` must be the address that the running server listens on, if it is not started by `serve`.
+        name: of the model, if the options give none.
 
     Raises:
         OptionError: an option cannot be used, or the engine's noise is fixed.
@@ -103,7 +103,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
 
 
 def _check(engine: Engine, names: Sequence[str]) -> None:
-    """Refuse an engine that cannot be served by these names.
+    """Refuse an engine that cannot be served under these names.
 
     Raises:
         OptionError: its noise is fixed, or an adapter has one of the names.
@@ -121,13 +121,13 @@ def _check(engine: Engine, names: Sequence[str]) -> None:
 
 
 def _without_folder(name: str) -> str:
-    """A model's name, of a folder or file its last part."""
+    """A model's name; of a path the last part."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
 
 def _shown_names(engine: Engine, served: str) -> dict[str, str]:
-    """What errors call the model and its tokenizer, and the served name in its place: clients are told no paths."""
+    """The served name by the internal names of model and tokenizer, so that errors show no paths to clients."""
     target = engine.target
     names = {target.name} if target.tokenizer is None else {target.name, target.tokenizer.name}
     shown = {repr(name): repr(served) for name in names}
@@ -142,13 +142,10 @@ def _read(field: str, path: Path) -> str:
 
 
 def check_options(options: ServerOptions) -> None:
-    """Refuse what can be seen to be wrong before a model is loaded.
-
-    Args:
-        options: of a server that listens in this process.
+    """Check the options as far as possible before a model is loaded.
 
     Raises:
-        OptionError: a file cannot be read, an option cannot be used, or somebody listens at the address.
+        OptionError: a file cannot be read, an option cannot be used, or the address is in use.
     """
     if options.api_key_file is not None:
         ApiKeys.read(options.api_key_file)
@@ -174,20 +171,17 @@ def _check_certificate(options: ServerOptions) -> None:
 
 
 def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callable[[str], None]) -> None:
-    """Warm up, then listen until told to stop, by Ctrl-C or SIGTERM; a second one does not wait for what is open.
+    """Warm up, then listen until Ctrl-C or SIGTERM; a second signal does not wait for open requests.
 
     Args:
-        app: what answers.
-        service: behind it.
-        options: of the server.
-        ready: is called with the address once it listens.
+        ready: is called with the address once the server listens.
 
     Raises:
         OptionError: the address or the certificate cannot be used.
         TruedraftError: the first answer failed.
     """
     _check_certificate(options)
-    listening = bound_socket(options.host, options.port)  # nobody is let in before the warmed server accepts
+    listening = bound_socket(options.host, options.port)  # no connection is accepted before the warm-up is done
     connections = Connections(most_connections(options.max_connections), options.head_timeout_s)
     config = uvicorn.Config(
         app,
@@ -202,7 +196,7 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
     warm_up(service.engine)
     try:
         listening.listen()
-    except OSError as error:  # another server took the same address meanwhile
+    except OSError as error:  # another server has taken the address since
         raise OptionError(f"{options.port} cannot be listened on ({error.strerror})", field="port") from error
     host, port = listening.getsockname()[:2]
     scheme = "http" if options.tls_certificate is None else "https"
@@ -212,27 +206,27 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
 
 
 def warm_up(engine: Engine) -> None:
-    """Answer before anybody asks, greedily and drawn, so that no client waits for what is made at first use.
+    """Generate a greedy and a sampled answer, so that no client waits for what is created at first use.
 
-    That are compiled kernels, copies of weights, recordings of forwards (`Engine.make_ready`), and what steps cost on
-    this machine. Where it takes long the log says how far it has come.
+    These are compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of steps.
+    The log shows the progress.
 
     Args:
-        engine: that answers; nobody else steps it.
+        engine: only the caller may step it.
 
     Raises:
-        TruedraftError: target or drafter failed, so that nobody could be answered.
+        TruedraftError: target or drafter failed, so that no request could be answered.
     """
     engine.make_ready(progress=_logged())
     prompt = made_up_prompt(engine.target, _WARM_PROMPT)
     for temperature in (0.0, 1.0):
         params = SamplingParams(_WARM_TOKENS, temperature=temperature, ignore_eos=True)
-        for _ in engine.stream(prompt, params, scope=engine):  # a scope that no client has: nobody is drafted for by it
+        for _ in engine.stream(prompt, params, scope=engine):  # no client's scope, so no client's drafts use it
             pass
 
 
 def _logged() -> Progress:
-    """Progress that the log tells of every few seconds."""
+    """Progress that is logged every `_TELL_S` seconds."""
     told = time.monotonic()
 
     def tell(done: float, remark: str) -> None:
@@ -245,10 +239,10 @@ def _logged() -> Progress:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address.
+    """A socket bound to an address.
 
     Raises:
-        OptionError: there is no such host, somebody else listens there, or there is no such address.
+        OptionError: there is no such host or address, or it is in use.
     """
     if port > _LAST_PORT:
         raise OptionError(f"must be at most {_LAST_PORT}, got {port}", field="port")
@@ -268,7 +262,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Ends what is open before it stops: first by itself, then by an error that says it may be asked again."""
+    """Drains before it stops: it waits for open requests, then aborts the rest with an error that allows a retry."""
 
     def __init__(
         self,
@@ -287,17 +281,17 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, and call `ready`."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._connections.failed)
         await super().startup(sockets)
         for each in sockets or ():
-            each.listen()  # the system may hold more than are accepted at once
+            each.listen()  # the system's queue may be longer than what is accepted at once
         if self.started:
             self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C or SIGTERM; uvicorn's own would end the process by the signal, once all is done."""
+        """Handle Ctrl-C or SIGTERM; uvicorn's own handler would end the process by the signal after shutdown."""
         again = self._service.draining
         self._service.draining = True
         if self._loop is None:
@@ -311,13 +305,13 @@ class _Server(uvicorn.Server):
         self._ending = asyncio.ensure_future(self._end_after(seconds))
 
     async def _end_after(self, seconds: float) -> None:
-        """Stop once all is answered, and at the latest after so many seconds; until then new requests are told so."""
+        """Stop once all requests are answered, at the latest after `seconds`; new requests are refused."""
         end = time.monotonic() + seconds
         while not self._service.is_idle and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
         if not self._service.is_idle:
             _log.warning("%d requests are broken off", self._service.running)
         self._service.abort()
-        # What was answered may still be on its way to a slow reader.
+        # Finished answers may still be in transit to a slow reader.
         self.config.timeout_graceful_shutdown = max(int(end - time.monotonic()), 0) + _ENDING_S
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry: a span for each answer, under the names that it has for language models.
+"""OpenTelemetry traces: a span for each answer, with the semantic conventions' names for language models.
 
 Needs the extra `otel`: `pip install 'truedraft[otel]'`.
 """
@@ -13,12 +13,11 @@ from truedraft.server.service import Stream
 
 
 class Spans:
-    """Tells an OpenTelemetry collector of every answer; called in the event loop with each that is over.
+    """Sends a span for every finished answer to an OpenTelemetry collector; called in the event loop.
 
     Args:
-        model: its name.
-        endpoint: of a collector that takes OTLP over HTTP, as http://127.0.0.1:4318/v1/traces.
-        exporter: sends spans in place of that, as in tests.
+        endpoint: of a collector that accepts OTLP over HTTP, as http://127.0.0.1:4318/v1/traces.
+        exporter: replaces the collector, as in tests.
 
     Raises:
         MissingExtraError: OpenTelemetry is not installed.
@@ -44,7 +43,6 @@ class Spans:
         self._model = model
 
     def __call__(self, stream: Stream) -> None:
-        """A request is over."""
         answer = stream.answer
         if answer is None:
             return
@@ -71,5 +69,5 @@ class Spans:
         span.end(end)
 
     def close(self) -> None:
-        """Send what was not sent yet."""
+        """Send the remaining spans."""
         self._provider.shutdown()

@@ -1,7 +1,7 @@
-"""Functions that a model may call: told to it by the chat template, asked for by a grammar, and read from its text.
+"""Functions that a model may call: described by the chat template, required by a grammar, and parsed from the text.
 
-How calls are written is told by the template. A call that must come (`tool_choice` "required", or a function by name)
-is made to have that form by a grammar, arguments included.
+The template defines the format of calls. A required call (`tool_choice` "required", or a function by name) is forced
+by a grammar, arguments included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from truedraft.text.notations import Notation
 from truedraft.text.schemas import misfit, unheld
 
 MOST_TOOLS = 1024
-"""Functions that a request may list, those of namespaces and of its conversation included."""
+"""Limit of functions per request, including those in namespaces and in the conversation."""
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -67,14 +67,13 @@ class NamedTool(Fields):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What of tools a request asks for.
+    """The requested use of tools.
 
     Attributes:
-        notation: in which the model writes calls and reasoning.
-        tools: that may be called; none where no call can come.
-        forced: the form of calls that must come; None leaves it to the model.
-        parallel: whether there may be several.
-        unheld: of calls that must come those whose arguments are free, for no form holds their schema; with the reason.
+        tools: that may be called; empty if no call is possible.
+        forced: grammar of required calls; None leaves calls to the model.
+        parallel: whether several calls are allowed.
+        unheld: required functions with free arguments, because no grammar supports their schema; the reasons by name.
     """
 
     notation: Notation
@@ -95,14 +94,11 @@ class ToolUse:
         """From the fields of a request.
 
         Args:
-            tools: that may be called.
-            choice: among them.
-            parallel: whether there may be several calls.
-            notation: of the model.
-            fields: what the client calls the tools and the choice.
+            parallel: whether several calls are allowed; None allows them.
+            fields: the client's names of the fields for tools and tool choice.
 
         Raises:
-            ApiError: there are no tools to choose from, none of that name, or two of one.
+            ApiError: there are no tools to choose from, none of that name, or two with one name.
         """
         listed, chosen = fields
         if not tools and choice not in (None, "none", "auto"):
@@ -136,14 +132,14 @@ class ToolUse:
 
     @property
     def warnings(self) -> list[str]:
-        """About functions whose schema does not bind the model."""
+        """Warnings about functions with free arguments."""
         return [
             f"{name} is called with free arguments, which are checked: its schema, {why}"
             for name, why in self.unheld.items()
         ]
 
     def misfits(self, calls: Iterable[Call]) -> list[str]:
-        """What is wrong with the arguments of calls that no form held."""
+        """What is wrong with the arguments of calls that no grammar enforced."""
         found, schemas = [], schemas_of(self.tools)
         for call in (each for each in calls if self.forced is None or each.name in self.unheld):
             schema, value = schemas.get(call.name), parsed(call.arguments)
@@ -157,19 +153,19 @@ class ToolUse:
         return found
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
-        """Options of an answer whose form, if that is not one of calls, stands where the notation has plain text."""
+        """Options with the grammar of an answer's text, if there is one, embedded in the notation."""
         if self.forced is not None or params.structured is None:
             return params
         return replace(params, structured=self.notation.answered(params.structured))
 
 
 def schemas_of(tools: Sequence[FunctionFields]) -> dict[str, dict[str, Any] | None]:
-    """The schema of each function's arguments, by its name."""
+    """The schema of each function's arguments, by name."""
     return {tool.name: tool.parameters for tool in tools}
 
 
 def called(identity: str | None, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """An earlier call as chat templates know it: its arguments as an object, where they are one."""
+    """An earlier call in the format of chat templates: its arguments as an object, if they are one."""
     value = parsed(arguments) if isinstance(arguments, str) else arguments
     function = {"name": name, "arguments": value if isinstance(value, dict) else arguments}
     return ({} if identity is None else {"id": identity}) | {"type": "function", "function": function}

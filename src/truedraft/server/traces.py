@@ -1,4 +1,4 @@
-"""Where the tokens of an answer came from, and the token tree of each step, for who wants to see speculation work."""
+"""Traces for inspection: the origins of an answer's tokens, and the token tree of each step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from truedraft.engine.batch import StepItem
 from truedraft.server.service import News, Stream
 
 _FORCED = "forced"
-"""The drafter of what a form leaves no choice in."""
+"""Name of the drafter of tokens that a grammar forces."""
 
 
 def trace_of(stream: Stream, news: News, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """What was emitted and how, and the trees it was emitted from.
+    """The tokens of `news` with their origins, and the trees of its steps.
 
     Args:
-        stream: that the news is of; notes what was told.
-        news: of it, each once and in order.
-        text_of: what a token writes.
+        stream: its counters of traced tokens are updated.
+        news: each `News` of the stream once, in order.
     """
     steps = [_step(stream, each, text_of) for each in news.steps]
     tokens = []
@@ -33,7 +32,7 @@ def trace_of(stream: Stream, news: News, text_of: Callable[[int], str]) -> dict[
 
 
 def _step(stream: Stream, item: StepItem, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """One step of one request: its tree's nodes in order, each below its parent; -1 is the text so far."""
+    """One step of one request: its tree's nodes in order, each after its parent; parent -1 is the text so far."""
     outcome = item.outcome
     assert outcome is not None
     tree = outcome.proposal.tree
@@ -42,7 +41,7 @@ def _step(stream: Stream, item: StepItem, text_of: Callable[[int], str]) -> dict
         for node in nodes:
             if node < len(drafters):
                 drafters[node].append(name)
-    first = item.context + item.fed - stream.request.prompt_tokens  # place in the answer of the first one emitted
+    first = item.context + item.fed - stream.request.prompt_tokens  # index in the answer of the first emitted token
     stream.forced_tokens.update(first + i for i, node in enumerate(outcome.path) if drafters[node] == [_FORCED])
     return {
         "nodes": [

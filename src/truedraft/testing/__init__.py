@@ -1,4 +1,4 @@
-"""Public doubles for tests: a Markov table as a language model, scripted parts, and parts with one thing changed."""
+"""Test doubles: a Markov table as a language model, scripted parts, and parts with one change."""
 
 from truedraft.testing.markov import MarkovModel
 from truedraft.testing.scripted import ScriptedController, ScriptedDrafter

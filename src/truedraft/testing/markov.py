@@ -1,4 +1,4 @@
-"""A language model whose distribution is a table: exact, tiny, and as strict about its cache as a real one."""
+"""A language model with a table as its distribution: exact, tiny, and as strict about its cache as a real one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from truedraft.models.cache import CachePool
 class MarkovModel(LanguageModel):
     """The distribution of the next token depends on the last two tokens; before the text there is token 0.
 
-    Its "keys" are the token ids themselves, kept in an ordinary `RequestCache`, so a wrong commit, rollback or mask
-    changes what it answers.
+    Its "keys" are the token ids themselves, in an ordinary `RequestCache`, so a wrong commit, rollback or mask changes
+    its output.
 
     Args:
         probs: `[vocab, vocab, vocab]`: `probs[a, b]` is the distribution after ... a b; float64 keeps it exact.
-        context_length: most tokens of one request.
         eos_token_ids: ids that end an answer.
-        name: for messages.
     """
 
     def __init__(
@@ -50,19 +48,18 @@ class MarkovModel(LanguageModel):
         return cls(torch.softmax(logits, dim=-1), **options)  # type: ignore[arg-type]
 
     def probs_after(self, tokens: Sequence[int]) -> Tensor:
-        """The distribution `[vocab]` after a text."""
         a, b = ([0, 0, *tokens])[-2:]
         return self.probs[a, b]
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """One packed forward; see `LanguageModel.forward`. The hidden vector is the pair of tokens looked at."""
+        """See `LanguageModel.forward`. The hidden state is the pair of the last two tokens."""
         pairs = [pair for segment in segments for pair in _pairs(segment)]
         index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         return ForwardOutput(self.probs[index[:, 0], index[:, 1]].log(), index.to(self.dtype))
 
 
 def _pairs(segment: Segment) -> list[tuple[int, int]]:
-    """For each row of a segment the last two tokens up to and with its own, as read back from the cache."""
+    """The last two tokens at each row of a segment, as read back from the cache."""
     cache, shape, begin = segment.cache, segment.shape, max(segment.cache.length - 1, 0)
     cache.reserve(len(shape), segment.written)
     ids = segment.tokens.to(torch.float64).view(1, -1, 1)

@@ -1,4 +1,4 @@
-"""Drafters and controllers that do as they are told."""
+"""Drafters and controllers that follow a script."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ Script = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
 class ScriptedDrafter(Drafter):
-    """Proposes the paths that a function of the text so far names, as deterministic candidates.
+    """Proposes paths from a function of the text so far, as deterministic candidates.
 
     Args:
-        script: from the tokens so far to paths of guessed tokens; paths that share prefixes are merged. What it
-            raises is raised by `propose`.
-        depth: most tokens on a path.
-        nodes: most nodes.
+        script: from the tokens so far to paths of guessed tokens; paths that share prefixes are merged. `propose`
+            raises its exceptions.
 
     Attributes:
-        outcomes: all that was observed, in order, with the request's id.
-        ended: ids of requests that ended.
+        outcomes: all observed outcomes, in order, with the request's id.
     """
 
     name: ClassVar[str] = "scripted"
@@ -40,7 +37,6 @@ class ScriptedDrafter(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """The script's paths, cut to the budget's depth, and as many of their first nodes as it allows."""
         proposals = []
         for request, budget in zip(batch, budgets, strict=True):
             nodes: dict[tuple[int, ...], None] = {}  # by path, in order
@@ -59,11 +55,7 @@ class ScriptedDrafter(Drafter):
 
 
 class ScriptedController(Controller):
-    """Hands out given budgets in turn, one to each request of each step, the last of them for ever.
-
-    Args:
-        budgets: at least one.
-    """
+    """Returns given budgets in turn, one per request and step, and then the last one forever."""
 
     def __init__(self, budgets: Sequence[Budget]) -> None:
         self._budgets = list(budgets)

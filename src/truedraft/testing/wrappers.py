@@ -1,4 +1,4 @@
-"""Models, drafters and rules with one thing changed: to look at what they do, or to plant a fault in them."""
+"""Models, drafters and rules with one change: to observe them, or to inject a fault."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ Changed = TypeVar("Changed")
 
 
 def altered(part: Changed, **changes: Any) -> Changed:
-    """A shallow copy of an object, some of whose attributes or methods are others; all else is shared with it.
+    """A shallow copy of an object with some attributes or methods replaced; all else is shared with it.
 
-    Weights, caches and states stay one, so only one of the two may be at work at a time. What the object asks of
-    itself it asks of the copy.
+    Weights, caches and states are shared, so only one of the two may run at a time. Calls of the object to itself go to
+    the copy.
 
-    Worked example: `altered(model, forward=watched)` is the model, but that its forwards go through `watched`, which
-    may call `model.forward`.
+    Worked example: `altered(model, forward=watched)` is the model, except that its forwards call `watched`, which may
+    call `model.forward`.
 
     Args:
-        part: is left as it is.
-        changes: by name; a function takes the place of a method and is called without `self`.
+        changes: by name; a function replaces a method and is called without `self`.
 
     Raises:
         AttributeError: there is no such attribute, or it cannot be set.
@@ -39,18 +38,16 @@ def altered(part: Changed, **changes: Any) -> Changed:
 
 
 def scaled(model: LanguageModel, factor: float) -> LanguageModel:
-    """A model whose logits are multiplied by a factor: itself at another temperature, a draft that errs in a known way.
+    """A model with logits multiplied by a factor: itself at another temperature, or a draft with a known error.
 
-    Args:
-        model: runs the forwards.
-        factor: of its logits, which become float32.
+    The logits become float32.
     """
 
     return _with_logits(model, lambda logits: logits.float() * factor)
 
 
 def _with_logits(model: LanguageModel, change: Callable[[Tensor], Tensor], **more: Any) -> LanguageModel:
-    """A model whose forwards give other logits `[rows, vocab]`, also those that show layers; and other changes."""
+    """A model with changed logits `[rows, vocab]` in all its forwards, and other changes."""
 
     def showing(segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
         output = model.forward_showing(segments, layers) if layers else model.forward(segments)
@@ -63,8 +60,8 @@ def reduced(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
     """A model that gives all its probability to a few tokens, so that distributions of several tokens can be summed.
 
     Args:
-        model: runs the forwards.
-        kept: the ids that stay possible; the logits of all others, also those made of vectors by its LM head, are -inf.
+        kept: the possible ids; the logits of all others are -inf, also those that its LM head computes from hidden
+            states.
     """
     ids = list(kept)
 
@@ -81,5 +78,5 @@ def reduced(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
         only_kept,
         unembed=unembed,
         likeliest=lambda vectors, count: TopK.of(unembed(vectors), count),
-        shared_heads=lambda blocks: None,  # a faster way would not know which ids are kept
+        shared_heads=lambda blocks: None,  # a faster way would not restrict the ids
     )

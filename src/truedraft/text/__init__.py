@@ -1,4 +1,4 @@
-"""Between text and token ids: tokenizer, incremental detokenising, stop texts. The engine sees ids only."""
+"""Between text and token ids: tokenizers, incremental detokenization, stop texts. The engine processes only ids."""
 
 from truedraft.text.detokenizer import REPLACEMENT, StreamDetokenizer
 from truedraft.text.stopping import StopScanner, TextStream

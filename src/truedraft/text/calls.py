@@ -1,4 +1,4 @@
-"""Calls of functions in what a model writes, read as they come."""
+"""Incremental parsers of function calls in model output."""
 
 from __future__ import annotations
 
@@ -13,32 +13,26 @@ if TYPE_CHECKING:
     from truedraft.text.notations import Notation
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any] | None]
-"""The functions that may be called: by name the JSON schema of each one's arguments, None where it has none."""
+"""The callable functions: JSON schema of the arguments by function name, None for a function without schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A part of an answer that is reasoning.
-
-    Attributes:
-        text: of it, without marks.
-    """
+    """A reasoning part of an answer."""
 
     text: str
 
 
 def new_call_id() -> str:
-    """An id for a call that the model gave none."""
+    """Return an id for a call that the model wrote without one."""
     return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(slots=True)
 class Call:
-    """One call, as far as it was read.
+    """One call, as far as it has been parsed.
 
     Attributes:
-        id: by which its result is sent back.
-        name: of the function.
         arguments: JSON text.
     """
 
@@ -48,19 +42,15 @@ class Call:
 
     @property
     def record(self) -> dict[str, Any]:
-        """In OpenAI's form."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What came new of one call.
+    """New output of one call.
 
     Attributes:
-        index: of the call.
-        call: as far as it was read.
-        begins: whether its name has just become known.
-        arguments: new text of its arguments.
+        begins: whether this delta is the first of the call; its name is known from here on.
     """
 
     index: int
@@ -70,11 +60,11 @@ class CallDelta:
 
 
 class ReadText(Protocol):
-    """A text with the arguments of a call that comes in parts."""
+    """Incremental parser of a call's arguments."""
 
     @property
     def fails(self) -> bool:
-        """Whether it is none."""
+        """Whether the text cannot be parsed."""
 
     @property
     def value(self) -> str:
@@ -82,50 +72,48 @@ class ReadText(Protocol):
 
     @property
     def rest(self) -> str | None:
-        """What is behind it; None while it is open."""
+        """The text after the arguments; None while they are open."""
 
     def push(self, more: str) -> None:
-        """Read on."""
+        """Parse more text."""
 
 
 class ArgumentsText(ReadText, Protocol):
-    """The text of the arguments of a call whose name is known."""
+    """Parser of the arguments of a call with a known name."""
 
     @property
     def begun(self) -> bool:
-        """Whether they are there."""
+        """Whether the arguments have begun."""
 
 
 class CallText(ReadText, Protocol):
-    """The text of one call, from behind its opening to before its closing."""
+    """Parser of one call: the text after its opening mark and before its closing mark."""
 
     @property
     def name(self) -> str | None:
-        """Of the function; None while it is not known."""
+        """Name of the function; None while it is unknown."""
 
     @property
     def id(self) -> str | None:
-        """That the model gave the call; None where it gave none."""
+        """Id that the model wrote; None where it wrote none."""
 
     @property
     def broken(self) -> int:
-        """The place up to which it is not read again where it is no call."""
+        """Index from which the text is parsed again if it turns out to be no call."""
 
 
 class CallsReader:
-    """Reads text and calls that stand between marks.
+    """Splits model output into text and calls between marks.
 
-    Text that may be the beginning of a call is held back until it is known. What looks like a call and is none stays
-    text, and so does a call whose arguments are no object in JSON or end with the answer; behind it calls are looked
-    for again. Space before, between and behind calls is left out where there is no other text before it. Space inside
-    marks may be left out, or be more.
+    Text that may begin a call is held back until this is decided. Text that looks like a call and is none remains text,
+    as does a call with arguments that are not a JSON object or that end with the answer; the search for calls continues
+    after it. Whitespace before, between and after calls is dropped if no other text precedes it. Whitespace inside
+    marks may be missing or longer.
 
     Args:
-        notation: of the model; where its calls have no opening, they stand at the beginning of the answer.
-        tools: that may be called.
-        parallel: whether there may be several calls.
-        calls: takes those that were read to their end, or to the answer's.
-        formed: whether a form holds the calls, which are then told as they come, cut ones too; others when whole.
+        notation: of the model; if its calls have no opening mark, they are at the beginning of the answer.
+        formed: whether a grammar constrains the calls. If so, they are streamed as they arrive, truncated ones too;
+            otherwise each is returned when complete.
     """
 
     def __init__(self, notation: Notation, tools: Schemas, parallel: bool, calls: list[Call], formed: bool) -> None:
@@ -139,25 +127,21 @@ class CallsReader:
         self._bare = notation.bare
         self._most = None if parallel else 1
         self._step: Callable[[list[str | CallDelta], bool], bool] = self._read_text
-        self._held = ""  # not yet read
-        self._marks = ""  # that were read, and are text where no call comes
-        self._left: Sequence[str] = ()  # of the marks that are being read
-        self._call: Call | None = None  # that is being read
+        self._held = ""  # not yet parsed
+        self._marks = ""  # parsed marks, which are text if no call follows
+        self._left: Sequence[str] = ()  # of the marks being parsed
+        self._call: Call | None = None  # being parsed
         self._body: CallText = notation.body.reader(notation, tools)
-        self._raw: list[str] = []  # what it was given
-        self._again = ""  # before a call behind one that was none, where calls have no marks of their own
-        self._wrote = False  # any text but space
-        self._space = ""  # that came before any other text
+        self._raw: list[str] = []  # input of `_body`
+        self._again = ""  # precedes a call after a rejected one, in notations without marks
+        self._wrote = False  # any text but whitespace
+        self._space = ""  # whitespace before any other text
 
     def push(self, text: str, *, last: bool = False) -> list[str | CallDelta]:
-        """Take the next text.
-
-        Args:
-            text: of the answer.
-            last: whether nothing follows.
+        """Parse the next text.
 
         Returns:
-            Plain text, and what came of calls, in order.
+            Plain text and call deltas, in order.
         """
         self._held += text
         found: list[str | CallDelta] = []
@@ -169,7 +153,6 @@ class CallsReader:
         return found
 
     def _tell(self, text: str, found: list[str | CallDelta]) -> None:
-        """Hand over plain text."""
         if not self._wrote:
             text = self._space + text
             self._wrote = bool(text.strip())
@@ -178,7 +161,7 @@ class CallsReader:
             found.append(text)
 
     def _read_text(self, found: list[str | CallDelta], last: bool) -> bool:
-        """Take text up to where calls begin, or may begin; returns whether more can be read."""
+        """Output text up to where calls begin or may begin; returns whether parsing can continue."""
         held = self._held
         allowed = self._most is None or len(self._calls) < self._most
         if allowed and self._bare and not self._wrote and held.lstrip()[:1] == "{":
@@ -213,7 +196,6 @@ class CallsReader:
     def _read_marks(
         self, found: list[str | CallDelta], last: bool, then: Callable[[list[str | CallDelta], bool], bool]
     ) -> bool:
-        """Read the rest of some marks."""
         place = behind(self._held, self._left)
         if place is None and not last:
             return False
@@ -228,7 +210,7 @@ class CallsReader:
         return bool(self._held) or last
 
     def _read_between(self, found: list[str | CallDelta], last: bool) -> bool:
-        """Behind a mark that begins calls, or behind one of these: what comes next is a call or the end."""
+        """After a mark that begins calls, or after a call: parse the next call or the end."""
         held = self._held.lstrip(" \t\r\n,;")
         opens = behind(held, self._opening or ["{"])
         ends = behind(held, self._end) if self._end else -1
@@ -248,7 +230,7 @@ class CallsReader:
         return True
 
     def _read_call(self, found: list[str | CallDelta], last: bool) -> bool:
-        """Read on in the call that is begun; returns whether more can be read."""
+        """Continue parsing the current call; returns whether parsing can continue."""
         body = self._body
         body.push(self._held)
         self._raw.append(self._held)
@@ -283,7 +265,7 @@ class CallsReader:
         return True
 
     def _read_closing(self, found: list[str | CallDelta], last: bool) -> bool:
-        """Leave out the marks behind a call, as far as they are there; returns whether more can be read."""
+        """Drop the marks after a call, as far as present; returns whether parsing can continue."""
         while self._left:  # the first ones may be missing
             place = behind(self._held, self._left[:1])
             if place is None:
@@ -296,16 +278,16 @@ class CallsReader:
         return bool(self._held)
 
     def _leave_out(self) -> bool:
-        """The answer ends in a call of which nothing can be told."""
+        """Drop a call that the end of the answer cuts before anything of it is known."""
         self._held, self._marks, self._step = "", "", self._read_text
         return False
 
     def _give_up(self, held: str, found: list[str | CallDelta]) -> bool:
-        """What was read is no call: its marks are text, and behind them a call may begin."""
+        """Treat the marks of a rejected call as text; a call may begin after them."""
         marks = self._marks
         if not self._opening and self._raw and (marks or self._calls or self._body.name in self._tools):
             self._again = self._notation.separator.strip()
-            broken = self._body.broken  # what stands before it may hold objects that are no calls
+            broken = self._body.broken  # the text before it may contain objects that are no calls
             marks, held = marks + held[:broken], held[broken:]
         if (marks + held).strip():
             text, self._space, self._wrote = self._space + marks, "", True
@@ -319,13 +301,13 @@ _LITERAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|tru
 
 
 class RecordText:
-    """A call that is an object in JSON, with its name and its arguments in it.
+    """Parser of a call that is a JSON object with a name and arguments.
 
-    Worked example: of `{"name": "f", "arguments": {"x": [1, "}` the name is f and the value of "arguments" is
-    `{"x": [1, "}` so far. Arguments that are a text with an object in it are that object, when the text has ended.
+    Worked example: in `{"name": "f", "arguments": {"x": [1, "}` the name is f and the arguments so far are the text
+    `{"x": [1, "}`. Arguments that are a string containing an object become that object when the string has ended.
 
     Args:
-        wanted: keys of the arguments, of which the first in the object counts; none where that is the arguments.
+        wanted: possible keys of the arguments; the first in the object counts. If empty, the object is the arguments.
     """
 
     def __init__(self, wanted: Sequence[str]) -> None:
@@ -334,7 +316,7 @@ class RecordText:
         self.name: str | None = None
         self.id: str | None = None
         self.value = ""
-        self.begun = False  # whether its brace came
+        self.begun = False  # whether the opening brace was read
         self._wanted = wanted
         self._whole = False  # whether the arguments ended
         self._end: int | None = None
@@ -365,7 +347,7 @@ class RecordText:
 
     @property
     def broken(self) -> int:
-        return self._string_from or self._place  # a string that nothing closed goes to the first quote of the next call
+        return self._string_from or self._place  # an unclosed string extends to the first quote of the next call
 
     def _take(self, character: str) -> None:
         if self._quoted:
@@ -410,7 +392,7 @@ class RecordText:
         elif is_value and (character.isalnum() or character == "-"):
             self._literal_from = self._place
         else:
-            if depth == 1 and wants == "next":  # its last brace alone may be missing
+            if depth == 1 and wants == "next":  # only its last brace may be missing
                 self._end_value()
             whole = self.name is not None and self._whole
             self._end, self.fails = (self._place, False) if whole and depth == 1 and wants == "next" else (None, True)
@@ -441,19 +423,14 @@ class RecordText:
 
 
 class NamedText:
-    """A call whose name stands before its arguments.
-
-    Args:
-        notation: of the model.
-        arguments: what reads those of a function; its `begun` says whether they are there.
-    """
+    """Parser of a call with its name before its arguments."""
 
     def __init__(self, notation: Notation, arguments: Callable[[str], ArgumentsText]) -> None:
         self.text = ""
         self._notation = notation
         before, _, behind_id = notation.between.rpartition("{id}")
         self._mark = behind_id.strip() or "<"
-        self._keeps = not behind_id.strip()  # the name goes to where the next mark begins
+        self._keeps = not behind_id.strip()  # the name extends to the next mark
         known = f"(?:{re.escape(before)}(?P<id>{notation.id_pattern}))?" if before else "(?P<id>)"
         apart = f"(?!{re.escape(words_of(notation.opening)[0])})"
         self._head = re.compile(rf"\s*(?P<name>(?:{apart}[^\s<>{{}}\"])+?){known}\s*")
@@ -507,7 +484,7 @@ class NamedText:
 
 
 def parsed(text: str) -> Any:
-    """The value of a text in JSON, fit to be sent in JSON; None where there is none. Half a character becomes "?"."""
+    """Parse JSON into a value that can be serialized again; None on failure. A lone surrogate becomes "?"."""
     try:
         shown = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         return json.loads(shown.encode(errors="replace"))
@@ -524,15 +501,15 @@ _WORDS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|[^\s<\[]+|\S")
 
 
 def words_of(marks: str) -> list[str]:
-    """The parts of some marks between which space may stand."""
+    """Split marks at the positions where whitespace is allowed."""
     return _WORDS.findall(marks)
 
 
 def behind(text: str, words: Sequence[str]) -> int | None:
-    """The place behind some words at the beginning of a text, whatever space is between them.
+    """The index after words at the beginning of a text, with any whitespace between them.
 
     Returns:
-        -1 where the text begins otherwise, None where it is too short to know.
+        -1 if the text begins otherwise, None if it is too short to decide.
     """
     place = 0
     for word in words:
@@ -546,5 +523,5 @@ def behind(text: str, words: Sequence[str]) -> int | None:
 
 
 def overlap(text: str, opening: str) -> int:
-    """How many characters at the end of a text begin an opening."""
+    """Length of the longest suffix of the text that is a prefix of the opening."""
     return next((count for count in range(min(len(text), len(opening)), 0, -1) if opening.startswith(text[-count:])), 0)

@@ -1,4 +1,4 @@
-"""Answers in channels, as gpt-oss writes them: messages with a header each, which says where they go."""
+"""Answers in channels, as gpt-oss writes them: messages with a header each that names the recipient."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ _HEADS = ("<|start|>", "<|channel|>", _BODY, "to=")
 
 
 class ChannelReader:
-    """Reads text, reasoning and calls from messages of several channels.
+    """Splits messages of several channels into text, reasoning and calls.
 
-    What goes to a function is a call, the channels "final" and "commentary" are text, and all else is reasoning. What
-    stands where a header should is text, and so is a call whose arguments are no object in JSON.
+    A message to a function is a call, the channels "final" and "commentary" are text, and everything else is reasoning.
+    Other output in place of a header is text, and so is a call with arguments that are not a JSON object.
 
     Args:
-        tools: that may be called; where there are none, or no more may be called, a call is reasoning.
-        parallel: whether there may be several calls.
-        calls: takes those that were read.
-        formed: whether a form holds the calls, which are then told as they come, cut ones too; others when whole.
+        tools: functions that may be called; if empty, or if no further call is allowed, a call is reasoning.
+        formed: whether a grammar constrains the calls. If so, they are streamed as they arrive, truncated ones too;
+            otherwise each is returned when complete.
 
     Attributes:
-        reasoned: characters of the reasoning that the answer begins with, marks and all.
+        reasoned: number of characters of the reasoning at the beginning of the answer, marks included.
     """
 
     def __init__(self, tools: Schemas, parallel: bool, calls: list[Call], formed: bool) -> None:
@@ -40,10 +39,9 @@ class ChannelReader:
         self._held = ""
         self._kind: type[str] | type[Reasoning] | None = None  # of the message; None in a header, and in a call
         self._call: Call | None = None
-        self._told: set[type[str] | type[Reasoning]] = set()  # kinds of which something was told
+        self._told: set[type[str] | type[Reasoning]] = set()  # kinds already returned
 
     def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
-        """Take the next text; see `AnswerReader.push`."""
         self._held += text
         self._pushed += len(text)
         found: list[str | Reasoning | CallDelta] = []

@@ -1,12 +1,12 @@
-"""Control tokens that somebody typed into a chat: they stay text, and only the chat template writes the tokens.
+"""Control tokens typed into a chat stay text; only the chat template writes the tokens.
 
-A message that spells `<|im_end|>` must not end its turn. Where messages spell a control token, each spelling is put
-between two marks before the template sees it. In what the template makes of that, control tokens beside a mark were
-typed and all others are the template's own. The text is then tokenised as a whole by a copy of the tokenizer in which
-control tokens have secret names: it finds the template's own, which got those names, and nothing in what was typed.
+A message that spells `<|im_end|>` must not end its turn. If messages spell a control token, each spelling is put
+between two marks before the template is rendered. In the rendered text, control tokens between marks were typed and all
+others are the template's own. The text is then tokenised as a whole by a copy of the tokenizer in which control tokens
+have secret names: it recognizes the template's own, which were renamed, and none in typed text.
 
-Worked example: the content `a<|end|>b` goes through the template as `a[<|end|>]b`, with marks for the brackets, and
-comes out as `<|user|>a[<|end|>]b<|end|>`. The copy reads `SECRET1a<|end|>bSECRET2`.
+Worked example: the content `a<|end|>b` is passed to the template as `a[<|end|>]b`, with marks for the brackets, and
+rendered as `<|user|>a[<|end|>]b<|end|>`. The copy reads `SECRET1a<|end|>bSECRET2`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from truedraft.errors import PromptError
 
 _Value = TypeVar("_Value")
 _TRUSTED_MARKS = frozenset(("system", "developer", "assistant"))
-"""Roles in which tokens that decode to text (`<tool_call>`, `<think>`) stay tokens: the operator or the model wrote
-them. Special tokens stay text in these, too."""
-_MARKS = range(0xE000, 0xF900)  # the private use area, of which two that nobody typed are taken
+"""Roles in which tokens that decode to text (`<tool_call>`, `<think>`) stay tokens, because the operator or the model
+wrote them. Special tokens are text in these roles too."""
+_MARKS = range(0xE000, 0xF900)  # the private use area, of which two unused characters are taken
 _SECRET_CHARACTERS, _LARGE_AREA = 8, range(0x100000, 0x10FFFE)  # 2^128 names
-_HINT = 3  # first characters of a token, by which most texts are seen to spell none
+_HINT = 3  # first characters of a token, a quick test that most texts fail
 
 
 @dataclass(frozen=True)
 class MarkedChat:
-    """What a chat template is given, with marks around control tokens that were typed.
+    """Input of a chat template, with marks around typed control tokens.
 
     Attributes:
-        messages, tools, variables: as of `Tokenizer.chat`.
-        marks: the two.
-        found: where the first such token is, and the token.
+        messages, tools, variables: as for `Tokenizer.chat`.
+        found: place of the first such token, and the token.
     """
 
     messages: list[dict[str, Any]]
@@ -48,14 +47,12 @@ class MarkedChat:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer beside a chat template.
+    """The control tokens of a tokenizer and a chat template.
 
-    These are its special tokens, and those added ones that the template writes itself.
+    These are its special tokens, and the added tokens that the template writes itself.
 
     Args:
-        backend: the tokenizer from transformers.
-        name: what messages call it.
-        template: text of the template, and of a conversation by it: tokens in either are written by it.
+        template: text of the template and of a conversation rendered by it; tokens in either count as written by it.
     """
 
     def __init__(self, backend: Any, name: str, template: str) -> None:
@@ -77,10 +74,10 @@ class ControlTokens:
         ]
 
     def literal_ids(self, text: str) -> list[int]:
-        """The ids of a part of a text that spells them like all else.
+        """Encode a part of a text, with control tokens in it as text.
 
         Raises:
-            PromptError: it spells one, and this tokenizer cannot keep that as text; or it holds half a character.
+            PromptError: it spells one, and this tokenizer cannot keep that as text; or it has a lone surrogate.
         """
         refuse_half_characters(text)
         token = self._all.first(text)
@@ -96,13 +93,13 @@ class ControlTokens:
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any],
     ) -> MarkedChat | None:
-        """A chat with marks around the control tokens that its texts spell; None where they spell none.
+        """A chat with marks around the control tokens that its texts spell; None if they spell none.
 
         Raises:
-            PromptError: it holds all characters that marks are made of.
+            PromptError: it contains all characters that could be marks.
         """
         finders = [self._special if each.get("role") in _TRUSTED_MARKS else self._all for each in messages]
-        texts: list[tuple[str, str, _Finder]] = []  # where, what, and what is looked for
+        texts: list[tuple[str, str, _Finder]] = []  # place, text, and its finder
         for place, (message, finder) in enumerate(zip(messages, finders, strict=True)):
             texts += [(f"messages[{place}]", text, finder) for text in texts_in(_without_role(message))]
         texts += [("tools", text, self._all) for text in texts_in(tools)]
@@ -139,12 +136,10 @@ class ControlTokens:
         )
 
     def ids(self, rendered: str, chat: MarkedChat, refuse: Callable[[str], None]) -> list[int]:
-        """The ids of what the template made of a marked chat.
+        """Encode the rendered text of a marked chat.
 
         Args:
-            rendered: by the template.
-            chat: that it is of.
-            refuse: is called with the text before it is tokenised, and raises where that is too long.
+            refuse: is called with the text before tokenization, and raises if it is too long.
 
         Raises:
             PromptError: this tokenizer cannot keep the typed tokens as text.
@@ -154,7 +149,7 @@ class ControlTokens:
         if not getattr(self._backend, "is_fast", False):
             raise PromptError(f"{refused}which has no tokenizer.json and so cannot keep it as text; leave it out")
         begin, end = chat.marks
-        for mark in chat.marks:  # as templates that write ASCII alone have it
+        for mark in chat.marks:  # as templates write them that escape non-ASCII characters
             rendered = rendered.replace(json.dumps(mark)[1:-1], mark)
         pieces = re.split(f"([{begin}{end}])", rendered)
         named, whole = list[str](), "".join(pieces[::2])
@@ -175,7 +170,6 @@ class ControlTokens:
         return self._read("".join(named))
 
     def _named(self, text: str, spans: Collection[tuple[int, int, int]]) -> str:
-        """A text with the secret names of tokens at some spans."""
         parts, place = [], 0
         for first, end, number in spans:
             parts += [text[place:first], self._names[number]]
@@ -187,13 +181,13 @@ class ControlTokens:
 
     @cached_property
     def _names(self) -> list[str]:
-        """The secret name of each control token: nobody can type it."""
+        """The secret, unguessable name of each control token."""
         secret = "".join(chr(secrets.choice(_LARGE_AREA)) for _ in range(_SECRET_CHARACTERS))
         return [f"{secret}{chr(0xF0000 + number)}" for number in range(len(self._all.tokens))]
 
     @cached_property
     def _copy(self) -> Any:
-        """The tokenizer with control tokens under their secret names, ids and all else as they are."""
+        """The tokenizer with control tokens renamed to their secret names, and the same ids."""
         from tokenizers import Tokenizer as Backend
 
         described = json.loads(self._backend.backend_tokenizer.to_str())
@@ -202,7 +196,7 @@ class ControlTokens:
         for each in described["added_tokens"]:
             each["content"] = names.get(each["content"], each["content"])
         model = described["model"]
-        vocab = model["vocab"]  # pieces of which are tokens of their own wherever they are spelled
+        vocab = model["vocab"]  # some of its pieces are control tokens wherever they are spelled
         if isinstance(vocab, dict):
             model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
         else:
@@ -220,15 +214,7 @@ class ControlTokens:
 
 
 class _Finder:
-    """Finds tokens in texts as a tokenizer does: the first, and of those that begin there the longest.
-
-    Args:
-        tokens: of which spellings are found.
-        normalizer: that some tokens are sought behind; None where there is none.
-
-    Attributes:
-        tokens: as given.
-    """
+    """Finds tokens in texts as a tokenizer does: the first, and among those at the same place the longest."""
 
     def __init__(self, tokens: Sequence[Any], normalizer: Any) -> None:
         self.tokens = list(tokens)
@@ -240,11 +226,10 @@ class _Finder:
         self._longest = max((len(token.content) for token in tokens), default=0)
 
     def spans(self, text: str) -> list[tuple[int, int, int]]:
-        """First character, end and number of each token in a text."""
+        """First character, end and index of each token in a text."""
         return self.spans_of([text])[text]
 
     def spans_of(self, texts: Collection[str]) -> dict[str, list[tuple[int, int, int]]]:
-        """The same by text, of several."""
         found: dict[str, list[tuple[int, int, int]]] = {text: [] for text in texts}
         sought = [text for text in found if self._normalizer is not None or self._hint.search(text)]
         for text, read in zip(sought, self._finder.encode_batch(sought) if sought else (), strict=True):
@@ -252,14 +237,13 @@ class _Finder:
         return found
 
     def first(self, text: str) -> str:
-        """The first token in a text; "" where there is none."""
         spans = self.spans(text)
         return self.tokens[spans[0][2]].content if spans else ""
 
     def joined(self, texts: Sequence[str]) -> list[str]:
-        """Last parts of tokens that some text begins with while others end with a first part, the longest first.
+        """Tails of tokens at the beginning of a text, if another text ends with the head; the longest first.
 
-        A template may write texts side by side, without white space around them.
+        A template may write texts next to each other, without whitespace between them.
         """
         heads = frozenset[int]().union(*(self._edges(text.rstrip()[::-1], self._heads, -1) for text in texts))
         tails = [
@@ -272,7 +256,7 @@ class _Finder:
         return sorted(set(tails), key=len, reverse=True)
 
     def _edges(self, text: str, parts: Mapping[str, frozenset[int]], step: int) -> frozenset[int]:
-        """Numbers of the tokens of which one of the parts stands at the edge of a text."""
+        """Indices of the tokens with a part at the edge of a text."""
         edge = text[: self._longest]
         return frozenset[int]().union(*(parts.get(edge[:cut][::step], frozenset()) for cut in range(1, len(edge) + 1)))
 
@@ -294,7 +278,7 @@ class _Finder:
 
 
 def _parts(tokens: Sequence[Any], part: Callable[[str, int], str]) -> dict[str, frozenset[int]]:
-    """By each proper first, or last, part of tokens the numbers of those tokens."""
+    """Indices of tokens by each of their proper prefixes, or suffixes."""
     found: dict[str, set[int]] = {}
     for number, token in enumerate(tokens):
         for cut in range(1, len(token.content)):
@@ -303,12 +287,11 @@ def _parts(tokens: Sequence[Any], part: Callable[[str, int], str]) -> dict[str, 
 
 
 def _is_mark(token: str) -> bool:
-    """Whether a token is a mark, and no word, number or white space, which templates write as they write text."""
+    """Whether a token is a mark; words, numbers and whitespace are not, because templates write them as text."""
     return re.search(r"[^\w\s▁]", token) is not None
 
 
 def _merged(merge: str | Sequence[str]) -> set[str]:
-    """The pieces that a merge is of, and the one that it makes."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return {left, right, left + right}
 
@@ -331,7 +314,7 @@ def _with_marks(text: str, spans: Sequence[tuple[int, int, int]], joined: Sequen
 
 
 def ids_of(backend: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """The ids of a text by a tokenizer of the library tokenizers. By this call alone other threads run meanwhile."""
+    """Encode with a tokenizer of the tokenizers library. Only this call lets other threads run at the same time."""
     return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
@@ -349,10 +332,10 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def refuse_half_characters(text: str) -> None:
-    """No tokenizer takes a lone surrogate.
+    """Refuse a lone surrogate, which no tokenizer accepts.
 
     Raises:
-        PromptError: says where there is one.
+        PromptError: says where it is.
     """
     try:
         text.encode()
@@ -365,7 +348,6 @@ def refuse_half_characters(text: str) -> None:
 
 
 def _mapped(value: _Value, change: Callable[[str], str]) -> _Value:
-    """A value with all its texts changed, keys included."""
     made: Any = value
     if isinstance(value, str):
         made = change(value)

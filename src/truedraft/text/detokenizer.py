@@ -1,4 +1,4 @@
-"""Text from ids as they come, never half a character, and in sum exactly what decoding all of them gives."""
+"""Incremental detokenization: never a part of a character, and in sum exactly the text of decoding all ids."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-"""What stands where bytes make no character."""
+"""The replacement for bytes that make no character."""
 
-# Tokens kept as context for those that follow. The text of a token depends on what is before it in two ways only:
-# a decoder may drop a space at the very beginning (one token of context is enough to tell), and bytes may join to
+# Tokens kept as context for later ones. The text of a token depends on what is before it in two ways only:
+# a decoder may drop a space at the very beginning (one token of context is enough to know), and bytes may join to
 # characters. Of a cut stream of UTF-8 at most 3 bytes are misread and the last character has at most 4, so that
 # 7 bytes, hence 8 tokens, are enough to read everything that follows as in the whole stream.
 _CONTEXT = 8
@@ -29,18 +29,17 @@ class Decoder(Protocol):
 
     @property
     def byte_values(self) -> Mapping[int, int]:
-        """The byte of each id that stands for one; a run of them is decoded together."""
+        """By id the byte of each byte token; a run of them is decoded together."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn ids into text."""
+        """Decode ids."""
 
 
 class ShownTokens:
-    """A decoder that writes some special tokens by their names, and is another one for the rest.
+    """A decoder that writes some special tokens by their names, and passes all others to another decoder.
 
     Args:
-        decoder: for the rest.
-        names: of the tokens that are shown, by their ids; of those that it shows itself nothing changes.
+        names: by id of the tokens to show; tokens with a text of their own do not change.
     """
 
     def __init__(self, decoder: Decoder, names: Mapping[int, str]) -> None:
@@ -68,19 +67,19 @@ class ShownTokens:
 
 
 class StreamDetokenizer:
-    """Turn one growing sequence of ids into pieces of text that later tokens cannot change.
+    """Turns a growing sequence of ids into pieces of text that later tokens cannot change.
 
     The pieces, with that of `finish`, join to `tokenizer.decode(all ids)`, whatever the ids. Held back are:
 
-    - a U+FFFD at the end: the bytes of a character so far, of which the rest may come (or a real U+FFFD);
-    - with byte fallback (Llama 2, Gemma), a run of byte tokens, because one bad byte makes U+FFFD of all of them.
+    - a U+FFFD at the end: the bytes of an incomplete character (or a real U+FFFD);
+    - with byte fallback (Llama 2, Gemma), a run of byte tokens, because one bad byte turns all of them into U+FFFD.
 
     A token costs the decoding of a window of about 16 tokens, not of the answer so far.
     """
 
     def __init__(self, tokenizer: Decoder) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the tokens from which text is still to come, after up to _CONTEXT read ones
+        self._window: list[int] = []  # tokens with unreleased text, after up to _CONTEXT released ones
         self._released = 0  # characters of the window's text that have been returned
         self._held = False
 
@@ -90,17 +89,17 @@ class StreamDetokenizer:
         return self._held
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens; return the text that has become final, often of the tokens before."""
+        """Process the next tokens; return the text that has become final, often of earlier tokens."""
         return "".join([self._push(token) for token in token_ids])
 
     def pending(self) -> str:
-        """The text that is held back, as it would be if no token followed."""
+        """The held text, as it would be if no token followed."""
         if not self._held:
             return ""
         return self._tokenizer.decode(self._window)[self._released :]
 
     def finish(self) -> str:
-        """Return what was held back, as no token follows; the next `push` begins a new text."""
+        """Return the held text at the end; the next `push` begins a new text."""
         rest = self.pending()
         self._window, self._released, self._held = [], 0, False
         return rest
@@ -113,7 +112,7 @@ class StreamDetokenizer:
             return ""
         self._window.append(token)
         if token in self._tokenizer.byte_values:
-            # Nothing of a run is decoded before it ends, so that a run costs no more than its length.
+            # A run is decoded only when it ends, so that it costs no more than its length.
             self._held = True
             return ""
         return self._release()
@@ -129,11 +128,11 @@ class StreamDetokenizer:
         return piece
 
     def _shorten(self, released: str) -> None:
-        """Forget tokens of the window that the text to come does not depend on."""
+        """Drop tokens of the window that later text does not depend on."""
         context = self._window[-_CONTEXT:]
         text = self._tokenizer.decode(context)
         length = _final_length(text)
-        # Where the cut falls inside a character, or leaves only spaces that a decoder drops at the ends of a text
+        # If the cut falls inside a character, or leaves only spaces that a decoder drops at the ends of a text
         # (slow tokenizers do), try again at the next token.
         if length and released.endswith(text[:length]):
             self._window = context
@@ -141,5 +140,5 @@ class StreamDetokenizer:
 
 
 def _final_length(text: str) -> int:
-    """How much of the text stays, whatever bytes follow: an unfinished character shows as one U+FFFD."""
+    """Length of the text that no later bytes can change: an incomplete character decodes to one U+FFFD."""
     return len(text) - text.endswith(REPLACEMENT)

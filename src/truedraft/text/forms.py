@@ -1,7 +1,7 @@
-"""Forms that answers must have: JSON by a schema, a regular expression, a grammar or a choice, by llguidance.
+"""Structured output by llguidance: JSON schemas, regular expressions, grammars and choices.
 
-A state of the form belongs to a text. At a node of a token tree that is the answer so far and the tokens on the node's
-own path, so masks are functions of paths like all else that shapes logits.
+A state of the form belongs to a text. At a node of a token tree this is the answer so far and the tokens on the node's
+path, so masks are functions of paths like everything else that shapes logits.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from truedraft.text.trial import Trial
 
 MOST_CHARACTERS = 1 << 16
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is laid out where its schema does not say: on one line, as Python's json.dumps does.
+"""Default JSON layout: on one line, as Python's json.dumps writes it.
 
-Where spaces might stand anywhere small models write them for ever, and little of an answer is known beforehand.
+If whitespace were allowed anywhere, small models would write it endlessly, and little of an answer would be forced.
 """
 _MOST_ITEMS = 10_000
-"""Parser items that working out one mask may take, which is about a tenth of a second.
+"""Limit of parser items for one mask, which is about a tenth of a second.
 
-Ambiguous grammars take more with each token, and other requests wait meanwhile. Schemas of 60 fields that may each be
-one of three kinds take 2,000.
+Ambiguous grammars take more with each token, while other requests wait. Schemas of 60 fields of three possible types
+each take 2,000.
 """
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_lexer_states": 20_000}
-"""The library's own bounds of what preparing a form and working out a mask take, and of what answers add to a form.
+"""The library's limits for preparing a form, for computing a mask, and for what answers add to a form.
 
 A choice of 4,000 words takes 50,000 of the first. The second is some 30 ms, the third about 15 MB.
 """
@@ -56,15 +56,15 @@ _EXCEEDED = {
     "grammar size": "the symbols of a grammar (max_grammar_size)",
     "schema too large": "the size of a schema with all its combinations",
 }
-"""What the library says where something is too much, and what that is."""
+"""Parts of the library's error messages about limits, and the limit that each means."""
 _MOST_BYTES = 256 << 20
-"""That forms hold together: those of open requests, and those that are kept for the next that asks for the same."""
+"""Limit of bytes of all forms: those of open requests, and those cached for later requests."""
 _MOST_OF_ONE = 128 << 20
-"""That those of one owner hold."""
+"""Limit of bytes of one owner's forms."""
 _BYTES_A_CHARACTER = 400
-"""That a form holds for each of its grammar; measured were up to 300, of schemas of 1,500 properties."""
+"""Bytes of a form per byte of its grammar; up to 300 were measured, with schemas of 1,500 properties."""
 _BYTES_A_MULTIPLE = 1_000
-"""That one holds for each remainder that it tells apart; measured were 700."""
+"""Bytes of a form per remainder that it distinguishes; 700 were measured."""
 _QUICK_CHARACTERS = 1 << 15
 _QUICK_MULTIPLES = 10_000
 _QUICK_RULES = 300
@@ -72,16 +72,16 @@ _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*-?([0-9.]+)')
 _MEETING = ('"allOf"', '"anyOf"', '"oneOf"', "$ref", "patternProperties")
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MADE_IN_A_STEP_S = 0.3
-"""Seconds of a processor that making a form once more may take while other requests wait."""
+"""CPU seconds that making a form again may take while other requests wait."""
 _AHEAD = 256
-"""Bytes that are looked ahead where the form leaves no choice."""
+"""Bytes of forced text that are looked ahead."""
 _KNOWN_BY = 4
-"""Bytes by which a text is known again that was spelled before, whatever follows them."""
+"""Length in bytes of the prefix by which forced text seen before is recognized."""
 _MOST_MASKS = 256
-"""Masks of one request that are kept until its text grows."""
+"""Masks of one request that are cached until its text grows."""
 
 _Key: TypeAlias = tuple[Hashable, Structured]
-"""Who asked for a form, and the form."""
+"""The owner of a form, and the form."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -89,10 +89,8 @@ class Prepared:
     """A form at the beginning of any answer.
 
     Attributes:
-        matcher: of llguidance; copies share what it has worked out.
-        held: bytes of memory, as far as that can be told.
-        grammar: it is made of.
-        made_s: seconds of a processor that this took.
+        matcher: llguidance matcher; copies share what it has computed.
+        held: bytes of memory, estimated.
     """
 
     matcher: Any
@@ -102,26 +100,25 @@ class Prepared:
 
 
 class Forms:
-    """Makes forms for the requests of one model; any thread may ask.
+    """Makes forms for the requests of one model. Thread-safe.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: ids that its logits are of.
-        eos_ids: ids that end an answer; the first ends one whose form is complete.
+        vocab_size: ids that the model's logits cover.
+        eos_ids: ids that end an answer; the first ends one with a complete form.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab = vocab_size
         self._eos_ids = tuple(eos_ids)
-        self._kept: OrderedDict[_Key, Prepared] = OrderedDict()  # by when they were last asked for
+        self._kept: OrderedDict[_Key, Prepared] = OrderedDict()  # least recently requested first
         self._alive: weakref.WeakValueDictionary[_Key, Prepared] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # of `_alive` and `_kept`
         self._one_trial = threading.Lock()
 
     @cached_property
     def _guide(self) -> Any:
-        """The vocabulary as the library wants it; made once, which takes about a second for large ones."""
+        """The vocabulary in llguidance's format; made once, which takes about a second for large ones."""
         try:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
@@ -134,19 +131,19 @@ class Forms:
             )
         try:
             return from_tokenizer(self._tokenizer.backend, n_vocab=self._vocab, eos_token=self._eos_ids[0])
-        except Exception as error:  # a slow tokenizer, for one
+        except Exception as error:  # such as a slow tokenizer
             raise OptionError(f"cannot be had with this model's tokenizer ({error})", field="structured") from error
 
     def start(
         self, structured: Structured, tokens: Sequence[int], prompt_tokens: int, owner: Hashable = None
     ) -> FormState:
-        """The form of one answer, at its beginning.
+        """Return the form of one answer, at its beginning.
 
         Args:
-            structured: what is asked for.
-            tokens: prompt and answer so far, which somebody else owns and grows.
-            prompt_tokens: how many of these, the first, are the prompt.
-            owner: who asks; forms are shared within one alone, for how soon they are there tells who asked for them.
+            tokens: prompt and answer so far; the caller owns this list and appends to it.
+            prompt_tokens: number of leading tokens that are the prompt.
+            owner: forms are shared only within one owner, because the time until a form is ready reveals earlier
+                requests.
 
         Raises:
             OptionError: it is no schema, expression or grammar, or too large.
@@ -157,7 +154,7 @@ class Forms:
         return FormState(prepared, self._guide, self._eos_ids[0], tokens, prompt_tokens, anew)
 
     def found(self, structured: Structured, owner: Hashable = None) -> Prepared | None:
-        """A form that was prepared for an owner before, if it is still there."""
+        """Return the form prepared earlier for this owner, if it still exists."""
         with self._lock:
             prepared = self._alive.get((owner, structured))
             if prepared is not None:
@@ -165,23 +162,23 @@ class Forms:
             return prepared
 
     def prepare(self, structured: Structured, owner: Hashable = None) -> Prepared:
-        """Make a form that is not there yet, which may take seconds.
+        """Make a form that does not exist yet, which may take seconds.
 
         Raises:
-            OptionError: it is no schema, expression or grammar, or it takes too much.
+            OptionError: it is no schema, expression or grammar, or exceeds a limit.
             FormMemoryError: the forms of open requests leave no room for it.
             MissingExtraError: llguidance is not installed.
         """
         return self.make(structured, *self.grammar(structured), Trial(), owner)
 
     def grammar(self, structured: Structured) -> tuple[str, bool]:
-        """What the library is given for a form, and whether what it then takes is known to be little.
+        """Return the form's grammar for llguidance, and whether compiling it is known to be fast.
 
         Raises:
             OptionError: it is no schema or expression, or too long.
             MissingExtraError: llguidance is not installed.
         """
-        _ = self._guide  # which says where there can be no forms at all
+        _ = self._guide  # raises if forms are impossible
         from llguidance import LLMatcher
 
         size = sum(map(len, structured.value)) if structured.kind == "choice" else len(str(structured.value))
@@ -196,34 +193,31 @@ class Forms:
     def make(
         self, structured: Structured, grammar: str, is_quick: bool, trial: Trial, owner: Hashable = None
     ) -> Prepared:
-        """Make a form of its grammar; one that may take more than the library bounds is first tried elsewhere.
+        """Compile a form. One that may exceed the library's limits is first tried in another process.
 
         Args:
-            structured: what is asked for.
-            grammar: as `grammar` gave it.
-            is_quick: likewise.
-            trial: by which another thread may end this, until the form is made here.
-            owner: who asks.
+            grammar: first result of `grammar`.
+            is_quick: second result of `grammar`.
+            trial: lets another thread cancel the trial, until the form is compiled here.
 
         Raises:
-            OptionError: the library refuses it, or it takes too much.
+            OptionError: the library rejects it, or it exceeds a limit.
             FormMemoryError: the forms of open requests leave no room for it.
             CancelledError: the trial was cancelled.
         """
         held = (1 << 20) + _BYTES_A_CHARACTER * len(grammar) + _BYTES_A_MULTIPLE * _multiples(grammar)
         if not is_quick:
             with self._one_trial:
-                if there := self.found(structured, owner):  # somebody else was first
+                if there := self.found(structured, owner):  # another thread was first
                     return there
                 found = trial.run(self._tokenizer_json(), grammar, self._limits, self._vocab, self._eos_ids[0])
             if isinstance(found, str):
                 raise _refusal(found, grammar)
-            held = found or held  # which not every system tells
+            held = found or held  # not every system reports it
         self._make_room(held, owner)
         return self._prepared((owner, structured), grammar, held)
 
     def _prepared(self, key: _Key, grammar: str, held: int) -> Prepared:
-        """A form that is made here, for whoever asks for it from now on."""
         began = time.thread_time()
         matcher = self._matcher(grammar)
         prepared = Prepared(matcher, held, grammar, time.thread_time() - began)
@@ -233,20 +227,19 @@ class Forms:
         return prepared
 
     def _matcher(self, grammar: str) -> Any:
-        """What llguidance makes of a form, at the beginning of an answer."""
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(self._guide, grammar, log_level=0, limits=LLParserLimits(**self._limits))
         if not matcher.is_error():
-            matcher.compute_bitmask()  # which copies need not work out again
+            matcher.compute_bitmask()  # so that copies need not compute it again
         if matcher.is_error():
             raise _refusal(matcher.get_error(), grammar)
         return matcher
 
     def _anew(self, key: _Key, spent: Prepared) -> Prepared | None:
-        """The form as it was before other answers came to states of it, for one answer and for all that come.
+        """Compile a form again after other answers have used up its limit of states.
 
-        None where making it takes too long for a step; then who asks for it next prepares it.
+        None if that takes too long for a step; the next request for the form then prepares it.
         """
         with self._lock:
             if self._alive.get(key) is spent:
@@ -255,7 +248,7 @@ class Forms:
         return self._prepared(key, spent.grammar, spent.held) if spent.made_s < _MADE_IN_A_STEP_S else None
 
     def _keep(self, key: _Key, prepared: Prepared) -> None:
-        """Keep a form for who asks next, and as many others as there is room for; the lock is held."""
+        """Cache a form for the next request, and as many others as fit; the lock is held."""
         self._kept[key] = prepared
         self._kept.move_to_end(key)
         for counts, most in _bounds(key[0]):
@@ -266,7 +259,7 @@ class Forms:
                     held -= self._kept.pop(other).held
 
     def _make_room(self, held: int, owner: Hashable) -> None:
-        """Forget kept forms until a new one fits beside those of open requests."""
+        """Evict cached forms until a new one fits together with those of open requests."""
         with self._lock:
             for counts, most in _bounds(owner):
                 kept = [key for key in reversed(self._kept) if counts(key)]
@@ -288,7 +281,7 @@ class Forms:
         return _LIMITS | {"step_max_items": _MOST_ITEMS, "verbose_errors": False}
 
     def _tokenizer_json(self) -> str:
-        """The tokenizer as another process reads it, as `llguidance.hf` makes it."""
+        """The tokenizer serialized for another process, as `llguidance.hf` does it."""
         backend = copy(self._tokenizer.backend.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -296,23 +289,20 @@ class Forms:
 
 
 def _bounds(owner: Hashable) -> tuple[tuple[Callable[[_Key], bool], int], ...]:
-    """Which forms count for an owner, and for all, and what these may hold together."""
+    """For one owner and for all: which forms count, and their limit of bytes."""
     return (lambda key: key[0] == owner, _MOST_BYTES if owner is None else _MOST_OF_ONE), (lambda _: True, _MOST_BYTES)
 
 
 class FormState:
-    """How far one answer has come in its form; see `truedraft.core.shaping.Form`.
+    """The state of one answer in its form; see `truedraft.core.shaping.Form`.
 
-    Behind a path where the grammar is too ambiguous to be followed no token is allowed, so that a request that gets
-    there fails, whoever drafts.
+    After a path where the grammar is too ambiguous to be followed no token is allowed, so that the request fails there
+    whichever drafter drafts.
 
     Args:
-        prepared: the form at its beginning.
-        guide: of llguidance, the vocabulary that masks are of.
-        eos_id: ends an answer whose form is complete.
-        tokens: prompt and answer so far, which somebody else owns and grows.
-        prompt_tokens: how many of these, the first, are the prompt.
-        anew: makes the form once more, where earlier answers used it up; None where that takes too long.
+        tokens: prompt and answer so far; the caller owns this list and appends to it.
+        prompt_tokens: number of leading tokens that are the prompt.
+        anew: compiles the form again if earlier answers used it up; returns None if that takes too long.
     """
 
     def __init__(
@@ -324,7 +314,7 @@ class FormState:
         prompt_tokens: int,
         anew: Callable[[Prepared], Prepared | None],
     ) -> None:
-        self._prepared = prepared  # held, for while there is such a state its memory is taken
+        self._prepared = prepared  # a reference, because the form's memory counts while a state of it exists
         self._matcher = prepared.matcher.deep_copy()
         self._anew = anew
         self._is_anew = False
@@ -334,15 +324,15 @@ class FormState:
         self._vocab = guide.vocab_size
         self._mask_bytes = -(-self._vocab // 8)
         self._tokens = tokens
-        self._read = prompt_tokens  # so many of `tokens` the matcher has seen
-        self._masks: dict[tuple[int, ...], bytes] = {}  # a bit for each id
-        self._last: tuple[tuple[int, ...], Any] = (), None  # the path looked at last, and a copy of the matcher there
+        self._read = prompt_tokens  # number of `tokens` that the matcher has consumed
+        self._masks: dict[tuple[int, ...], bytes] = {}  # one bit per id
+        self._last: tuple[tuple[int, ...], Any] = (), None  # the last path, and a copy of the matcher there
         self._forced: list[int] | None = None
-        self._ahead = b""  # all that has to come next, as far as it was looked at
-        self._text = b""  # the beginning of it, which `_forced` spells
-        self._spelling: dict[bytes, int] = {}  # where such a text had to come, the token that the answer began it with
+        self._ahead = b""  # forced text, as far as it was computed
+        self._text = b""  # the prefix of `_ahead` that `_forced` encodes
+        self._spelling: dict[bytes, int] = {}  # by prefix of forced text, the token that the answer began it with
         self._recalls = False
-        self._error = ""  # of the mask that was made last
+        self._error = ""  # of the last mask
 
     def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
         self._go_on()
@@ -355,24 +345,24 @@ class FormState:
         matcher = None if key in self._masks else self._behind(key)
         if matcher is None or matcher.is_error() or matcher.is_stopped():
             return bool(self._mask(key)[token >> 3] >> (token & 7) & 1)
-        trial = matcher.deep_copy()  # a token too ambiguous to be read would leave the state broken
+        trial = matcher.deep_copy()  # a token that is too ambiguous would break the state
         return bool(trial.validate_tokens([token]) == 1) and not trial.is_error()
 
     def legal(self, path: Path) -> int:
         self._go_on()
         if self._matcher.is_error():
             return 0
-        # Consumed and not validated, which would pass over limits of tokens that a grammar may set.
+        # Consumed, because validation would ignore token limits that a grammar may set.
         count = int(self._matcher.deep_copy().try_consume_tokens(list(path)))
-        ends = count < len(path) and self.allows(path[:count], path[count])  # a whole form consumes no end of text
+        ends = count < len(path) and self.allows(path[:count], path[count])  # a complete form consumes no end of text
         return count + ends
 
     def forced(self) -> Sequence[int]:
         self._go_on()
-        if self._is_anew:  # looking ahead takes the states that the answer needs
+        if self._is_anew:  # looking ahead uses up states that the answer needs
             return ()
         if self._forced is None:
-            matcher = self._matcher.deep_copy()  # what is only drafted cannot fail the answer
+            matcher = self._matcher.deep_copy()  # so that drafting cannot fail the answer
             self._ahead = self._ahead or matcher.compute_ff_bytes()
             self._text = self._ahead[:_AHEAD]
             known, rest = self._spelled_before(self._text)
@@ -385,7 +375,7 @@ class FormState:
         return self._recalls
 
     def _spelled_before(self, text: bytes) -> tuple[list[int], bytes]:
-        """What must come next as the answer spelled it where it had to come before, and what is left to be spelled."""
+        """Forced tokens as the answer encoded the same text before, and the text left to encode."""
         known: list[int] = []
         while (key := text[:_KNOWN_BY]) in self._spelling:
             part = self._guide.decode_bytes([self._spelling[key]])
@@ -396,10 +386,10 @@ class FormState:
         return known, text
 
     def _spelled(self, matcher: Any, known: list[int], text: bytes) -> list[int]:
-        """What must come next behind some tokens, as the tokenizer writes it.
+        """Forced tokens after some tokens, as the tokenizer encodes them.
 
-        Its last tokens are left out where they might become one with what follows, and the end of text is added where
-        nothing may follow.
+        The last tokens are dropped if they might merge with what follows; the end of text is added if nothing may
+        follow.
         """
         sure, open_end = self._guide.tokenize_partial(text) if text else ([], b"")
         whole = [*sure, *(self._guide.tokenize_bytes(open_end) if open_end else ())]
@@ -409,7 +399,6 @@ class FormState:
         return list(sure)
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """How the answer spelled what had to come."""
         text = self._text
         for token in tokens:
             part = self._guide.decode_bytes([token])
@@ -419,7 +408,6 @@ class FormState:
             text = text[len(part) :]
 
     def _go_on(self) -> None:
-        """Read what was committed since."""
         new = list(self._tokens[self._read :])
         if new:
             self._read += len(new)
@@ -433,17 +421,17 @@ class FormState:
                 self._forced = None
 
     def _behind(self, path: tuple[int, ...]) -> Any:
-        """The matcher behind a path, to be looked at and not to be changed; None behind one that leaves the form."""
+        """The matcher after a path, read-only; None after a path that leaves the form."""
         if not path:
             return self._matcher
-        # A copy takes a microsecond, and rolling back goes astray behind an end of text. A chain goes on with one copy.
+        # A copy takes a microsecond, and rolling back fails after an end of text. A chain continues with one copy.
         before, matcher = self._last
         if matcher is None or path[: len(before)] != before:
             before, matcher = (), self._matcher.deep_copy()
         added = list(path[len(before) :])
         count = matcher.try_consume_tokens(added)
         if count < len(added) and not matcher.is_error():
-            matcher.consume_tokens(added[count:])  # which tells a token that is not allowed from a limit
+            matcher.consume_tokens(added[count:])  # distinguishes a forbidden token from a limit
             if not _exceeded(matcher.get_error()):
                 self._last = (), None
                 return None
@@ -451,7 +439,6 @@ class FormState:
         return matcher
 
     def _mask(self, path: Path) -> bytes:
-        """What may follow behind a path, a bit for each id."""
         key = tuple(path)
         if key not in self._masks:
             if len(self._masks) >= _MOST_MASKS:
@@ -463,7 +450,7 @@ class FormState:
         return self._masks[key]
 
     def _made(self, matcher: Any) -> bytes | None:
-        """A mask; None where the library gives up, which would else allow the end of text."""
+        """A mask; None if the library gives up, in which case it would allow the end of text."""
         if matcher is None:
             return b"\xff" * self._mask_bytes
         mask = bytes(matcher.compute_bitmask()[: self._mask_bytes])
@@ -471,7 +458,7 @@ class FormState:
         return None if self._error else mask
 
     def _began_anew(self) -> bool:
-        """Read the answer again with a form that no other answer has brought to its limit of states."""
+        """Consume the answer again with a newly compiled form, after other answers used up the states."""
         if self._is_anew or "too many states" not in self._error:
             return False
         fresh = self._anew(self._prepared)
@@ -494,10 +481,10 @@ class FormState:
 
 
 def _grammar_of(structured: Structured, matcher: Any) -> str:
-    """What llguidance reads: a Lark grammar that allows all tokens that spell its text.
+    """A Lark grammar for llguidance that allows all tokenisations of its text.
 
-    Left alone the library allows but one tokenisation of what the form leaves no choice in, and a model that likes
-    another, by which the rest of its answer may be another too, never gets it.
+    By default the library allows only one tokenisation of forced text. A model that prefers another one, after which
+    the rest of its answer may differ too, could never produce it.
     """
     kind, value = structured.kind, structured.value
     if kind == "grammar":
@@ -514,9 +501,9 @@ def _grammar_of(structured: Structured, matcher: Any) -> str:
 
 
 def _is_quick(grammar: str, kind: str) -> bool:
-    """Whether the library's limits, or the size of a grammar, bound what preparing it takes to some tenths of a second.
+    """Whether the library's limits, or the size of a grammar, bound the time to prepare it to some tenths of a second.
 
-    They bound neither intersections of expressions, nor multiples, nor how deeply rules lead to each other.
+    They bound neither intersections of expressions, nor multiples, nor the depth of rules that refer to each other.
     """
     return (
         len(grammar) <= _QUICK_CHARACTERS
@@ -527,21 +514,20 @@ def _is_quick(grammar: str, kind: str) -> bool:
 
 
 def _multiples(grammar: str) -> int:
-    """How many remainders the numbers of a grammar have at most, where schemas meet those of their least multiple."""
-    plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), grammar)  # a key may hide behind these
+    """Upper bound of the remainders that a grammar's numbers have, with intersections at the least common multiple."""
+    plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), grammar)  # a key may contain these escapes
     found = [max(int(each.replace(".", "") or 0), 1) for each in _MULTIPLE.findall(plain)]
     return max(sum(found), math.lcm(*found) if any(word in plain for word in _MEETING) else 0)
 
 
 def _refusal(message: str, grammar: str) -> OptionError:
-    """What the library says of a form that it refuses, or gives up."""
     if exceeded := _exceeded(message):
         return OptionError(f"is too large or too ambiguous: it exceeds {exceeded}; make it simpler", field="structured")
     told: list[str] = []
 
     def look(schema: Any, comment: str) -> Any:
         if not told and (problem := problem_of(schema)):
-            about, mark, place = comment.rpartition(" #/")  # behind which it stands where the schema that is meant is
+            about, mark, place = comment.rpartition(" #/")  # followed by the position of the schema
             for sign in "#'" if mark else "":
                 problem = problem.replace(f"{sign}/{place}", sign)
             told.append(f"{about if mark else comment} {problem}".strip())
@@ -552,7 +538,6 @@ def _refusal(message: str, grammar: str) -> OptionError:
 
 
 def _exceeded(message: str) -> str:
-    """Which limit a message of the library is about; "" for none."""
     return next((what for sign, what in _EXCEEDED.items() if sign in message), "")
 
 

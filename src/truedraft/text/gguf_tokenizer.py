@@ -1,6 +1,6 @@
-"""The tokenizer that a GGUF file describes: how text is split, which pieces merge, and what each token is by its type.
+"""The tokenizer described in a GGUF file: how text is split, which pieces merge, and the type of each token.
 
-`tokenizer.ggml.pre` names the rule by which text is split before pieces merge. The rules are those of the models' own
+`tokenizer.ggml.pre` names the rule by which text is split before merging. The rules are those of the models' own
 tokenizers, under llama.cpp's names (`llama_vocab_pre_type` in llama-vocab.h).
 """
 
@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import generate_merges
 from truedraft.errors import ModelError, UnsupportedModelError, first_line
 
 _log = logging.getLogger(__name__)
-_SPACE = "\u2581"  # as which SentencePiece writes a space
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are matched as a whole; see gguf's TokenType
 _NAMED = {  # transformers' name of a token, and the file's
     "bos_token": "bos",
@@ -33,13 +33,13 @@ _NAMED = {  # transformers' name of a token, and the file's
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How text is cut into the pieces within which tokens merge.
+    """How text is split into the pieces within which tokens merge.
 
     Attributes:
-        patterns: regular expressions in Oniguruma's notation. Each is applied to what those before it left; its
-            matches and what lies between them are pieces.
+        patterns: regular expressions in Oniguruma's notation, each applied to the pieces of those before it; its
+            matches and the text between them are pieces.
         whole_first: a piece that is a token stays one, whatever merges would make of it.
-        adds_bos: a text begins with the begin-of-text token where the file does not say.
+        adds_bos: whether a text begins with the begin-of-text token if the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -57,12 +57,12 @@ _ASCII_SIGNS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 
 
 def _words(digits: str, *, endings: str = f"(?:{_ENDINGS})|", signs: str = r"]+[\r\n]*", lines: str = _LINES) -> str:
-    """GPT-4's rule, which most later ones vary: a sign before a word belongs to it, line breaks to what is before."""
+    """GPT-4's rule, varied by most later ones: signs belong to the word after them, line breaks to the text before."""
     return rf"{endings}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}{signs}|{lines}"
 
 
 def _cased(digits: str, endings: str = "") -> str:
-    """GPT-4o's rule: a word also begins at a capital letter behind a small one."""
+    """GPT-4o's rule: a word also begins at an uppercase letter after a lowercase one."""
     other, small = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -71,10 +71,10 @@ def _cased(digits: str, endings: str = "") -> str:
     )
 
 
-_MARKED = (  # DeepSeek 3's: letters with their marks, and a sign with the ASCII letters behind it
+_MARKED = (  # DeepSeek 3's: letters with their marks, and a sign with the ASCII letters after it
     rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
 )
-_DEEPSEEK_LETTERS = (  # letters of two cases that DeepSeek LLM lists: all but those of later scripts and of formulas
+_DEEPSEEK_LETTERS = (  # cased letters that DeepSeek LLM lists: all but those of later scripts and of formulas
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^"
     "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab6f"
     "\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001d7cb\U0001df00-\U0001df1e]]"
@@ -189,16 +189,16 @@ SPLITS: Mapping[str, Split] = {name: split for split, names in _BY_SPLIT for nam
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """What a file says of its tokens; `path` is for messages."""
+    """A file's description of its tokens; `path` is for error messages."""
 
     path: str
     tokens: Sequence[str]
     types: Sequence[int]
-    named: Mapping[str, str]  # by transformers' names
+    named: Mapping[str, str]  # special tokens by transformers' names
     said: Mapping[str, Any]  # the file's other fields, without `tokenizer.ggml.`
 
     def whole(self) -> list[AddedToken]:
-        """Tokens that are matched as a whole before a text is cut: control tokens, and those that users defined."""
+        """Tokens that are matched as a whole before a text is split: control tokens, and user-defined ones."""
         return [
             AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
             for token, kind in zip(self.tokens, self.types, strict=True)
@@ -210,12 +210,11 @@ def read_tokenizer(path: str, said: Mapping[str, Any]) -> PreTrainedTokenizerFas
     """The tokenizer of a file; None for kinds that transformers builds (Gemma's, T5's).
 
     Args:
-        path: of the file, for messages.
-        said: its fields that begin with `tokenizer.`, by their whole names.
+        said: the file's fields that begin with `tokenizer.`, by their full names.
 
     Raises:
-        ModelError: what the file says does not fit together.
-        UnsupportedModelError: its rule is not known here.
+        ModelError: the fields are inconsistent.
+        UnsupportedModelError: its rule is unknown.
     """
     fields = {name.removeprefix("tokenizer.ggml."): value for name, value in said.items()}
     kind = fields.get("model")
@@ -260,7 +259,7 @@ def _vocabulary(path: str, fields: Mapping[str, Any]) -> _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
-    """Byte pairs: tokens are spelled in GPT-2's alphabet of bytes, but those that are matched as a whole."""
+    """Byte-level BPE: tokens are spelled in GPT-2's alphabet of bytes, except those matched as a whole."""
     name = vocabulary.said.get("pre")
     if name is None:
         _log.warning(
@@ -297,7 +296,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
-    """SentencePiece's byte pairs: a token's score says how soon it is made, and what no token has is bytes."""
+    """SentencePiece BPE: scores order the merges, and text without token becomes bytes."""
     said, tokens = vocabulary.said, vocabulary.tokens
     numbers = {token: number for number, token in enumerate(tokens)}
     scores = said.get("scores")
@@ -318,7 +317,6 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _frame(built: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
-    """What a text begins and ends with."""
     wanted = (("bos_token", adds_bos, True), ("eos_token", False, False))
     first, last, tokens = "", "", []
     for name, by_default, leads in wanted:

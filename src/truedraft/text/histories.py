@@ -1,8 +1,8 @@
-"""Conversations in the form that a chat template takes.
+"""Conversations in the form that a chat template accepts.
 
-That of earlier calls is found out by rendering a small one. A template that refuses a conversation as it is gets a
-plainer one: agents send several messages of the user in a row, and messages of the system between others; the templates
-of some families want turns that alternate, or one message of the system, or none.
+The form of earlier calls is found by rendering a small conversation. If a template rejects a conversation, simpler ones
+are tried: agents send several user messages in a row, and system messages between others, but the templates of some
+families require alternating turns, or a single system message, or none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from truedraft.errors import PromptError, PromptLengthError
 from truedraft.text.notations import Notation
 
 Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
-"""The text that a template makes of messages and tools; a PromptError where it refuses them."""
+"""Renders messages and tools by a template; raises PromptError if the template rejects them."""
 _Read = TypeVar("_Read")
 
 _ARGUMENTS = {"probe": "value"}
@@ -27,21 +27,21 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _BARE_TOOLS = [{"type": "function", "function": {"name": "probe"}}]
 _WHOLE_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "", "parameters": _NO_PARAMETERS}}]
 _SHORT_ID, _LONG_ID = "abcdefghi", "call_0123456789abcdef01234567"
-_SHORT = 9  # characters of the ids that Mistral's templates insist on
+_SHORT = 9  # characters of ids, as Mistral's templates require
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryForm:
-    """What a template wants of messages with calls, and of tools.
+    """What a template requires of messages with calls, and of tools.
 
     Attributes:
-        text_arguments: arguments as JSON text; else as an object.
-        null_content: null where there is no content; else an empty text.
+        text_arguments: arguments as JSON text; otherwise as an object.
+        null_content: null for missing content; otherwise an empty text.
         short_ids: ids of nine letters and digits.
-        one_call: one call in a message, each followed by its result.
-        whole_tools: a description and parameters of each tool, if they are empty.
-        calls_as_text: calls in the text of their message, for it leaves them out.
-        results_as_user: results in a message of the user's, for it takes none of tools.
+        one_call: one call per message, each followed by its result.
+        whole_tools: a description and parameters for each tool, even if empty.
+        calls_as_text: calls in the text of their message, because the template drops them.
+        results_as_user: results in a user message, because the template accepts no tool messages.
     """
 
     text_arguments: bool = False
@@ -54,7 +54,7 @@ class HistoryForm:
 
     @classmethod
     def of(cls, render: Render) -> HistoryForm:
-        """The form that a template takes; the plain one where it takes none."""
+        """The form that a template accepts; the plain one if it accepts none."""
 
         question = {"role": "user", "content": "question"}
 
@@ -65,7 +65,6 @@ class HistoryForm:
                 return ""
 
         def shown(arguments: Any, content: Any, identity: str = _SHORT_ID, calls: int = 1) -> str:
-            """What it makes of a small history; "" where it refuses it."""
             numbered = [(f"called_{number}", identity[:-1] + str(number)) for number in range(calls)]
             records = [
                 {"id": each, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -78,7 +77,6 @@ class HistoryForm:
             return rendered([question, turn, *results], _WHOLE_TOOLS)
 
         def is_whole(text: str, arguments: Any) -> bool:
-            """Whether a call stands there as it should, and no Python object in its place."""
             wanted = "value" if arguments is _ARGUMENTS else _ARGUMENTS_TEXT
             known = "called_0" in text and wanted in text
             return known and "{'probe'" not in text and text.count("None") <= none
@@ -109,11 +107,7 @@ class HistoryForm:
         )
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Tools in this form.
-
-        Args:
-            tools: in OpenAI's form.
-        """
+        """Tools in this form."""
         added: Mapping[str, Any] = {"description": "", "parameters": _NO_PARAMETERS} if self.whole_tools else {}
         return [{**tool, "function": {**added, **tool["function"]}} for tool in tools]
 
@@ -121,8 +115,7 @@ class HistoryForm:
         """Messages in this form.
 
         Args:
-            messages: in OpenAI's form, with arguments as objects where they are such.
-            notation: of calls that stand in texts.
+            messages: in OpenAI's format, with arguments as objects if they are objects.
         """
         found = [self._fitted(message) for message in messages]
         if self.calls_as_text:
@@ -145,7 +138,7 @@ class HistoryForm:
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         arguments = function["arguments"] or {}
-        if not isinstance(arguments, dict):  # as of an answer that was cut; many templates take nothing else
+        if not isinstance(arguments, dict):  # as of a truncated answer; many templates accept only objects
             arguments = arguments if self.text_arguments else {"arguments": arguments}
         elif self.text_arguments:
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -155,7 +148,6 @@ class HistoryForm:
 
 
 def _short(identity: str) -> str:
-    """An id of nine letters and digits, the same for the same one."""
     if len(identity) == _SHORT and identity.isalnum():
         return identity
     return hashlib.sha256(identity.encode()).hexdigest()[:_SHORT]
@@ -172,7 +164,7 @@ def _with_calls_as_text(message: dict[str, Any], notation: Notation) -> dict[str
 
 
 def _as_users(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Messages whose results of tools are the user's, those of a turn in one."""
+    """Messages with tool results moved to user messages, one for consecutive results."""
     for is_result, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:
             pieces = [("<tool_response>\n", each["content"], "\n</tool_response>") for each in group]
@@ -183,7 +175,7 @@ def _as_users(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def _beside(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Contents one behind the other: a text, or parts where one of them has parts, as those of a picture."""
+    """Contents concatenated: a text, or a list of parts if one of them is such a list, as with pictures."""
     texts = [each for each in contents if isinstance(each, str)]
     if len(texts) == len(contents):
         return "".join(texts)
@@ -192,12 +184,12 @@ def _beside(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Messages of several calls as several messages, each followed by the result of its call."""
-    results: dict[str, list[int]] = {}  # by the id of their call the places that are left, the first one last
+    """Split messages of several calls into one message per call, each followed by its result."""
+    results: dict[str, list[int]] = {}  # by call id the unused positions of results, in descending order
     for place, message in reversed(list(enumerate(messages))):
         if identity := message.get("tool_call_id"):
             results.setdefault(identity, []).append(place)
-    told = set[int]()  # places of results that followed their calls
+    told = set[int]()  # positions of results already emitted after their calls
     for place, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
@@ -215,14 +207,10 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def first_taken(messages: Sequence[Mapping[str, Any]], read: Callable[[Sequence[Mapping[str, Any]]], _Read]) -> _Read:
-    """What is read of messages, or of the first plainer form of them that the template does not refuse.
-
-    Args:
-        messages: as templates know them.
-        read: makes a prompt of a form of them.
+    """Read the messages, or the first simpler form of them that the template accepts.
 
     Raises:
-        PromptError: the template refuses all; it says why the messages were refused as they are.
+        PromptError: the template rejects all; the error of the original messages.
     """
     refused: PromptError | None = None
     for form in itertools.chain([messages], plainer(messages)):
@@ -237,10 +225,10 @@ def first_taken(messages: Sequence[Mapping[str, Any]], read: Callable[[Sequence[
 
 
 def plainer(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Forms to try in turn where a template refuses messages: each says the same with fewer kinds of turns.
+    """Simpler forms to try in turn if a template rejects messages: the same content with fewer kinds of turns.
 
-    Messages of the system behind the first become the user's, those of the user in a row become one, empty ones of the
-    assistant go, and so does reasoning beside a text and calls. The second form has no message of the system's at all.
+    System messages after the first become user messages, consecutive user messages are joined, empty assistant messages
+    are dropped, and so is reasoning in messages with both text and calls. The second form has no system message.
 
     Worked example: of system `a`, user `b`, user `c`, system `d` the first form is system `a`, user `b c d`, and the
     second user `a b c d`, with an empty line between each two.
@@ -272,5 +260,5 @@ def _is_users_text(message: Mapping[str, Any]) -> bool:
 
 
 def says_nothing(message: Mapping[str, Any]) -> bool:
-    """Whether a message is the assistant's and empty."""
+    """Whether this is an empty message of the assistant."""
     return message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", "reasoning_content")))

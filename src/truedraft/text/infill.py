@@ -1,7 +1,7 @@
-"""Infilling: a text between a prefix and a suffix, by the tokens that a model was trained with for it.
+"""Infilling: generate the text between a prefix and a suffix, by the tokens that the model was trained with.
 
-Which they are is told by the vocabulary. All families but Mistral's write the prefix first, the suffix behind it, and
-then the token behind which the answer begins; Mistral's write the suffix first, and the answer follows the prefix.
+The vocabulary shows which tokens these are. All families except Mistral's write the prefix first, then the suffix, and
+then the token after which the answer begins; Mistral's write the suffix first, and the answer follows the prefix.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from truedraft.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """The names of the tokens of one family.
+    """The names of one family's tokens.
 
     Attributes:
-        prefix: before the text that stands before the answer.
-        suffix: before the text that stands behind it.
-        middle: before the answer; None where the suffix stands first, and the answer follows the prefix.
-        ends: which end the answer beside these, where the vocabulary has them.
+        prefix: before the prefix text.
+        suffix: before the suffix text.
+        middle: before the answer; None if the suffix comes first and the answer follows the prefix.
+        ends: further tokens that end the answer, if the vocabulary has them.
     """
 
     prefix: str
@@ -31,7 +31,6 @@ class _Family:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The tokens that are written."""
         return tuple(name for name in (self.prefix, self.suffix, self.middle) if name is not None)
 
 
@@ -50,20 +49,18 @@ _FAMILIES = (
     _Family("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", ("\u2581<EOT>",)),  # Code Llama
     _Family("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
-_ANCHOR = "\u263a"  # a character that no tokenizer joins with what follows
+_ANCHOR = "\u263a"  # a character that no tokenizer merges with what follows
 
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """How one tokenizer asks for a text in the middle.
+    """The infilling tokens of one tokenizer.
 
     Attributes:
-        tokenizer: as given.
-        control: its tokens that stay text where an editor's text spells them.
-        prefix: token before the text that stands before the answer.
-        suffix: token before the text that stands behind it.
-        middle: token before the answer; None where the answer follows the prefix.
-        ends: tokens that end an answer.
+        control: tokens that stay text when an editor's text spells them.
+        prefix: token before the prefix text.
+        suffix: token before the suffix text.
+        middle: token before the answer; None if the answer follows the prefix.
     """
 
     tokenizer: Tokenizer
@@ -75,10 +72,10 @@ class Infilling:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Infilling:
-        """By the first family of which a vocabulary has all tokens.
+        """By the first family with all its tokens in the vocabulary.
 
         Raises:
-            PromptError: it has those of none.
+            PromptError: no family has.
         """
         backend = tokenizer.backend
         for family in _FAMILIES:
@@ -97,7 +94,7 @@ class Infilling:
         )
 
     def prompt(self, before: str, behind: str) -> list[int]:
-        """The token ids behind which the text between two texts follows.
+        """Prompt ids for the text between `before` and `behind`.
 
         Raises:
             PromptError: a text spells a token that this tokenizer cannot keep as text.
@@ -109,7 +106,7 @@ class Infilling:
         return [*begun, *tail, *head] if self.middle is None else [*begun, *head, *tail, self.middle]
 
     def _continued(self, text: str) -> list[int]:
-        """The ids of a text in the middle of another; SentencePiece would put a space before it."""
+        """Encode a text that follows another; SentencePiece would put a space before it."""
         ids = self.control.literal_ids(text)
         if not ids or not str(self.tokenizer.backend.convert_ids_to_tokens(ids[0])).startswith("\u2581"):
             return ids

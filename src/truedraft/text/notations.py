@@ -1,6 +1,7 @@
-"""How families of models write calls of functions and their reasoning, told by their chat templates.
+"""How model families write function calls and reasoning, recognized by their chat templates.
 
-One table: what a template shows is what is told, parsed, streamed and forced. A new family is a row.
+One table: the row that a template selects determines what is prompted, parsed, streamed and forced. A new family is a
+new row.
 """
 
 from __future__ import annotations
@@ -50,44 +51,35 @@ _EXAMPLE: Mapping[str, Any] = {"ARGUMENT": "VALUE"}
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What a model writes around its reasoning.
-
-    Attributes:
-        opening: before it.
-        closing: behind it.
-    """
+    """The marks around a model's reasoning."""
 
     opening: str
     closing: str
 
     def opens(self, prompt: str) -> bool:
-        """Whether a prompt ends inside reasoning, so that the answer begins there.
-
-        Args:
-            prompt: or its end, with its special tokens shown.
-        """
+        """Whether a prompt ends inside reasoning, so that the answer begins there."""
         return prompt.rstrip().endswith(self.opening)
 
 
 class Body(Protocol):
-    """What stands between the marks around a call."""
+    """The text between the marks around a call."""
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        """What reads a call."""
+        """Return a parser of a call."""
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        """Rules of a grammar in Lark's notation, of which the one called `rule` is a call with its marks."""
+        """Rules of a Lark grammar; the one called `rule` matches a call with its marks."""
 
     def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
-        """A call with its marks."""
+        """A call with its marks, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object with the name and the arguments.
+    """A JSON object with the name and the arguments.
 
     Attributes:
-        arguments: what these are called in it.
+        arguments: possible keys of the arguments.
     """
 
     arguments: str = "arguments"
@@ -120,7 +112,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A name, and behind it an object of the arguments."""
+    """A name, followed by a JSON object of the arguments."""
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
         return NamedText(notation, lambda name: RecordText(()))
@@ -141,12 +133,12 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """A name, and behind it arguments one by one: strings as they are, all else as JSON.
+    """A name, followed by the arguments one by one: strings verbatim, everything else as JSON.
 
     Attributes:
         opening: before an argument's name.
-        middle: between that and its value.
-        closing: behind the value.
+        middle: between the name and its value.
+        closing: after the value.
     """
 
     opening: str
@@ -180,11 +172,10 @@ class Parameters:
     def _value(
         self, notation: Notation, rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[str, Any]
     ) -> Iterator[str]:
-        """A value and what closes it."""
         closing, types = notation.literal(self.closing), types_of(schema, root)
         options = [(each, "string" in types_of(each, root)) for each in options_of(schema, root)]
         texts = [values_of(each) for each, is_text in options if is_text]
-        if types == {"boolean"}:  # in JSON, or as templates in Python's notation taught it
+        if types == {"boolean"}:  # in JSON, or in Python's notation, which some templates show
             yield f'{rule}: ("true" | "false" | "True" | "False") {closing}'
         elif "string" not in types:
             yield _json_rule(rule, schema, root, layout)
@@ -198,7 +189,7 @@ class Parameters:
             yield f"{rule}: ({' | '.join(shown)}) {closing}"
         elif closing.startswith('"') and "<[" not in closing:
             yield f"{rule}[suffix={closing}]: /(?s:.*)/"
-        else:  # a special token, which no text holds
+        else:  # a special token, which no text contains
             yield f"{rule}: /(?s:.*)/ {closing}"
 
     def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
@@ -210,12 +201,11 @@ class Parameters:
 
 
 def _about(name: str, key: str | None = None) -> str:
-    """A comment before a schema, with which is told what of it cannot be read."""
+    """A comment before a schema, which error messages about the schema quote."""
     return f"// function {json.dumps(name)}" + ("" if key is None else f", argument {json.dumps(key)}")
 
 
 def _json_rule(rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
-    """A value in JSON, with what it refers to."""
     value = {**referred_in(schema, root), **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
     return f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
 
@@ -225,24 +215,23 @@ class Notation:
     """How calls are written: `begin opening NAME between ARGUMENTS closing separator opening ... end`.
 
     Attributes:
-        name: of the notation, as `info` says it.
-        shown: texts of which a chat template that teaches it holds all.
-        body: what stands between opening and closing.
+        name: as `info` prints it.
+        shown: texts that a chat template of this notation contains, all of them.
         begin: before all calls.
         opening: before each call.
-        between: between its name and its arguments, where the name stands before them; `{id}` is an id of the call.
-        closing: behind each call.
+        between: between name and arguments, if the name comes first; `{id}` is the id of the call.
+        closing: after each call.
         separator: between calls.
-        end: behind all calls.
+        end: after all calls.
         also: further pairs of opening and between that models write.
-        ends: special tokens that end a turn, whatever the model's own settings name.
-        id_pattern: regular expression of the id in a call; "" where it has none.
-        call_id: the id by which a result is sent back, of the call's `name` and `id`.
-        new_id: makes one where the model wrote none.
-        channels: whether an answer is messages of several channels.
-        leads: what a model writes before plain text, in one of several ways.
-        reasoning: marks around reasoning; None where the template knows none.
-        special: the tokens in its marks that are matched as a whole, and their ids.
+        ends: special tokens that end a turn, in addition to those in the model's settings.
+        id_pattern: regular expression of the id in a call; "" for notations without ids.
+        call_id: format of the id returned with a result, from the call's `name` and `id`.
+        new_id: makes an id if the model wrote none.
+        channels: whether an answer consists of messages in several channels.
+        leads: alternative texts that a model writes before plain text.
+        reasoning: marks around reasoning; None for templates without reasoning.
+        special: tokens in the marks that are matched as a whole, and their ids.
     """
 
     name: str
@@ -266,43 +255,33 @@ class Notation:
 
     @property
     def bare(self) -> bool:
-        """Whether a call stands without marks, at the beginning of an answer."""
+        """Whether a call has no marks and is at the beginning of an answer."""
         return not self.opening and not self.end
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Of the tokens that end a turn."""
         return tuple(self.special[each] for each in self.ends if each in self.special)
 
     @property
     def described(self) -> str:
-        """What is known of it, for people."""
         calls = "come as text: the chat template shows no known notation" if not self.shown else f"by {self.name!r}"
         marks = self.reasoning
         thoughts = "not marked" if marks is None else f"between {marks.opening} and {marks.closing}"
         return f"calls of functions {calls}; reasoning {thoughts}"
 
     def told(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What a model is told of the tools whose template does not do it.
-
-        Args:
-            tools: in OpenAI's form.
-        """
+        """The system text that describes the tools, for templates that do not."""
         lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
         form = self.written([("NAME", _EXAMPLE)])
         return "\n".join(["You may call these functions:", *lines, f"To call one, write:\n{form}"])
 
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls as a model writes them.
-
-        Args:
-            calls: the name and the arguments of each.
-        """
+        """Calls as a model writes them."""
         begin = "" if self.bare else self.begin
         return begin + self.separator.join(self.body.call(self, *call) for call in calls) + self.end
 
     def grammar(self, tools: Schemas, *, parallel: bool) -> Structured:
-        """Calls of these functions, at least one, in Lark's notation.
+        """A Lark grammar of one or more calls of these functions.
 
         Raises:
             OptionError: it would be longer than a form may be.
@@ -312,7 +291,7 @@ class Notation:
             for line in self.body.rules(self, name, schema or _ANY_ARGUMENTS, f"call_{number}"):
                 rules.append(line)
                 size += len(line)
-                if size > MOST_CHARACTERS:  # before the rest is made, which may hold what is common many times
+                if size > MOST_CHARACTERS:  # before the rest is made, which may repeat the common part many times
                     message = f"make a form of more than {MOST_CHARACTERS} characters; give fewer, or simpler schemas"
                     raise OptionError(message, field="tools")
         more = f" ({self.literal(self.separator)} any_call)*" if parallel and not self.channels else ""
@@ -321,7 +300,7 @@ class Notation:
         return Structured("grammar", "\n".join([start, f"any_call: {any_call}", *rules]))
 
     def answered(self, form: Structured) -> Structured:
-        """The form of an answer whose plain text has a form."""
+        """The form of an answer with plain text that has a form."""
         if not self.leads:
             return form
         kind, value = form.kind, form.value
@@ -338,7 +317,7 @@ class Notation:
         return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")
 
     def literal(self, text: str) -> str:
-        """A text in Lark's notation, whose special tokens stand by their ids."""
+        """A text in Lark's notation, with special tokens by their ids."""
         if not text:
             return ""
         if not self.special:
@@ -360,7 +339,6 @@ class Notation:
 
     @property
     def marks(self) -> str:
-        """All its marks, one after another."""
         reasoning = (self.reasoning.opening, self.reasoning.closing) if self.reasoning is not None else ()
         spelled = [text for pair in self.also for text in pair]
         named = (self.begin, self.opening, self.between, self.closing, self.end, self.body.call(self, "NAME", _EXAMPLE))
@@ -368,7 +346,6 @@ class Notation:
 
 
 def _short_id() -> str:
-    """Nine characters, which Mistral's templates insist on."""
     return secrets.token_hex(5)[:9]
 
 
@@ -482,10 +459,10 @@ NOTATIONS: tuple[Notation, ...] = (
     _HERMES,
     Notation("llama", ('"parameters": dictionary',), Record("parameters"), begin="<|python_tag|>", separator="; "),
 )
-"""The first one whose texts a template holds is its notation."""
+"""A template has the first notation of which it contains all `shown` texts."""
 
 UNKNOWN = replace(_HERMES, name="text", shown=())
-"""Where a template shows no known notation: calls come as text, unless the model writes them as it is told."""
+"""For templates without a known notation. The prompt describes the format of calls; calls in other formats are text."""
 
 REASONING: tuple[ReasoningMarks, ...] = (
     ReasoningMarks("<think>", "</think>"),
@@ -495,11 +472,11 @@ REASONING: tuple[ReasoningMarks, ...] = (
 
 
 def notation_of(template: str, tokens: Mapping[str, int] | None = None) -> Notation:
-    """The notation that a chat template shows, with its marks of reasoning.
+    """The notation of a chat template, with its reasoning marks.
 
     Args:
-        template: its text; of several the joined texts.
-        tokens: the ids of tokens that the tokenizer matches as a whole, of which its marks may consist.
+        template: its text; for several templates the joined texts.
+        tokens: ids of the tokens that the tokenizer matches as a whole, which marks may contain.
     """
     found = next((each for each in NOTATIONS if all(text in template for text in each.shown)), UNKNOWN)
     marks = next((each for each in REASONING if each.opening in template or each.closing in template), None)
@@ -509,19 +486,17 @@ def notation_of(template: str, tokens: Mapping[str, int] | None = None) -> Notat
 
 
 class AnswerReader:
-    """Reads text, reasoning and calls from an answer as it comes, the same whatever parts it comes in.
+    """Splits a streamed answer into text, reasoning and calls. The result does not depend on how the text is chunked.
 
-    Reasoning is what stands between its marks at the beginning of an answer. Space around it is left out.
+    Reasoning is the text between its marks at the beginning of an answer. Whitespace around it is dropped.
 
     Args:
-        notation: of the model.
-        tools: that may be called; none where no call is looked for.
-        parallel: whether there may be several calls.
+        tools: functions that may be called; if empty, no calls are parsed.
         reasoning_open: whether the prompt ends inside reasoning.
-        calls_alone: whether a form leaves the answer no text beside calls, so that what looks like text is a cut one.
+        calls_alone: whether a form allows no text, so that what looks like text is a truncated call.
 
     Attributes:
-        calls: that were read to their end, or to the answer's.
+        calls: those parsed to their end or to the end of the answer.
     """
 
     def __init__(
@@ -540,27 +515,23 @@ class AnswerReader:
         self._marks = notation.reasoning
         self._before = self._marks is not None and not reasoning_open  # whether reasoning may still begin
         self._inside = self._marks is not None and reasoning_open
-        self._begun = False  # whether any reasoning but space came
-        self._trims = False  # whether space behind reasoning is left out
+        self._begun = False  # whether any reasoning but whitespace was read
+        self._trims = False  # whether whitespace after reasoning is dropped
         self._held = ""
         self._pushed = self._reasoned = 0
 
     @property
     def reasoned(self) -> int:
-        """Characters of the reasoning that the answer begins with, marks and all."""
+        """Number of characters of the reasoning at the beginning of the answer, marks included."""
         if self._channels is not None:
             return self._channels.reasoned
         return self._pushed if self._inside else self._reasoned
 
     def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
-        """Take the next text.
-
-        Args:
-            text: of the answer.
-            last: whether nothing follows.
+        """Parse the next text.
 
         Returns:
-            Plain text, reasoning, and what came of calls, in order.
+            Plain text, reasoning and call deltas, in order.
         """
         found = self._read(text, last)
         return [part for part in found if not isinstance(part, str)] if self._calls_alone else found
@@ -579,11 +550,11 @@ class AnswerReader:
         return found
 
     def _reason(self, text: str, found: list[str | Reasoning | CallDelta], last: bool) -> str:
-        """Take reasoning from the beginning of a text, or hold it back; returns what is behind."""
+        """Take reasoning from the beginning of a text, or hold it back; returns the text after it."""
         assert self._marks is not None
         opening, closing = self._marks.opening, self._marks.closing
         self._held = ""
-        if self._before or (self._inside and not self._begun):  # some write the mark though the prompt ends with it
+        if self._before or (self._inside and not self._begun):  # some models repeat the mark that ends the prompt
             start = text.lstrip()
             if opening.startswith(start) and start != opening and not last:
                 self._held = text

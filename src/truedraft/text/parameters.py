@@ -1,4 +1,4 @@
-"""Arguments that models write one by one between marks, as JSON."""
+"""Arguments that models write one by one between marks, converted to JSON."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from truedraft.text.calls import behind, overlap
 from truedraft.text.properties import property_of, type_of, types_of
 
 _LONGEST_LITERAL = 1 << 14
-"""Characters of a value in Python's notation that is read; longer ones are text."""
+"""Most characters of a value in Python's notation; longer ones are text."""
 
 _STRING = {"string"}
 
 
 class ParametersText:
-    """Arguments that stand one by one between marks, as JSON.
+    """Parser of arguments written one by one between marks, converted to JSON.
 
-    Values of strings stand as they are, and are told as they come; others stand as JSON. A value whose own mark is
-    missing ends where the next key or the closing comes as the notation writes it, on a line of its own if it does so;
-    where the next call comes so, this one is none.
+    Strings are verbatim and streamed as they arrive; other values are JSON. A value without its closing mark ends where
+    the next key or the closing of the call follows as the notation writes it (on a new line, if the notation does so).
+    If the next call follows there, this one is none.
 
     Args:
-        marks: before a key, between it and its value, and behind that.
-        closing: the marks that end all.
-        opening: the marks that begin the next call, and the one behind its name.
-        schema: of the arguments; None where it is not known.
+        marks: before a key, between it and its value, and after the value.
+        closing: the marks that end the call.
+        opening: the marks that begin the next call, and the one after its name.
+        schema: of the arguments; None if unknown.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class ParametersText:
         self._step: Callable[[], bool] = self._between
         self._types: frozenset[str] = frozenset()
         self.value = ""
-        self._taken: list[str] = []  # of a value that is told when it is whole
-        self._first = True  # whether nothing of the value was read
+        self._taken: list[str] = []  # of a value that is emitted when complete
+        self._first = True  # whether nothing of the value was read yet
         self.rest: str | None = None
 
     def push(self, more: str) -> None:
@@ -65,7 +65,6 @@ class ParametersText:
             pass
 
     def _between(self) -> bool:
-        """Look for the next key, or the end."""
         found = self._next.search(self._held)
         if found is None:
             return False
@@ -112,7 +111,7 @@ class ParametersText:
 
     @property
     def _sure(self) -> int:
-        """How much of what is held surely belongs to a value that has not ended there."""
+        """Length of the held text that certainly belongs to an unfinished value."""
         held, end = self._held, self._held.rfind(self._closing[0])
         place = len(held) - max(overlap(held, mark) for mark in (*self._marks, self._opening[0]))
         if end >= 0 and behind(held[end:], self._closing) is None:
@@ -124,7 +123,7 @@ class ParametersText:
 
 
 def _json_of(text: str, types: frozenset[str]) -> str:
-    """A value that stands as JSON, or as some templates write it, in Python's notation; else it is a string."""
+    """A value in JSON, or in Python's notation as some templates show it; anything else is a string."""
     stripped, may_be_text = text.strip(), not types or "string" in types
     try:
         kind, shown = type_of(json.loads(stripped, parse_constant=_no_constant)), stripped

@@ -1,4 +1,4 @@
-"""What the JSON schema of a function says of one argument."""
+"""What the JSON schema of a function says about one argument."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from truedraft.text.schemas import path_of, referred, with_parts
 
 _DEFINITIONS = ("$defs", "definitions")
 OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
-"""What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
+"""Keywords about a whole document, which move to the top of a schema that includes this one."""
 
 _MOST_OPTIONS = 1000
-"""Schemas that are looked at to know what one argument may be, of which each of many may name all."""
+"""Limit of schemas visited to find the types of one argument, because each may refer to all."""
 
 
 def property_of(schema: Mapping[str, Any], key: str) -> Any:
-    """The schema of one argument; None where there is none."""
+    """The schema of one argument; None if there is none."""
     known = schema.get("properties")
     return known.get(key) if isinstance(known, Mapping) else None
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a JSON schema leaves its values; empty where it does not say."""
+    """The types that a schema allows; empty if it does not restrict them."""
     each = [_own_types(option) for option in options_of(schema, root)]
     return frozenset().union(*each) if all(each) else frozenset()
 
 
 def options_of(schema: Any, root: Mapping[str, Any]) -> list[Any]:
-    """The schemas of which a value matches one: what references lead to, and each of `anyOf` and `oneOf`.
+    """The alternatives that a value may match: targets of references, and the branches of `anyOf` and `oneOf`.
 
-    One of None, which says nothing, where there are too many.
+    If there are too many, a single None, which restricts nothing.
     """
     waiting, seen, found = [schema], set[str](), list[Any]()
     for _ in range(_MOST_OPTIONS):
@@ -53,19 +53,19 @@ def options_of(schema: Any, root: Mapping[str, Any]) -> list[Any]:
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values that a schema allows; None where it does not list them."""
+    """The only values that a schema allows; None if it does not list them."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) else None
 
 
 def type_of(value: Any) -> str:
-    """The type of a value, as JSON schemas call it."""
+    """The JSON Schema type of a value."""
     names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     return names.get(type(value), "null")
 
 
 def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """What a schema says of the whole document, of definitions those alone that a part of it refers to."""
+    """The document keywords of `root` for a part of it, with only those definitions that the part refers to."""
     top = {key: root[key] for key in OF_THE_DOCUMENT if key in root}
     found = {key: value for key, value in top.items() if key not in _DEFINITIONS}
     waiting: list[Any] = [schema]
@@ -76,7 +76,7 @@ def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str,
         elif isinstance(one, Mapping):
             waiting += one.values()
             if isinstance(ref := one.get("$ref"), str):
-                if (path := path_of(ref)) is None:  # by an id or an anchor, wherever that stands
+                if (path := path_of(ref)) is None:  # a reference by id or anchor
                     return top
                 key, name, *_ = *path, "", ""
                 known = top[key] if key in _DEFINITIONS and isinstance(top.get(key), Mapping) else {}
@@ -87,11 +87,11 @@ def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str,
 
 
 def moved(schema: Any, to: str) -> Any:
-    """A schema whose references into its own document still mean it where it has become a part of another.
+    """A schema with its references adapted to a position inside another schema.
 
     Args:
-        schema: whole, or a part of it; what it says of the whole document stands at the top of the other one.
-        to: reference to where the rest stands.
+        schema: whole, or a part of it; its document keywords are at the top of the other schema.
+        to: reference to the new position of the rest.
     """
     if not isinstance(schema, dict):
         return schema
@@ -102,7 +102,7 @@ def moved(schema: Any, to: str) -> Any:
 
 
 def beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema that is also a definition of its own, to which its references lead wherever its parts stand."""
+    """A schema that also contains itself as a definition, so that its parts' references work elsewhere."""
     defined, name = schema.get("$defs", {}), "arguments"
     if not isinstance(defined, dict):
         return schema
@@ -113,21 +113,19 @@ def beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Of a schema what it says of the whole document, the rest, and the layout."""
+    """Split a schema into document keywords, the rest, and the layout."""
     rest = dict(schema)
     top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
     return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Of which schemas a value matches one; None where there is no choice."""
     given = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
-    every = schema.get("allOf")  # of one, which some write around a reference
+    every = schema.get("allOf")  # with a single schema, which some use around a reference
     return next(iter(given), every if isinstance(every, list) and len(every) == 1 else None)
 
 
 def _own_types(schema: Any) -> frozenset[str]:
-    """The types that a schema names, or that the values have which it lists."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if (named := schema.get("type")) is not None:

@@ -1,6 +1,6 @@
-"""Answers of models that reason between marks: how long they may, and where a form of the answer begins.
+"""Answers with reasoning between marks: the reasoning budget, and where a form of the answer begins.
 
-All of it is a function of the text so far: at a node of a token tree that of the answer and of the node's own path.
+Everything is a function of the text so far; at a node of a token tree, of the answer and the node's path.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from truedraft.core.shaping import Form, Path
 from truedraft.text.calls import overlap
 from truedraft.text.tokenizer import Tokenizer
 
-_TEXTS = 4096  # texts of tokens that are kept
+_TEXTS = 4096  # cached texts of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a text is.
+    """Position in an answer.
 
     Attributes:
-        part: "before" any mark, "inside" the reasoning, "behind" it, or "without" any.
-        held: text that may be the beginning of the next mark.
-        count: tokens of the reasoning.
+        part: "before" any mark, "inside" the reasoning, "behind" (after) it, or "without" any.
+        held: text that may begin the next mark.
     """
 
     part: Literal["before", "inside", "behind", "without"]
@@ -39,21 +38,19 @@ class _Place:
 class ReasonedForm:
     """The form of an answer that may begin with reasoning; see `truedraft.core.shaping.Form`.
 
-    Inside the reasoning all tokens are allowed, until it is as long as it may be: then only those that write its
-    closing mark. Where the answer behind it has a form, no end of text comes inside, and no token goes on behind the
-    closing mark, for the form begins at the next one. An answer without reasoning has the form from its first token.
+    Inside the reasoning all tokens are allowed until the budget is used up, then only those that write the closing
+    mark. If the answer after it has a form, no end of text is allowed inside, and no token may extend past the closing
+    mark, because the form begins at the next token. An answer without reasoning has the form from its first token.
 
     Worked example: with marks `<t>` and `</t>`, a budget of 2 and the choice `yes`, answers are `yes`, `<t></t>yes` and
-    `<t>a b</t>yes`; behind the path `<t>`, `a`, ` b` the mask allows the first token of `</t>` alone.
+    `<t>a b</t>yes`; after the path `<t>`, `a`, ` b` the mask allows only the first token of `</t>`.
 
     Args:
         span: the marks, whether the prompt ends inside them, and the budget.
-        start: makes the form of what is behind the reasoning, over a list of tokens that grows; None where it has none.
-        tokenizer: of the model.
-        vocab_size: ids that its logits are of.
-        ends: ids that end an answer.
-        tokens: prompt and answer so far, which somebody else owns and grows.
-        prompt_tokens: how many of these, the first, are the prompt.
+        start: makes the form of the text after the reasoning, over a growing list of tokens; None for no form.
+        vocab_size: ids that the model's logits cover.
+        tokens: prompt and answer so far; the caller owns this list and appends to it.
+        prompt_tokens: number of leading tokens that are the prompt.
     """
 
     def __init__(
@@ -75,14 +72,14 @@ class ReasonedForm:
         self._text = lru_cache(_TEXTS)(tokenizer.token_text)
         self._closing = tokenizer.plain_ids(span.closing)
         self._place = _Place("inside" if span.inside else "before")
-        self._behind: list[int] = []  # tokens of the answer behind its reasoning
-        self._without: list[int] = []  # all of them, while it has none
+        self._behind: list[int] = []  # tokens of the answer after its reasoning
+        self._without: list[int] = []  # all tokens of the answer, while it has no reasoning
         self._forms: dict[str, Form] = {}
         if start is not None:
             self._forms["behind"] = start(self._behind)
             if not span.inside:
                 self._forms["without"] = start(self._without)
-        self._inside: dict[str, NDArray[np.bool_]] = {}  # masks there, by what is held
+        self._inside: dict[str, NDArray[np.bool_]] = {}  # masks inside the reasoning, by `held`
 
     def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
         self._go_on()
@@ -123,7 +120,6 @@ class ReasonedForm:
         return "" if form is None else form.problem()
 
     def _go_on(self) -> None:
-        """Read what was committed since."""
         for token in self._tokens[self._read :]:
             self._read += 1
             if self._place.part == "behind":
@@ -133,7 +129,7 @@ class ReasonedForm:
             self._place = self._next(self._place, token)
 
     def _walk(self, path: Path) -> tuple[_Place, int]:
-        """Where a path leads, and its first token that belongs to the form there."""
+        """The place after a path, and the index of its first token that belongs to the form."""
         place, first = self._place, 0
         for number, token in enumerate(path):
             place, first = self._step(place, token, first, number)
@@ -144,7 +140,6 @@ class ReasonedForm:
         return after, number + 1 if after.part == "behind" != place.part else first
 
     def _next(self, place: _Place, token: int) -> _Place:
-        """Where a text is when a token follows."""
         if place.part in ("behind", "without"):
             return place
         text = place.held + self._text(token)
@@ -159,11 +154,11 @@ class ReasonedForm:
         return _Place("inside", text[len(text) - overlap(text, self._span.closing) :], count + 1)
 
     def _late(self, place: _Place) -> int:
-        """Of a reasoning at its limit how many tokens of the closing mark are there; less than 0 before that."""
+        """Tokens beyond the reasoning budget, which are those of the closing mark; negative before the limit."""
         return -1 if self._span.budget is None else place.count - self._span.budget
 
     def _allows(self, place: _Place, path: Path, token: int) -> bool:
-        """Whether a token may follow at a place, behind those tokens of a path that belong to the form there."""
+        """Whether a token may follow at a place, after those tokens of a path that belong to the form."""
         if place.part == "inside":
             late = self._late(place)
             if 0 <= late < len(self._closing):
@@ -175,7 +170,6 @@ class ReasonedForm:
         return form.allows(path, token) and (place.part == "behind" or form.legal(path) == len(path))
 
     def _mask(self, path: Path) -> NDArray[np.bool_]:
-        """Which tokens may follow behind a path."""
         place, first = self._walk(path)
         if place.part == "inside":
             return self._mask_inside(place)
@@ -202,11 +196,9 @@ class ReasonedForm:
         return self._inside[place.held]
 
     def _runs_over(self, place: _Place, text: str) -> bool:
-        """Whether a token's text writes more behind the closing mark."""
         whole = place.held + text
         return self._span.closing in whole and not whole.endswith(self._span.closing)
 
     def _opens(self, place: _Place, text: str) -> bool:
-        """Whether a token's text goes on with the opening mark."""
         left = self._span.opening[len(place.held) :]
         return bool(text) and (left.startswith(text) or text.startswith(left))

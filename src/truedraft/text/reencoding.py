@@ -1,10 +1,9 @@
-"""A text that one tokenizer writes, in the ids of another, while it grows.
+"""A growing text in one tokenizer's ids, encoded in another's.
 
-Tokenizers begin a text otherwise than they go on in its middle (a space, a sign for the beginning), and a token that
-ends a text may be another once more follows. So what is encoded is always a little more than what is wanted: it begins
-in known text, and what it gives counts from the first place on where a token of it begins as well. Where none does the
-bytes are spelled, the longest token first. Texts are compared as bytes in UTF-8, of which a token may hold half a
-character.
+Tokenizers encode the beginning of a text differently from its middle (a space, a begin token), and the last token of a
+text may change when more follows. So a little more than needed is encoded: the input begins in known text, and the
+result counts from the first position where a new token begins as well. If there is none, the bytes are spelled, the
+longest token first. Texts are compared as UTF-8 bytes, because a token may contain a part of a character.
 """
 
 from __future__ import annotations
@@ -17,22 +16,21 @@ from truedraft.text.tokenizer import Tokenizer
 from truedraft.text.translation import Speller, Translation, first_ids, surfaces
 
 _KNOWN = 64
-"""Bytes of known text that are encoded before what is wanted."""
+"""Bytes of known text that are encoded before the new text."""
 _OPEN = 24
-"""Bytes at the end of a text whose tokens may change with what follows."""
+"""Bytes at the end of a text that may be tokenized differently when more follows."""
 
 
 class Encoding:
-    """Ids of one tokenizer for parts of texts.
+    """Encodes parts of texts in one tokenizer's ids.
 
     Args:
-        tokenizer: of them.
-        size: ids that its model knows.
-        fallback: an id for bytes that it cannot write at all.
+        size: number of ids of its model.
+        fallback: an id for bytes without any token.
 
     Attributes:
-        surfaces: what each id writes in the middle of a text.
-        pads: whether it begins texts with a space that is not theirs.
+        surfaces: by id the bytes that it writes inside a text.
+        pads: whether the tokenizer adds a space at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, fallback: int) -> None:
@@ -43,13 +41,14 @@ class Encoding:
         self.pads = self.text_of([number for number in tokenizer.plain_ids("a") if number < size])[:1] == b" "
 
     def ids_after(self, known: bytes, text: bytes) -> list[int]:
-        """The ids of a text that follows another; behind nothing, of one that begins, with the tokenizer's own space.
+        """Encode a text that follows another; with nothing before it, the beginning of a text, with the tokenizer's own
+        space.
 
-        Worked example: with tokens "ab", " c" and "d", behind "ab" the text " cd" is " c", "d"; behind "a" the text
-        "b c" is spelled, for no token of "ab c" begins behind "a".
+        Worked example: with tokens "ab", " c" and "d", after "ab" the text " cd" is " c", "d"; after "a" the text "b c"
+        is spelled, because no token of "ab c" begins after "a".
 
         Args:
-            known: the end of what comes before.
+            known: the end of the preceding text.
             text: whole characters, if `known` ends in whole ones.
         """
         if not text:
@@ -69,17 +68,11 @@ class Encoding:
         return list(self._speller.of(text))
 
     def text_of(self, ids: Sequence[int]) -> bytes:
-        """What they write in the middle of a text."""
         return b"".join(self.surfaces[number] or b"" for number in ids)
 
 
 class FollowedText:
-    """One text that is written in a target's ids, in the ids of a draft.
-
-    Args:
-        written: how the target writes.
-        read: how the draft reads.
-        translation: of ids that write no text.
+    """One text in a target's ids, kept encoded in a draft's ids while it grows.
 
     Attributes:
         ids: of the draft; the last ones change when more follows.
@@ -90,17 +83,13 @@ class FollowedText:
         self._read = read
         self._translation = translation
         self.ids: list[int] = []
-        self._taken = 0  # tokens of the target
+        self._taken = 0  # number of tokens of the target
         self._text = b""  # since the last id without text
-        self._begun = False  # whether a token of that text has come
-        self._ends: list[int] = []  # in it, of the last ids
+        self._begun = False  # whether `_text` has a token
+        self._ends: list[int] = []  # end positions of the last ids in `_text`
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Read on.
-
-        Args:
-            tokens: the whole text, which was only added to since it was last taken.
-        """
+        """Process new tokens."""
         begin, opens, reads = self._translation.begin, self._translation.opens, self._translation.reads
         if not self._taken:
             self._taken = len(opens) if tuple(tokens[: len(opens)]) == opens else 0
@@ -121,34 +110,33 @@ class FollowedText:
 
     @property
     def half(self) -> bytes:
-        """Bytes of a character of which the end is not there yet, and which the draft has not read."""
+        """Bytes of an incomplete last character, not yet encoded for the draft."""
         return self._text[len(whole_characters(self._text)) :]
 
     @property
     def known(self) -> bytes:
-        """The end of the text."""
         return self._text[-_KNOWN:]
 
     def _settle(self) -> None:
-        """Give new text ids, and the last of the old text again."""
+        """Encode new text, and the end of the old text again."""
         text = whole_characters(self._text)
         done = self._ends[-1] if self._ends else 0
         if len(text) == done:
             return
         keep = bisect_right(self._ends, done - _OPEN)
         start = self._ends[keep - 1] if keep else 0
-        keep = keep if start else 0  # a space that is not the text's ends before it
+        keep = keep if start else 0  # an added space ends before it
         new = self._read.ids_after(text[max(0, start - _KNOWN) : start], text[start:])
         del self.ids[len(self.ids) - len(self._ends) + keep :]
         self.ids += new
         lengths = [len(self._read.surfaces[number] or b"") for number in new]
         lengths[0] -= not start and self._read.pads and self._read.text_of(new) == b" " + text
         self._ends = [*self._ends[:keep], *(start + end for end in accumulate(lengths))]
-        self._ends[-1] = len(text)  # what it cannot write at all is passed by
+        self._ends[-1] = len(text)  # bytes without any token are skipped
 
 
 def whole_characters(text: bytes) -> bytes:
-    """Without the bytes of a last character that is not whole.
+    """A text without the bytes of an incomplete last character.
 
     >>> whole_characters("aß".encode()[:-1]), whole_characters("aß".encode()).decode()
     (b'a', 'aß')

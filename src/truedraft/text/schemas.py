@@ -1,7 +1,7 @@
-"""JSON Schema in the words that llguidance knows, and where a schema says something that it cannot do.
+"""JSON Schema in the keywords that llguidance supports, and where a schema needs unsupported ones.
 
-The library refuses a schema that holds a keyword it does not know. Much of that has no effect, or can be said by other
-keywords that mean exactly the same.
+The library rejects a schema with an unsupported keyword. Many of these have no effect, or can be expressed exactly by
+other keywords.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "propertyN
 _ANNOTATIONS = {"title", "description", "$comment", "examples", "default", "deprecated"}
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _KINDS = {"$schema": str, "$id": str, "$anchor": str, "$defs": dict, "definitions": dict, "x-guidance": dict}
-"""What must be a text or an object, and the library takes it as anything."""
+"""Keywords with a required type that the library does not check."""
 _MOST_PROBING_S = 0.5
 _DEEPEST = 8
 _MOST_PAIRS = 10_000
 _MOST_PLACES = 10_000
 _MOST_WORK = 10_000_000
 _SCHEMA = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//(?P<comment>[^\n]*)|(?P<json>%json\s*)')
-"""What a grammar in Lark's notation is read by: texts, expressions, comments, and what a schema follows."""
+"""Tokens of a Lark grammar: strings, expressions, comments, and the directive before a schema."""
 
 _Place = tuple[str, ...]
 
 
 def simplified(schema: Any) -> Any:
-    """A schema that means the same, with nothing in it that llguidance refuses without need.
+    """An equivalent schema without keywords that llguidance rejects needlessly.
 
-    Unknown formats are annotations. `oneOf` whose branches exclude each other is `anyOf`; another is left as it is, for
-    an answer that matches two branches is wrong.
+    Unknown formats are annotations. `oneOf` with exclusive branches becomes `anyOf`; any other is kept, because an
+    answer that matches two branches is wrong.
 
     Raises:
         ValueError: something is no text or no object where a schema must have one.
@@ -68,7 +68,7 @@ def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
 
 
 def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A schema with each of the schemas right within it changed."""
+    """A schema with `change` applied to each direct subschema."""
     found = schema.copy()
     for (key, *names), part in _parts(schema):
         if not names:
@@ -81,7 +81,6 @@ def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
-    """The schemas right within a schema, and where they stand."""
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
             yield from (((key, name), part) for name, part in value.items())
@@ -92,7 +91,6 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
 
 
 def _name_properties(found: dict[str, Any]) -> None:
-    """Say `propertyNames` by other keywords, where that can be done."""
     names = found.get("propertyNames")
     if names is True or (
         isinstance(names, dict) and _says(names) <= {"type"} and names.get("type", "string") == "string"
@@ -118,7 +116,6 @@ def _name_properties(found: dict[str, Any]) -> None:
 
 
 def _without_not(found: dict[str, Any]) -> Any:
-    """Say `not` by other keywords, where that can be done."""
     denied = found.get("not")
     if denied is True or denied == {}:
         return False
@@ -135,7 +132,6 @@ def _without_not(found: dict[str, Any]) -> Any:
 
 
 def _says(schema: dict[str, Any]) -> set[str]:
-    """The keywords that are no annotations."""
     return {key for key in schema if key not in _ANNOTATIONS}
 
 
@@ -150,21 +146,19 @@ def _is_number(value: object) -> bool:
 
 
 class _Exclusions:
-    """Which parts of a schema exclude each other; after many pairs of them it is not certain of any more.
-
-    Args:
-        root: the whole schema, to which references are.
+    """Which parts of a schema exclude each other; after many compared pairs the answer is always that it is
+    uncertain.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._left = _MOST_PAIRS
         self._targets: dict[str, Any] = {}  # of references
-        self._known: dict[int, tuple[Any, set[str] | None]] = {}  # values by identity of a part, which this keeps alive
-        self._found: dict[tuple[int, int], bool] = {}  # by identity of two parts; False while it is being found
+        self._known: dict[int, tuple[Any, set[str] | None]] = {}  # values by id() of a part, kept alive here
+        self._found: dict[tuple[int, int], bool] = {}  # by id() of two parts; False while being computed
 
     def of(self, options: list[Any]) -> bool:
-        """Whether it is certain that nothing matches two of some schemas."""
+        """Whether it is certain that no value matches two of these schemas."""
         options = [_resolved(each, self._root, self._targets) for each in options]
         told = {
             number: found
@@ -172,7 +166,7 @@ class _Exclusions:
             if isinstance(each, dict) and (found := self._values(each)) is not None
         }
         rest, apart = options, list[Any]()
-        if sum(map(len, told.values())) == len(set().union(*told.values())):  # no pair of these shares a value
+        if sum(map(len, told.values())) == len(set().union(*told.values())):  # no two of these share a value
             rest = [each for number, each in enumerate(options) if number not in told]
             apart = [options[number] for number in told]
         return all(
@@ -187,7 +181,6 @@ class _Exclusions:
         return self._known[id(schema)][1]
 
     def _disjoint(self, one: Any, other: Any, depth: int) -> bool:
-        """Whether it is certain that nothing matches both."""
         self._left -= 1
         one, other = (_resolved(each, self._root, self._targets) for each in (one, other))
         if not depth or self._left < 0 or not isinstance(one, dict) or not isinstance(other, dict):
@@ -218,12 +211,12 @@ class _Exclusions:
 
 
 def _widened(types: set[str]) -> set[str]:
-    """Every integer is a number, too."""
+    """The types, with "number" added to integers."""
     return types - {"integer"} | ({"number"} if "integer" in types else set())
 
 
 def _values(schema: dict[str, Any]) -> set[str] | None:
-    """The only values that can match, as text; None where these are not told, or are lists or objects."""
+    """The only values that can match, as text; None if these are not listed, or contain lists or objects."""
     given = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(given, list) or not all(each is None or isinstance(each, str | int | float) for each in given):
         return None
@@ -231,7 +224,7 @@ def _values(schema: dict[str, Any]) -> set[str] | None:
 
 
 def _resolved(schema: Any, root: Any, targets: dict[str, Any] | None = None) -> Any:
-    """What a reference within the schema is to, where nothing stands beside it; `targets` keeps what was found."""
+    """The target of a schema that is only a reference, otherwise the schema; `targets` caches results."""
     targets = {} if targets is None else targets
     for _ in range(_DEEPEST):
         if not isinstance(schema, dict) or _says(schema) != {"$ref"} or not isinstance(schema["$ref"], str):
@@ -244,7 +237,7 @@ def _resolved(schema: Any, root: Any, targets: dict[str, Any] | None = None) -> 
 
 
 def path_of(reference: str) -> list[str] | None:
-    """The names along which a reference leads into its own document; None where it is of another kind."""
+    """The keys of a reference into its own document; None for other references."""
     start, mark, pointer = reference.partition("#")
     if start or not mark or not (pointer + "/").startswith("/"):
         return None
@@ -252,7 +245,7 @@ def path_of(reference: str) -> list[str] | None:
 
 
 def referred(reference: str, root: Any) -> Any:
-    """What a reference leads to in its own document; None where there is nothing."""
+    """The target of a reference into its own document; None if there is none."""
     path = path_of(reference)
     found = None if path is None else root
     for name in path or ():
@@ -266,7 +259,6 @@ def _knows_format(name: str) -> bool:
 
 
 def _problem(schema: Any) -> str:
-    """Why the library refuses a schema; "" where it does not."""
     from llguidance import LLMatcher
 
     found: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}"))
@@ -275,7 +267,7 @@ def _problem(schema: Any) -> str:
 
 
 def gist_of(message: str) -> str:
-    """What a message of the library comes to, in one line; "" of an empty one."""
+    """An error message of the library in one line; "" for an empty one."""
     if "NoExtensionBias" in message:
         return "a reference leads to itself alone; let it lead to a schema"
     first, *rest = [line.strip() for line in message.splitlines() if line.strip()] or [""]
@@ -286,7 +278,7 @@ def gist_of(message: str) -> str:
 
 
 def problem_of(schema: Any) -> str:
-    """What is wrong with a schema that llguidance refuses, and where in it; "" where it takes the schema."""
+    """Why llguidance rejects a schema, and where in it; "" for an accepted schema."""
     problem = _problem(schema)
     if not problem:
         return ""
@@ -304,7 +296,7 @@ def problem_of(schema: Any) -> str:
 
 
 def unheld(schema: Any) -> str:
-    """Why no form holds a schema though it is a right one; "" where a form does, or where the schema is wrong.
+    """Why no form can enforce a valid schema; "" if a form can, or if the schema is invalid.
 
     Raises:
         ImportError: jsonschema-rs is not installed.
@@ -312,14 +304,14 @@ def unheld(schema: Any) -> str:
     try:
         _validator(schema)
         return problem_of(simplified(schema))
-    except (ValueError, RecursionError):  # of a wrong schema, which is said where its form is made
+    except (ValueError, RecursionError):  # an invalid schema, which is reported when its form is made
         return ""
 
 
 def misfit(schema: Any, value: Any) -> str:
-    """In which way a value in JSON does not match a schema; "" where it does.
+    """How a JSON value violates a schema; "" if it does not.
 
-    Nothing is fetched, expressions take linear time, and a schema that would take long is not gone through.
+    Nothing is fetched, expressions take linear time, and a schema that would take too long is not checked.
 
     Raises:
         ValueError: the schema cannot be checked; says why.
@@ -334,12 +326,7 @@ def misfit(schema: Any, value: Any) -> str:
 
 
 def _validator(schema: Any) -> Any:
-    """What checks values by a schema.
-
-    Raises:
-        ValueError: the schema is wrong, or asks for what is fetched elsewhere.
-        ImportError: jsonschema-rs is not installed.
-    """
+    """A validator of a schema."""
     import jsonschema_rs
 
     options = jsonschema_rs.RegexOptions()
@@ -350,8 +337,7 @@ def _validator(schema: Any) -> Any:
 
 
 def _places(schema: Any) -> int:
-    """How many schemas are in a schema, those that references lead to at each place where they do; at most so many
-    that checking takes too long."""
+    """Number of schemas in a schema, with targets of references counted at each use, up to a limit."""
     count, open_ = 0, [schema]
     while open_ and count < _MOST_PLACES:
         count += 1
@@ -378,7 +364,7 @@ def _in_words(problem: str) -> str:
     if problem.startswith("Unimplemented keys: "):
         keys = problem.partition("[")[2].rstrip("]")
         return f"{keys} cannot be held to by a mask over tokens; leave it out"
-    if problem.startswith("Unknown format: "):  # of ours these are annotations
+    if problem.startswith("Unknown format: "):  # unknown formats are annotations here
         return f"the schema that a $ref leads to has the {problem[8:]}, which no mask can hold; write its parts here"
     if problem.startswith("Resource ") and "registry" in problem:
         return f"{problem.split()[1]} is not known here, and nothing is fetched; name another $schema or $ref"
@@ -386,11 +372,10 @@ def _in_words(problem: str) -> str:
 
 
 def map_schemas(grammar: str, change: Callable[[Any, str], Any]) -> str:
-    """A grammar in Lark's notation with every schema in it changed.
+    """A Lark grammar with `change` applied to every schema in it.
 
     Args:
-        grammar: as given.
-        change: is called with a schema and the comment before it, "" where there is none, and returns another.
+        change: is called with a schema and the comment before it, "" for none, and returns the new schema.
     """
     found, place, comment = list[str](), 0, ""
     kept = 0
@@ -402,7 +387,7 @@ def map_schemas(grammar: str, change: Callable[[Any, str], Any]) -> str:
             continue
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, place)
-        except (ValueError, RecursionError):  # the library says what is wrong
+        except (ValueError, RecursionError):  # the library reports the error
             continue
         found += [grammar[kept:place], json.dumps(change(schema, comment))]
         kept = place = end

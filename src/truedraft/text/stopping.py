@@ -15,16 +15,10 @@ from truedraft.text.detokenizer import REPLACEMENT, Decoder, ShownTokens, Stream
 
 
 class StopScanner:
-    """Pass text through up to the first stop text, holding back what may be the beginning of one.
+    """Pass text through up to the first stop text, holding back a possible beginning of one.
 
-    The stop text that is complete first wins; of those complete at the same character, the one that begins first.
-    So the answer does not depend on how the text is cut into pieces.
-
-    Args:
-        stops: the stop texts; may be empty.
-
-    Attributes:
-        found: the stop text that was found.
+    The stop text that is complete first wins; of those complete at the same character, the one that begins first. So
+    the answer does not depend on how the text is chunked.
 
     Raises:
         OptionError: a stop text is empty.
@@ -38,7 +32,7 @@ class StopScanner:
         self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next text; return what is safe to emit, and whether a stop text was found right after it."""
+        """Process the next text; return the text safe to emit, and whether a stop text was found right after it."""
         if self.found is not None:
             return "", True
         text = self._held + text
@@ -56,12 +50,11 @@ class StopScanner:
         return self.found is not None or self._first(self._held + text) is not None
 
     def finish(self) -> str:
-        """Return the text held back, as no more follows."""
+        """Return the held text at the end of the answer."""
         rest, self._held = self._held, ""
         return rest
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """Where the stop text that is complete first begins, and which that is."""
         ends = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         return min(ends)[1:] if ends else None
 
@@ -70,10 +63,10 @@ class TextStream:
     """The text of one answer, token by token, ended by stop texts.
 
     Args:
-        tokenizer: turns ids into text; None leaves the text empty.
+        tokenizer: None leaves the text empty.
         stops: texts that end the answer, which ends before them.
-        least_tokens: of the answer; a stop text that begins before does not count.
-        shown: names of special tokens that the text shows, by their ids.
+        least_tokens: of the answer; a stop text that begins earlier does not count.
+        shown: names by id of special tokens that the text shows.
 
     Raises:
         OptionError: stop texts without a tokenizer, or an empty one.
@@ -103,50 +96,47 @@ class TextStream:
         self._pieces: list[str] = []
         self._length = 0  # characters emitted
         self._read = 0  # characters read from the detokenizer, emitted or held by the scanner
-        # Where nothing was held back: numbers of tokens, and the length of their text.
+        # Points with nothing held back: numbers of tokens, and the length of their text.
         self._clean_tokens: list[int] = [0]
         self._clean_lengths: list[int] = [0]
         self._kept: int | None = None
 
     @property
     def text(self) -> str:
-        """All text emitted so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text was found."""
         return self._kept is not None
 
     @property
     def stop_text(self) -> str | None:
-        """The stop text that was found."""
         return self._scanner.found
 
     @property
     def kept_tokens(self) -> int:
-        """How many tokens the answer keeps: all, or after a stop the fewest whose text begins with `text`.
+        """Number of tokens that the answer keeps: all, or after a stop the fewest with a text that begins with `text`.
 
-        So a token that holds the last characters before the stop text counts, even if the stop text begins inside
-        it; tokens of the stop text alone, and special tokens right before it, do not.
+        So a token with the last characters before the stop text counts, even if the stop text begins inside it; tokens
+        of only the stop text, and special tokens right before it, do not.
         """
         return len(self._ids) if self._kept is None else self._kept
 
     @property
     def settled_tokens(self) -> int:
-        """How many tokens the answer keeps whatever follows: never more than `kept_tokens` will be.
+        """Number of tokens that the answer keeps whatever follows: never more than `kept_tokens` will be.
 
-        Without stop texts all. Else those that the text emitted so far needs; of the tokens of a character, or of a
-        run of bytes, only the first counts until text behind them is emitted.
+        Without stop texts all. Otherwise those needed by the text emitted so far; of the tokens of a character, or of a
+        run of bytes, only the first counts until text after them is emitted.
         """
         if self.stopped or not self._scans:
             return self.kept_tokens
         return self._too_few() + 1 if self._length else 0
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """Take the next token; return the text that may be emitted now, and whether the answer ends after it."""
+        """Process the next token; return the text that may be emitted now, and whether the answer ends after it."""
         if self.stopped:
             return "", True
         self._ids.append(token_id)
@@ -162,24 +152,24 @@ class TextStream:
         return self._scan(text)
 
     def finish(self) -> str:
-        """Return all that was held back, as no token follows."""
+        """Return the held text at the end of the answer."""
         if self.stopped or self._detokenizer is None:
             return ""
         piece, stopped = self._scan(self._detokenizer.finish())
         return piece if stopped else piece + self._emit(self._scanner.finish())
 
     def _completes_in_held_bytes(self, token_id: int, text: str) -> bool:
-        """Whether this token's byte, which is held back, completes a stop text: a line break does in Llama 2.
+        """Whether this token's held byte completes a stop text, as a line break does in Llama 2.
 
-        The answer then ends here, so that nothing can follow and change the held bytes. Only the last byte of a
-        stop text can complete it, so that long runs of bytes are rarely looked at.
+        The answer then ends here, so that no later token can change the held bytes. Only the last byte of a stop text
+        is tested, so that long runs of bytes are cheap.
         """
         if self._tokenizer is None or self._detokenizer is None or self._is_early:
             return False
         if self._tokenizer.byte_values.get(token_id) not in self._last_bytes:
             return False
         pending = self._detokenizer.pending()
-        # A run of bytes that is unfinished or broken shows as U+FFFD for each: no text yet.
+        # An incomplete or broken run of bytes decodes to U+FFFD for each: no text yet.
         return not pending.endswith(REPLACEMENT) and self._scanner.would_stop(text + pending)
 
     @property
@@ -202,7 +192,7 @@ class TextStream:
         return piece
 
     def _count_kept(self) -> int:
-        """The fewest tokens whose text begins with the text emitted; looked for once, at the end of an answer."""
+        """The fewest tokens with a text that begins with the emitted text; computed once, at the end of an answer."""
         if self._length == 0 or self._tokenizer is None:
             return 0
         for count in range(self._too_few() + 1, len(self._ids)):
@@ -211,5 +201,5 @@ class TextStream:
         return len(self._ids)
 
     def _too_few(self) -> int:
-        """The most tokens known not to suffice for the text emitted: nothing was held, and their text was shorter."""
+        """The most tokens known to be too few for the emitted text: nothing was held, and their text was shorter."""
         return self._clean_tokens[bisect_left(self._clean_lengths, self._length) - 1]

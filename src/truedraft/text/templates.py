@@ -1,8 +1,8 @@
-"""Chat templates, which are programs of strangers, in so many steps and characters at most.
+"""Chat templates as untrusted programs, with limits on steps and characters.
 
-transformers renders them in a sandbox that keeps them from files and code, but not from running on or from filling the
-memory. Here each turn of a loop, each macro and each call counts, and so does what filters, methods and operators read
-and write; what would write too much is refused before it does.
+transformers renders them in a sandbox without access to files and code, but without limits on time and memory. Here
+each loop iteration, macro and call counts, and so does what filters, methods and operators read and write; an operation
+that would exceed the limit is refused beforehand.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 MOST_STEPS = 10_000_000
-"""Nodes of a template, entries of lists, and hundreds of characters that it goes over; more each time it counts."""
+"""Limit of steps: nodes of a template, entries of lists, and hundreds of characters, plus 10 for each count."""
 MOST_CHARACTERS = 1 << 27
-"""That it makes, all its texts together."""
+"""Limit of characters of all texts that a template makes."""
 _MOST_AT_ONCE = 1 << 24
-_MOST_BITS = 1 << 17  # of a whole number
+_MOST_BITS = 1 << 17  # of an integer
 _MOST_SOURCE = 1 << 21  # characters of a template
 _SPENT: ContextVar[list[int] | None] = ContextVar("spent", default=None)
 _STEP, _MADE, _READ, _CUT, _JOINED, _PASSED = "~step", "~made", "~read", "~cut", "~joined", "~passed"
@@ -35,11 +35,11 @@ _OF_ENTRIES = {
     *("length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr"),
     *("batch", "slice", "reverse", "items", "sum", "random", "attr", "default", "d"),
 }
-"""Filters that go over the entries of a list without a look into them; others go over all that it holds."""
+"""Filters that iterate over a list without reading inside its entries; others read everything inside."""
 _ORDERING = ("sort", "dictsort", "unique", "groupby", "min", "max")
-"""Those that compare what they are given and write none of it."""
+"""Filters that compare entries and write no text."""
 _SLOW = ("urlize", "wordwrap", "pprint", "title", "wordcount", "urlencode", "striptags")
-"""Those that look at each character in Python, or by many expressions."""
+"""Filters that process each character in Python, or by many expressions."""
 _HOLDING = (list, tuple, dict, set, frozenset, MappingView, Namespace)
 _COMPARING = (
     "in",
@@ -61,22 +61,17 @@ _COMPARING = (
 
 
 class TooMuchError(TemplateError):
-    """A template goes over more, or makes more, than it may."""
+    """A template exceeds the limit of steps or characters."""
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-    """What `apply_chat_template` of a tokenizer of transformers gives, within the bounds.
-
-    Args:
-        tokenizer: of transformers.
-        messages: as it takes them, and all that follows.
-        how: likewise.
+    """The result of `apply_chat_template` of a transformers tokenizer, within the limits.
 
     Raises:
-        TemplateError: the template takes too much, or as of transformers.
+        TemplateError: the template exceeds a limit, or raised by transformers.
     """
     stock = PreTrainedTokenizerBase.apply_chat_template
-    if getattr(type(tokenizer), "apply_chat_template", None) is not stock:  # written in Python, as Mistral's
+    if getattr(type(tokenizer), "apply_chat_template", None) is not stock:  # implemented in Python, like Mistral's
         return tokenizer.apply_chat_template(messages, **how)
     render = _with(chat_template_utils.render_jinja_template, _compile_jinja_template=_compiled)
     token = _SPENT.set([0, 0])
@@ -87,7 +82,6 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) 
 
 
 def _with(function: Any, **names: Any) -> Any:
-    """The same function, which finds others by some names."""
     made = FunctionType(
         function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
     )
@@ -117,11 +111,7 @@ def _compiled(source: str) -> Any:
 
 
 def _spend(steps: int, characters: int = 0) -> None:
-    """Count what is gone over and what is made.
-
-    Raises:
-        TemplateError: it is too much.
-    """
+    """Count steps and characters made."""
     if (spent := _SPENT.get()) is None:
         return
     spent[0] += 10 + steps + characters // 100
@@ -134,7 +124,7 @@ def _spend(steps: int, characters: int = 0) -> None:
 
 
 def _characters(value: Any) -> int:
-    """About how many a value is as text; all that lists hold, however often they hold it, is gone over and counted."""
+    """Approximate length of a value as text; nested entries are visited and counted each time they occur."""
     if isinstance(value, str | bytes):
         return len(value)
     if not isinstance(value, _HOLDING):
@@ -155,15 +145,14 @@ def _characters(value: Any) -> int:
 
 
 def _entries(value: Any) -> int:
-    """What it takes to go over a value once, without a look into its entries."""
+    """Steps to iterate over a value once, without nested entries."""
     if isinstance(value, str | bytes):
         return 1 + len(value) // 100
     return 1 + len(value) if isinstance(value, list | tuple | dict | set | frozenset | range | MappingView) else 1
 
 
 def _growth(name: str, value: Any, given: Sequence[Any]) -> int:
-    """Characters, or entries, that a filter, method or operator makes at most; 0 of one that makes little more than it
-    reads."""
+    """Most characters or entries that a filter, method or operator makes; 0 if little more than it reads."""
     whole = [abs(each) for each in given if type(each) is int]
     widest = max(whole, default=0)
     if name == "join":
@@ -202,7 +191,7 @@ def _check(name: str, value: Any, given: Iterable[Any]) -> None:
 
 def _counted(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that counts what it reads and writes."""
-    first = int(hasattr(inner, "jinja_pass_arg"))  # then a context stands before the value
+    first = int(hasattr(inner, "jinja_pass_arg"))  # then a context comes before the value
 
     @wraps(inner)
     def counting(*given: Any, **named: Any) -> Any:
@@ -233,7 +222,7 @@ def _compared(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _written(value: Any) -> Any:
-    """A value that was made; what would be made entry by entry, as by `map`, is a list, so that all of it is known."""
+    """Count a new value; an iterator, as of `map`, becomes a list, so that all of it is counted."""
     if isinstance(value, Iterator):
         entries = []
         for each in value:
@@ -245,7 +234,6 @@ def _written(value: Any) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """A value that is written out."""
     return value if isinstance(value, str) else _as_text(value)
 
 
@@ -293,7 +281,7 @@ def _joined(context: Context, parts: Sequence[Any]) -> str:
 def _of_body(node: Any) -> Any:
     weight = 1 + sum(1 for each in node.body for _ in each.find_all(nodes.Node))
     node.body.insert(0, nodes.ExprStmt(_by(_STEP, nodes.Const(weight)), lineno=node.lineno))
-    if getattr(node, "test", None) is not None:  # that of a loop, which its body may never follow
+    if getattr(node, "test", None) is not None:  # the condition of a loop; its body may never run
         node.test = _by(_PASSED, node.test)
     return node
 
@@ -330,7 +318,7 @@ _COUNTED: Mapping[type[nodes.Node], Callable[[Any], Any]] = {
 
 
 class _Counting(NodeTransformer):
-    """Puts counting into a template."""
+    """Inserts counting into a template."""
 
     def visit(self, node: nodes.Node, *given: Any, **named: Any) -> Any:
         made = self.generic_visit(node, *given, **named)
@@ -339,7 +327,7 @@ class _Counting(NodeTransformer):
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """transformers' sandbox, where templates count what they do."""
+    """transformers' sandbox, in which templates count their steps."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
@@ -365,7 +353,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return _written(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja has it
-        _spend(60)  # a macro's frame, which takes much longer than a node
+        _spend(60)  # a macro's frame takes much longer than a node
         own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(own, str | bytes | int):
             _spend(_entries(own))
@@ -377,7 +365,6 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Parts of what is written, one behind another."""
         kept = []
         for part in parts:
             _spend(1, len(part))

@@ -15,7 +15,7 @@ from truedraft.errors import ModelError, ModelNotFoundError, OptionError, Prompt
 from truedraft.text.control_tokens import ControlTokens, MarkedChat, refuse_half_characters, texts_in
 from truedraft.text.vocabulary import Vocabulary
 
-# A folder or repository with none of these has no tokenizer: ids go in and out. A file outside this list
+# A folder or repository with none of these has no tokenizer: prompts and answers are ids. A file outside this list
 # (a SentencePiece model under a name of its own, say) is named by tokenizer_config.json, which is in it.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -28,28 +28,28 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-_WORD = "word"  # that an assistant says where it is looked at what a template writes behind it
+_WORD = "word"  # answer of the probe that shows what a template writes after it
 _MOST_CLOSING = (
-    2  # special tokens that close a turn: more are parts of a larger form, of which the last may open a turn
+    2  # special tokens that close a turn: more belong to a larger form, and the last of them may open a turn
 )
 
 
 _WITH_NULL = "messages_with_null"
 _COMPOSED = 3
-"""Bytes of UTF-8 that one byte of a text in NFC stands for at most."""
+"""Most UTF-8 bytes of a text per byte of its NFC."""
 _TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply; make them flatter"
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a chat template is used.
+    """Options of a chat template.
 
     Attributes:
-        tools: functions that the model may call, for templates that know such.
-        template: in place of the model's own.
-        variables: what else the template knows.
-        continues: whether the answer goes on with the last message; else it is a new one.
-        most_tokens: of the chat; what is surely longer is refused before it is tokenised.
-        trust_control_tokens: read control tokens that messages spell as the tokens; otherwise they stay text.
+        tools: functions that the model may call, for templates with tools.
+        template: replaces the model's own.
+        variables: further variables of the template.
+        continues: whether the answer continues the last message; otherwise it is a new one.
+        most_tokens: limit for the chat; one that certainly exceeds it is refused before tokenization.
+        trust_control_tokens: convert control tokens spelled in messages to the tokens; otherwise they stay text.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -61,12 +61,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer with the few calls that this package needs.
-
-    Args:
-        backend: the tokenizer from transformers, fast or slow.
-        name: what messages call it.
-    """
+    """A Hugging Face tokenizer, reduced to what this package needs."""
 
     def __init__(self, backend: Any, name: str = "tokenizer") -> None:
         self.backend = backend
@@ -80,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder_or_name: str, *, revision: str | None = None) -> Tokenizer | None:
-        """Load the tokenizer of a folder or hub name; None where the model comes without one.
+        """Load the tokenizer of a folder or hub name; None if the model has none.
 
         Raises:
             ModelNotFoundError: no such folder or hub name.
@@ -114,18 +109,18 @@ class Tokenizer:
         return cls(backend, name)
 
     def encode(self, text: str) -> list[int]:
-        """Turn text into ids, with the special tokens that the model expects around it (BOS for Llama).
+        """Encode a text, with the special tokens that the model expects around it (BOS for Llama).
 
         Raises:
-            PromptError: the text holds half a character.
+            PromptError: the text has a lone surrogate.
         """
         return list(self._ids(text))
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """The ids of a part of a text, without special tokens.
+        """Encode a part of a text, without special tokens.
 
         Raises:
-            PromptError: the text holds half a character.
+            PromptError: the text has a lone surrogate.
         """
         return tuple(self._ids(text, add_special_tokens=False))
 
@@ -134,15 +129,15 @@ class Tokenizer:
         return self.backend(text, verbose=False, **how).input_ids
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text has at least, by its bytes; 0 where that is not known of this tokenizer."""
+        """Lower bound of a text's tokens, from its bytes; 0 if unknown for this tokenizer."""
         most, left_out = self._token_bytes
         return -(-len(text.encode(errors="replace").translate(None, left_out)) // most) if most else 0
 
     @cached_property
     def _token_bytes(self) -> tuple[int, bytes]:
-        """Most bytes of a text that become one token, and those bytes that become none.
+        """The most bytes of a text that become one token, and the bytes that become none.
 
-        The first is 0 where it may be any number, or is not known. Known are tokenizers that write texts by bytes.
+        The first is 0 if unlimited or unknown. It is known for tokenizers that work on bytes.
         """
         from transformers import PreTrainedTokenizerBase
 
@@ -168,30 +163,30 @@ class Tokenizer:
         return longest * (_COMPOSED if any(step["type"] == "NFC" for step in steps) else 1), left_out
 
     def word_ids(self, text: str) -> list[tuple[int, ...]]:
-        """The ids of a word in the middle of a text, without special tokens: as it is, and behind a space.
+        """Encode a word inside a text, without special tokens: as it is, and after a space.
 
-        The second where it is as long and begins with another token; others are not how a word is usually written.
+        The second only if it has as many ids and another first one; otherwise words are not usually written so.
         """
         word = text.lstrip(" ")
-        if not word.strip():  # white space alone
+        if not word.strip():  # only whitespace
             return [ids] if (ids := self.plain_ids(text)) else []
         bare, spaced = self.plain_ids(word), self.plain_ids(" " + word)
         found = [bare, spaced] if len(spaced) == len(bare) and spaced[:1] != bare[:1] else [bare]
         return [ids for ids in found if ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn ids into text; special tokens are left out and spaces stay as the model wrote them."""
+        """Decode ids; special tokens are dropped and spaces stay as the model wrote them."""
         return self._decoder(list(ids))
 
     def shown_text(self, ids: Sequence[int]) -> str:
-        """Turn ids into text, special tokens by their names."""
+        """Decode ids, with special tokens by their names."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property
     def whole_tokens(self) -> Mapping[str, int]:
-        """The ids of tokens that are matched as a whole before a text is cut, and that grammars know by their ids."""
+        """Ids of the tokens that are matched as a whole before a text is split; grammars refer to them by id."""
         added = self.backend.added_tokens_decoder.items()
-        # llguidance takes a token in angle brackets for a control token, whatever the tokenizer says.
+        # llguidance treats a token in angle brackets as a control token, whatever the tokenizer says.
         return {
             token.content: number
             for number, token in added
@@ -200,7 +195,7 @@ class Tokenizer:
 
     @cached_property
     def _decoder(self) -> Callable[[list[int]], str]:
-        """The library's own decoder where transformers only passes ids on to it; that is called for every token."""
+        """The library's own decoder if transformers only passes ids to it, because it is called for every token."""
         from transformers import PreTrainedTokenizerFast
 
         kind = type(self.backend)
@@ -213,21 +208,20 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The model's chat template, as text; "" where it has none. Of several, those of all kinds."""
+        """The text of the model's chat template; "" without one. Several templates are joined."""
         template = getattr(self.backend, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[ChatOptions]) -> list[int]:
-        """Turn a conversation into ids by the model's chat template, up to where its answer begins.
+        """Convert a conversation to ids by the model's chat template, up to the beginning of its answer.
 
         Args:
-            messages: with role and content each.
-            how: see `ChatOptions`.
+            messages: each with role and content.
 
         Raises:
-            PromptError: the model has no chat template, or its template refuses these messages; or they spell a control
+            PromptError: the model has no chat template, or its template rejects these messages; or they spell a control
                 token that cannot be kept as text.
-            OptionError: a variable has the name of something that is not the template's.
+            OptionError: a variable has the name of an argument that is not the template's.
         """
         marked, most = self._marked(messages, how), how.get("most_tokens")
 
@@ -248,10 +242,10 @@ class Tokenizer:
         return self._control_tokens(how.get("template")).ids(text, marked, refuse)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[ChatOptions]) -> str:
-        """The text of which `chat` makes ids; arguments and errors are the same.
+        """The text from which `chat` makes ids; with the same arguments and errors.
 
         Raises:
-            PromptError: messages spell a control token, which no text tells from the template's own.
+            PromptError: messages spell a control token, which is indistinguishable from the template's own in a text.
         """
         marked = self._marked(messages, how)
         if marked is not None:
@@ -265,17 +259,17 @@ class Tokenizer:
     def conversation_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """A whole conversation as the chat template writes it, to its last answer, to be trained on.
+        """A whole conversation as the chat template writes it, up to its last answer, for training.
 
-        Control tokens that messages spell are not told from the template's own.
+        Control tokens spelled in messages are not distinguished from the template's own.
 
         Raises:
-            PromptError: the model has no chat template, or its template refuses these messages.
+            PromptError: the model has no chat template, or its template rejects these messages.
         """
         return str(self._templated(messages, {"tools": tools}, tokenize=False, begin=False))
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], how: ChatOptions) -> MarkedChat | None:
-        """The chat with marks around the control tokens that it spells; None where it spells none, or may."""
+        """The chat with marks around the control tokens that it spells; None if it spells none or they are trusted."""
         if how.get("trust_control_tokens"):
             return None
         try:
@@ -293,13 +287,10 @@ class Tokenizer:
         return self._control[template]
 
     def turn_end(self, template: str | None = None) -> int | None:
-        """The special token with which a chat template closes an assistant's turn; None where none is seen to.
+        """The special token with which a chat template closes an assistant's turn; None if none is found.
 
-        Args:
-            template: in place of the model's own.
-
-        It stands behind the answer wherever that stands, so tokens that open the next turn, or end the whole text, are
-        told from it.
+        It follows the answer both at the end of a conversation and inside it, unlike tokens that open a turn or end a
+        text.
         """
         texts = self._conversation(template)
         behind = [self._control_tokens(template).special_in(text.rpartition(_WORD)[2]) for text in texts]
@@ -307,7 +298,7 @@ class Tokenizer:
         return both[-1] if len(texts) == 2 and 0 < len(both) <= _MOST_CLOSING else None
 
     def _conversation(self, template: str | None) -> list[str]:
-        """A few words of a user and of an assistant as the template writes them, without and with an answer to them."""
+        """A short conversation as the template writes it, up to the assistant's answer, and with a further turn."""
         from truedraft.text.templates import TooMuchError
 
         talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _WORD}]
@@ -316,7 +307,7 @@ class Tokenizer:
             try:
                 found.append(str(self._templated(messages, {"template": template}, tokenize=False, begin=False)))
             except PromptError as error:
-                if isinstance(error.__cause__, TooMuchError):  # which takes its time
+                if isinstance(error.__cause__, TooMuchError):  # which is slow, so not a second time
                     break
         return found
 
@@ -335,7 +326,7 @@ class Tokenizer:
                 f"may not hold {min(taken)!r}, a word of the tokenizer's own", field="chat_template_kwargs"
             )
         if not continues and any(message.get("content", "") is None for message in messages):
-            # The library leaves null out, which some templates ask for; variables keep it.
+            # The library drops null, which some templates need; variables keep it.
             more[_WITH_NULL] = [dict(message) for message in messages]
             template = "{%- set messages = " + _WITH_NULL + " %}" + self.backend.get_chat_template(template, tools)
         try:
@@ -352,23 +343,23 @@ class Tokenizer:
             )
         except RecursionError as error:
             raise PromptError(_TOO_DEEP) from error
-        except Exception as error:  # a template is a program of a stranger's
+        except Exception as error:  # a template is untrusted code and may raise anything
             for text in texts_in([messages, tools, variables]):
                 refuse_half_characters(text)
             told = f"the chat template of {self.name!r} refuses these messages: {first_line(error)}"
             raise PromptError(told) from error
 
     def token_text(self, token: int) -> str:
-        """What one token writes in the middle of a text; the name of a special token, which writes nothing."""
+        """The text of one token inside a text; for a special token, which has no text, its name."""
         if token in self.skipped_ids:
             return str(self.backend.convert_ids_to_tokens(token))
         before, both = self.decode([self._letter]), self.decode([self._letter, token])
         return both.removeprefix(before)
 
     def texts_holding(self, character: str) -> Mapping[int, str]:
-        """By id what each token writes in the middle of a text, of those that write a character."""
+        """By id the text inside a text of all tokens that contain a character."""
         if character not in self._holding:
-            # Byte-level vocabularies spell other characters by their bytes.
+            # Byte-level vocabularies spell non-ASCII characters by their bytes.
             words = self.backend.get_vocab().items()
             ids = [token for word, token in words if not character.isascii() or character in word]
             texts = {token: self.token_text(token) for token in ids}
@@ -377,7 +368,7 @@ class Tokenizer:
 
     @cached_property
     def _letter(self) -> int:
-        """A token before which no text changes."""
+        """A token that does not change the text of the token after it."""
         return self.plain_ids("a")[-1]
 
     @property
@@ -387,7 +378,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids with which this tokenizer ends a text; the model's generation config may name more."""
+        """Ids that end a text by this tokenizer; the model's generation config may name more."""
         eos = self.backend.eos_token_id
         if eos is None:
             return ()
@@ -395,50 +386,51 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that is equal for tokenizers whose ids mean the same text and are merged by the same rules."""
+        """A hash, equal for tokenizers with the same texts of ids and the same merge rules."""
         return Vocabulary.of(self.backend).fingerprint
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
-        """Whether both give and understand the same ids, whatever size their models pad the vocabulary to."""
+        """Whether both use the same ids, whatever size their models pad the vocabulary to."""
         if self is other or (self.backend.is_fast and other.backend.is_fast and self._as_file == other._as_file):
-            return True  # a vocabulary takes ten times as long to read
+            return True  # reading a vocabulary takes ten times as long
         return self.fingerprint == other.fingerprint
 
     @cached_property
     def _as_file(self) -> bytes:
-        """A hash of it; of a vocabulary of 262,144 the text has 30 MB."""
+        """A hash of the serialized tokenizer, which has 30 MB for a vocabulary of 262,144."""
         return hashlib.sha256(self.backend.backend_tokenizer.to_str().encode()).digest()
 
     def difference(self, other: Tokenizer) -> str:
-        """Say in one sentence where the vocabularies first differ; empty if they do not."""
+        """One sentence on where the vocabularies first differ; empty if they do not."""
         return Vocabulary.of(self.backend).difference(Vocabulary.of(other.backend), self.name, other.name)
 
     @property
     def skipped_ids(self) -> frozenset[int]:
-        """The ids below `vocab_size` that have no text: special ones, and numbers that no token has."""
+        """Ids below `vocab_size` without text: special tokens, and unused numbers."""
         return self._about_ids[1]
 
     @property
     def byte_values(self) -> Mapping[int, int]:
-        """The byte of each id that stands for one (`<0x0A>`), where the tokenizer falls back to bytes."""
+        """By id the byte of each byte token (`<0x0A>`), for tokenizers with byte fallback."""
         return self._about_ids[2]
 
     @cached_property
     def _about_ids(self) -> tuple[int, frozenset[int], dict[int, int]]:
-        """Read once: a vocabulary of 262,144 takes half a second, and is not kept."""
+        """Vocabulary size, ids without text and byte values; cached, because reading 262,144 tokens takes half a
+        second.
+        """
         vocabulary = Vocabulary.without_rules(self.backend)
         return len(vocabulary), vocabulary.special | vocabulary.holes, vocabulary.byte_values
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """What a normalizer or a pre-tokenizer does, one after another."""
     described: dict[str, Any] = {"type": "Sequence"} if part is None else json.loads(part.__getstate__())
     inner = described.get("normalizers", described.get("pretokenizers", ()))
     return list(inner) if described["type"] == "Sequence" else [described]
 
 
 def _keeps_all(step: Mapping[str, Any]) -> bool:
-    """Whether such a step makes no text shorter, but for letters that it composes."""
+    """Whether a step shortens no text, except by composing letters."""
     kind = step["type"]
     if kind == "Replace":
         pattern = step["pattern"].get("String")
@@ -449,7 +441,7 @@ def _keeps_all(step: Mapping[str, Any]) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """By letter of a vocabulary of bytes, as GPT-2's, the byte that it stands for."""
+    """By letter of a byte-level vocabulary, as GPT-2's, the byte that it encodes."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in shown)
     return {chr(byte): byte for byte in shown} | {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -460,7 +452,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _refuse_missing_name(name: str, error: Exception) -> None:
-    """Raise if the hub has no such name or cannot be asked; OSError is all that transformers tells apart."""
+    """Raise if the hub has no such name or is unreachable; transformers raises OSError for every cause."""
     from huggingface_hub import errors
 
     missing = (
@@ -478,7 +470,7 @@ def _refuse_missing_name(name: str, error: Exception) -> None:
 
 
 def _has_cached_files(name: str, revision: str | None) -> bool:
-    """Whether the attempt to load left tokenizer files in the hub's cache: then they exist and are broken."""
+    """Whether tokenizer files are in the hub's cache after a failed load: then they exist and are broken."""
     from huggingface_hub import try_to_load_from_cache
 
     return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _TOKENIZER_FILES)

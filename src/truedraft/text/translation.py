@@ -1,7 +1,7 @@
-"""Between two vocabularies: which ids of a draft write what an id of the target writes.
+"""Translation between two vocabularies: which ids of a draft write what an id of the target writes.
 
-Ids are compared by the bytes that they write in the middle of a text, whatever their tokenizers call them: byte-level
-ones spell a space as another letter, SentencePiece ones as a bar, word pieces leave it out and mark what has none.
+Ids are compared by the bytes that they write inside a text, because tokenizers spell tokens differently: byte-level
+ones spell a space as another letter, SentencePiece as a bar, word pieces drop it and mark tokens without one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST_SHARED = 64
 
 
 def surfaces(tokenizer: Tokenizer) -> list[bytes | None]:
-    """What each id writes in the middle of a text, in UTF-8, of which it may be a part; None for those without text."""
+    """By id the UTF-8 bytes that it writes inside a text, possibly a part of a character; None without text."""
     backend, skipped, raw = tokenizer.backend, tokenizer.skipped_ids, tokenizer.byte_values
     added = {number for number, token in backend.added_tokens_decoder.items() if not token.special}
     decoder: Any = json.loads(backend.backend_tokenizer.to_str()).get("decoder") if backend.is_fast else None
@@ -53,7 +53,7 @@ def surfaces(tokenizer: Tokenizer) -> list[bytes | None]:
 
 @cache
 def _byte_letters() -> Mapping[str, int]:
-    """The letter that byte-level tokenizers write for each byte: itself where it can be seen, else one beyond 255."""
+    """By letter of byte-level tokenizers its byte: printable bytes are themselves, others are letters beyond 255."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in set(seen)]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -61,15 +61,13 @@ def _byte_letters() -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class Translation:
-    """How a draft reads a target's ids, and what its own ids are for the target.
+    """How a draft reads a target's ids, and which target ids its own ids mean.
 
     Attributes:
-        reads: for each id of the target, the draft's ids that are read in its place, at least one.
+        reads: for each id of the target, the draft's ids that are read instead, at least one.
         begin: the draft's ids at the beginning of every text.
-        opens: the target's ids there, in whose place the draft reads its own.
-        rounds: pairs of index tensors: of the draft's ids, and of the target's ids that write the same. No id of the
-            target is twice in one round.
-        vocab_size: ids of the target.
+        opens: the target's ids there, which the draft replaces by its own.
+        rounds: pairs of index tensors, ids of draft and target with the same text; no target id twice in one round.
     """
 
     reads: Sequence[tuple[int, ...]]
@@ -84,17 +82,11 @@ class Translation:
     ) -> Translation:
         """Compare two vocabularies.
 
-        Args:
-            target: its tokenizer.
-            draft: likewise.
-            sizes: ids of target and draft.
-            ends: ids that end an answer, of target and draft.
-
         Raises:
             VocabularyMismatchError: they share next to nothing.
         """
         theirs, ours = surfaces(target)[: sizes[0]], surfaces(draft)[: sizes[1]]
-        meaning = first_ids(theirs, target)  # of several ids that write the same, what the tokenizer itself writes
+        meaning = first_ids(theirs, target)  # of several ids with the same text, the one that the tokenizer writes
         pairs = {own: meaning[text] for own, text in enumerate(ours) if text and text in meaning}
         pairs |= _special_pairs(target, draft, ends)
         if (shared := len(set(pairs.values()))) < _LEAST_SHARED:
@@ -105,7 +97,7 @@ class Translation:
         spelled = first_ids(ours, draft)
         spelling = Speller(spelled, fallback=ends[1][0] if ends[1] else 0)
         reads = [spelling.of(text) for text in theirs]
-        for own, meant in sorted(pairs.items(), reverse=True):  # of several the lowest, but what writes text goes by it
+        for own, meant in sorted(pairs.items(), reverse=True):  # of several the lowest; only for ids without text
             if theirs[meant] is None:
                 reads[meant] = (own,)
         begin, opens = _begin(draft), _begin(target)
@@ -115,14 +107,14 @@ class Translation:
 
     @property
     def shared(self) -> float:
-        """The part of the target's ids that the draft can propose."""
+        """The fraction of the target's ids that the draft can propose."""
         return len(self.rounds[0][1]) / self.vocab_size
 
     def logits(self, own: Tensor) -> Tensor:
-        """Of the draft's logits `[rows, ids]` those of the target's ids `[rows, vocab_size]`, in float32.
+        """Convert the draft's logits `[rows, ids]` to the target's ids `[rows, vocab_size]`, in float32.
 
-        Their softmax is the draft's distribution on the ids that both know, renormalised; the probabilities of several
-        ids that write the same are summed. Ids that the draft cannot write have -inf.
+        Their softmax is the draft's distribution restricted to the shared ids and renormalised; the probabilities of
+        several ids with the same text are summed. Ids that the draft cannot write have -inf.
         """
         whole = own.float()
         mapped = whole.new_full((len(own), self.vocab_size), -torch.inf)
@@ -134,7 +126,7 @@ class Translation:
 
 
 class Speller:
-    """Writes bytes in a draft's ids, the longest first; a byte that it has no id for is left out."""
+    """Writes bytes in a draft's ids, the longest token first; a byte without any id is dropped."""
 
     def __init__(self, ids: Mapping[bytes, int], fallback: int) -> None:
         self._ids = ids
@@ -142,7 +134,7 @@ class Speller:
         self._fallback = (fallback,)
 
     def of(self, text: bytes | None) -> tuple[int, ...]:
-        """At least one id; one that ends texts where there is none for it."""
+        """The ids of a text, at least one; the fallback id for a text without any."""
         found: list[int] = []
         place = 0
         while text is not None and place < len(text):
@@ -158,7 +150,7 @@ class Speller:
 
 
 def first_ids(written: Sequence[bytes | None], tokenizer: Tokenizer) -> dict[bytes, int]:
-    """The id of each text: of several the lowest that is no raw byte, which tokenizers write only where they must."""
+    """By text the lowest of its ids; raw bytes last, because tokenizers write them only if they must."""
     raw = tokenizer.byte_values
     order = sorted((number for number, text in enumerate(written) if text), key=lambda number: (number in raw, number))
     found: dict[bytes, int] = {}
@@ -174,7 +166,7 @@ def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _special_pairs(target: Tokenizer, draft: Tokenizer, ends: tuple[Sequence[int], Sequence[int]]) -> dict[int, int]:
-    """Ids without text: those of one name, and those that end an answer."""
+    """Pairs of ids without text: those with the same name, and those that end an answer."""
     names = {target.token_text(number): number for number in target.backend.added_tokens_decoder}
     own = {number: draft.token_text(number) for number in draft.skipped_ids & set(draft.backend.added_tokens_decoder)}
     pairs = {number: names[name] for number, name in own.items() if names.get(name) in target.skipped_ids}

@@ -1,7 +1,7 @@
-"""A form is tried in a process of its own before this one makes it: what it takes is known only then.
+"""A form is tried in a separate process before this one compiles it, because its cost is known only then.
 
-The library bounds most of its work, and not all: an intersection of expressions, or multiples of a large number, may
-take minutes and gigabytes, and rules nested too deeply end the process.
+The library bounds most of its work, but not all: an intersection of expressions, or multiples of a large number, may
+take minutes and gigabytes, and rules nested too deeply crash the process.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import IO, Any
 from truedraft.errors import OptionError
 
 MOST_SECONDS = 3
-"""Of a processor, that preparing a form may take."""
+"""Limit of CPU seconds for compiling a form."""
 MOST_BYTES = 128 << 20
-"""That one may hold."""
-_ROOM = 64 << 20  # of addresses, beside what a form holds: what it takes meanwhile, and the thread's stack
-_STACK = 1 << 20  # bytes; an eighth of what threads have where a form is made
+"""Limit of bytes of a form."""
+_ROOM = 64 << 20  # bytes of addresses in addition to the form: temporary memory, and the thread's stack
+_STACK = 1 << 20  # bytes; an eighth of the stack of threads that compile forms
 _STATM = Path("/proc/self/statm")  # of Linux: pages of addresses, and of memory
 _MAIN = "from truedraft.text.trial import main; main()"
 
 
 class Trial:
-    """Prepares one form in another process, of the lowest priority, to see what it takes; any thread may cancel it."""
+    """Compiles one form in another process, of the lowest priority, to measure it; any thread may cancel it."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -38,28 +38,21 @@ class Trial:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """End it where it stands, or before it begins."""
+        """End it immediately, or before it begins."""
         with self._guard:
             self._cancelled = True
             if self._process is not None:
                 self._process.kill()
 
     def run(self, tokenizer: str, grammar: str, limits: dict[str, Any], vocab_size: int, eos_id: int) -> int | str:
-        """Prepare a form.
-
-        Args:
-            tokenizer: as JSON.
-            grammar: as the library reads it.
-            limits: of the library.
-            vocab_size: how many ids there are.
-            eos_id: ends a text.
+        """Compile a form.
 
         Returns:
-            The bytes that it holds, or why the library refuses it.
+            The bytes of the form, or why the library rejects it.
 
         Raises:
-            OptionError: it takes too much.
-            CancelledError: somebody did so.
+            OptionError: it exceeds a limit.
+            CancelledError: `cancel` was called.
         """
         most = MOST_SECONDS, MOST_BYTES
         work = json.dumps([tokenizer, grammar, limits, {"n_vocab": vocab_size, "eos_token": eos_id}, most]).encode()
@@ -98,24 +91,23 @@ def _too_large() -> str:
 
 
 def _ending(status: int) -> str:
-    """What the end of the process says of the form."""
     if status == -getattr(signal, "SIGXCPU", 0):
         return f"takes more than {MOST_SECONDS} s to prepare; make it simpler, as by smaller multipleOf"
     if status == -signal.SIGSEGV:
         return "has rules that lead to each other too deeply; make it flatter"
-    if status == -signal.SIGABRT:  # which is how the library ends where there is no memory
+    if status == -signal.SIGABRT:  # how the library ends when out of memory
         return _too_large()
     return f"cannot be prepared (the process that tried ended with status {status}); make it simpler"
 
 
 def main() -> None:
-    """What the process does: it says what the form holds, or why there is none."""
+    """Entry point of the process: it prints the bytes of the form, or why there is none."""
     if hasattr(os, "nice"):
         os.nice(19)
-    with contextlib.suppress(AttributeError, OSError):  # this gives way at once to any thread that wakes up
+    with contextlib.suppress(AttributeError, OSError):  # yields immediately to any thread that wakes up
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries' prints must not mix with the result
     threading.stack_size(_STACK)
     thread = threading.Thread(target=_try, args=(sys.stdin.buffer, replies))
     thread.start()
@@ -136,7 +128,7 @@ def _try(calls: IO[bytes], replies: IO[str]) -> None:
 
 
 def _limited(most_seconds: int, most_bytes: int) -> int:
-    """Bound what comes, where the system can do so; returns the bytes of memory that are taken already."""
+    """Set the limits of the process, if the system supports them; returns the bytes of memory already in use."""
     try:
         import resource
     except ImportError:
@@ -151,7 +143,6 @@ def _limited(most_seconds: int, most_bytes: int) -> int:
 
 
 def _resident() -> int:
-    """Bytes of memory that are taken."""
     if _STATM.exists():
         return _pages(1)
     try:

@@ -1,4 +1,4 @@
-"""What a tokenizer's ids mean, in a form that can be compared with another tokenizer's."""
+"""The meaning of a tokenizer's ids, in a form that can be compared with another tokenizer's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class Vocabulary:
     """The ids of one tokenizer.
 
-    What does not change what an id means is left out: which token begins, ends or pads a text (a base model
-    and its chat-tuned sibling differ there), templates, truncation, and how text is cut before merging.
+    Properties that do not change the meaning of ids are left out: which token begins, ends or pads a text (a base model
+    and its chat-tuned sibling differ there), templates, truncation, and how text is split before merging.
 
     Attributes:
-        tokens: id to token, added tokens included.
-        kind: the algorithm that makes tokens from text (BPE, Unigram, ...).
-        rules: its rules in order: merges, or the scores of the pieces.
-        added: ids of the tokens that are matched as a whole before anything is merged, special ones included.
-        special: ids that decoding leaves out.
+        tokens: by id, added tokens included.
+        kind: the algorithm (BPE, Unigram, ...).
+        rules: in order: merges, or the scores of the pieces.
+        added: ids of the tokens that are matched as a whole before merging, special ones included.
+        special: ids that decoding drops.
         byte_fallback: whether tokens such as `<0x0A>` are decoded as bytes.
     """
 
@@ -36,16 +36,15 @@ class Vocabulary:
 
     @classmethod
     def of(cls, backend: Any) -> Vocabulary:
-        """Read the vocabulary of a transformers tokenizer."""
         ids = cls.without_rules(backend)
-        if not backend.is_fast:  # it keeps its rules in a form of its own; its ids are compared all the same
+        if not backend.is_fast:  # its rules have another format; only its ids are compared
             return ids
         kind, rules = _rules(json.loads(backend.backend_tokenizer.to_str())["model"])
         return replace(ids, kind=kind, rules=rules)
 
     @classmethod
     def without_rules(cls, backend: Any) -> Vocabulary:
-        """The same but for kind and rules, which take long to read."""
+        """The vocabulary without kind and rules, which are slow to read."""
         tokens = {number: token for token, number in backend.get_vocab().items()}
         added = {number: token for number, token in backend.added_tokens_decoder.items() if number >= 0}
         tokens.update({number: token.content for number, token in added.items()})
@@ -59,17 +58,15 @@ class Vocabulary:
         return cls(tokens, "", (), frozenset(added), frozenset(special), fallback)
 
     def __len__(self) -> int:
-        """The largest id plus one."""
         return max(self.tokens, default=-1) + 1
 
     @property
     def holes(self) -> frozenset[int]:
-        """The numbers below the largest id that no token has."""
         return frozenset() if len(self.tokens) == len(self) else frozenset(range(len(self))) - self.tokens.keys()
 
     @property
     def byte_values(self) -> dict[int, int]:
-        """The byte of each id that decodes to one raw byte."""
+        """By id the byte of each token that decodes to one raw byte."""
         if not self.byte_fallback:
             return {}
         return {number: int(token[3:5], 16) for number, token in self.tokens.items() if _BYTE_TOKEN.fullmatch(token)}
@@ -83,7 +80,7 @@ class Vocabulary:
         return digest.hexdigest()
 
     def difference(self, other: Vocabulary, name: str, other_name: str) -> str:
-        """Say in one sentence where the two first differ; empty if they do not."""
+        """One sentence on where the two first differ; empty if they do not."""
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
             mine, theirs = self.tokens.get(number), other.tokens.get(number)
             if mine != theirs:
@@ -106,7 +103,7 @@ def _shown(token: str | None) -> str:
 
 
 def _rules(model: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """The kind and the rules of a model, in one form for all versions of the file format."""
+    """The kind and the rules of a model, in one format for all versions of the file format."""
     kind = str(model.get("type") or ("BPE" if "merges" in model else "WordLevel"))
     if kind == "BPE":  # a merge is "a b" in old files and ["a", "b"] in new ones
         merges = model.get("merges") or []
@@ -117,7 +114,7 @@ def _rules(model: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def holds_type(described: object, wanted: str) -> bool:
-    """Whether a part of a tokenizer, or a part inside it, is of the wanted type."""
+    """Whether a part of a tokenizer, or a part inside it, has the type."""
     if isinstance(described, dict):
         return described.get("type") == wanted or any(holds_type(part, wanted) for part in described.values())
     return isinstance(described, list) and any(holds_type(part, wanted) for part in described)

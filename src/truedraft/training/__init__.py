@@ -1,6 +1,6 @@
 """Training: drafts, tables of n-grams, heads of any kind on a target's own answers, also together with the target.
 
-Each name loads on first use: the words for a training need none of it.
+Each name is loaded on first use, because the options of a training need none of it.
 """
 
 from __future__ import annotations

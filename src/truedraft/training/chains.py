@@ -1,4 +1,4 @@
-"""Training of heads on vectors of several layers, along chains of steps: numbers, loss, and what they promise."""
+"""Training of heads on vectors of several layers, along chains of steps: configuration, loss, and predictions."""
 
 from __future__ import annotations
 
@@ -43,21 +43,20 @@ if TYPE_CHECKING:
 
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
 _HEAD = 64  # entries of a query
-_TOGETHER = 16_384  # tokens of texts that are read side by side on a GPU, padding included
-_NODES = 16  # of trees that are measured
-_LENGTHS = (2, 4)  # of chains that are measured, beside the one that was trained for
+_TOGETHER = 16_384  # tokens of texts read together on a GPU, padding included
+_NODES = 16  # of measured trees
+_LENGTHS = (2, 4)  # of measured chains, in addition to the trained length
 
 
 @dataclass(frozen=True)
 class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig):
-    """A training of a head on vectors of several layers, along chains of several steps.
+    """Configuration for training a head on vectors of several layers, along chains of several steps.
 
     Raises:
         OptionError: a value out of its range.
     """
 
     drafter: ClassVar[type[LevelDrafter[Any, Any]]]
-    """Drafts with the head."""
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
         "length", "layers", "inner", "kv_heads", "draft_vocab", "loss", "by_acceptance",
     }  # fmt: skip
@@ -89,7 +88,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         return loss_from_spec(self.loss)
 
     def entries(self, width: int, vocab_size: int) -> dict[str, Any]:
-        """Sizes that heads of all these kinds have."""
         heads, fewer = max(1, width // _HEAD), 0 < self.draft_vocab < vocab_size
         return {
             "width": width,
@@ -108,7 +106,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         """The head along texts, in training."""
 
     def optimizer_of(self, head: Any) -> MixedOptimizer:
-        """Of the head's weights."""
         return heads_optimizer(head, self.optimizer)
 
     def loop(
@@ -121,7 +118,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         folder: Path,
         on_progress: Callable[[str, int, int], None],
     ) -> TrainingLoop:
-        """The loop that trains a head on whole answers; the target computes its vectors anew each time."""
+        """The loop that trains a head on whole answers; the target recomputes its vectors each time."""
         del on_progress
         text, held_out = texts
         model = load_model(target, device=self.device)
@@ -159,7 +156,8 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """What the engine is to measure: chains of several lengths, and trees, which held-out answers promise."""
+        """The rounds to measure in the engine: chains of several lengths, and trees, with predictions from held-out
+        answers."""
         del on_progress
         unrolled = self.chains(head.float(), lm_head, target)
         facts = {"accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
@@ -183,17 +181,17 @@ class _NumberedAnswers(WindowSampler):
 
 
 def likeliest_ids(text: SelfDistillationData, count: int) -> Tensor:
-    """The ids that a text has most often, filled up by the lowest others: int64 `[count]`, rising."""
+    """The most frequent ids of a text, with the lowest others if there are too few: int64 `[count]`, ascending."""
     counted = np.bincount(text.tokens)
     order = sorted(range(max(count, len(counted))), key=lambda id_: (-counted[id_] if id_ < len(counted) else 0, id_))
     return torch.tensor(sorted(order[:count]))
 
 
 def chains_in(answer: WrittenAnswer, reach: int) -> dict[int, int]:
-    """Indices of pairs of a text behind which chains begin, and how many steps each has, at most so many.
+    """Indices of the pairs of a text after which chains begin, with the number of steps of each, at most `reach`.
 
-    Worked example: behind a prompt of 4, an answer of 6 tokens has pairs 2 to 7, of which 2 to 5 have three steps, 6
-    has two and 7 one: pair 2 is of the token at 3, the last of the prompt, and about that at 4, the answer's first.
+    Worked example: after a prompt of 4, an answer of 6 tokens has pairs 2 to 7, of which 2 to 5 have three steps, 6 has
+    two and 7 one: pair 2 is of the token at 3, the last of the prompt, and about that at 4, the answer's first.
     """
     first, end = max(len(answer.prompt) - 2, 0), len(answer.prompt) + len(answer.answer) - 2
     return {pair: min(reach, end - pair) for pair in range(first, end)}
@@ -201,14 +199,14 @@ def chains_in(answer: WrittenAnswer, reach: int) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class UnrolledStep:
-    """One step of `Unrolled`.
+    """One step of `Chains`.
 
     Attributes:
-        leaving: `[rows, width]`: what enters the output.
-        target: `[rows, ids]`: the target's log probabilities of the draft's ids; of a reduced vocabulary they are not 1
-            together.
-        tokens: `[rows]`: that the texts go on with.
-        chains: `[rows]`: which row of the first step each chain began as.
+        leaving: `[rows, width]`: the inputs of the output layer.
+        target: `[rows, ids]`: the target's log probabilities of the draft's ids; for a reduced vocabulary they do not
+            sum to 1.
+        tokens: `[rows]`: the texts' next tokens.
+        chains: `[rows]`: the row of each chain in the first step.
     """
 
     leaving: Tensor
@@ -218,13 +216,7 @@ class UnrolledStep:
 
 
 class Chains(ABC):
-    """A head that reads answers of its target, and guesses as many tokens at each place as in decoding.
-
-    Args:
-        head: in training, in float32.
-        lm_head: of the target.
-        model: the target.
-    """
+    """A head in float32 that reads answers of its target, and predicts as many tokens at each place as in decoding."""
 
     def __init__(self, head: Any, lm_head: LmHead, model: LanguageModel) -> None:
         self.head, self.lm_head, self._model = head, lm_head, model
@@ -233,30 +225,24 @@ class Chains(ABC):
     def steps(
         self, answers: Sequence[WrittenAnswer], pairs: Sequence[Mapping[int, int]] | None = None
     ) -> Iterator[UnrolledStep]:
-        """The steps, of chains that begin in the answers, these one behind another.
-
-        Args:
-            answers: some.
-            pairs: of each, where chains begin and how long they are (`pairs`); None: all of `chains_in`.
-        """
+        """The steps of chains in the concatenated answers; `pairs` selects chains, None all of `chains_in`."""
         chosen = [chains_in(each, self.head.reach) for each in answers] if pairs is None else pairs
         if any(chosen):
             yield from self.along(self._read(answers), chosen)
 
     @abstractmethod
     def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
-        """The same, of texts that the target has read; there are chains."""
+        """The steps of chains in texts that the target has read; there is at least one chain."""
 
     def pairs(self, answer: WrittenAnswer, number: int) -> Mapping[int, int]:
-        """Which of `chains_in` an answer learns that is the one of this number in a training, the longest first."""
+        """Those of `chains_in` that answer `number` of a training learns, the longest first."""
         return chains_in(answer, self.head.reach)
 
     def acceptance(self, leaving: Tensor) -> Tensor | None:
-        """Logits `[rows]` of the probabilities that tokens are accepted, as the head says; None where it does not."""
+        """The head's logits `[rows]` of the acceptance probabilities; None where it predicts none."""
         return None
 
     def logits(self, vectors: Tensor) -> Tensor:
-        """`[rows, ids]` of the draft."""
         return self.lm_head(vectors) if self.head.lm_head is None else self.head.lm_head(vectors)
 
     def ids(self, tokens: Tensor) -> Tensor:
@@ -267,9 +253,8 @@ class Chains(ABC):
         return torch.where(self.head.draft_ids[places] == tokens, places, -1)
 
     def _read(self, answers: Sequence[WrittenAnswer]) -> Texts:
-        """Let the target read prompts and answers, these one behind another."""
         texts = [torch.tensor([*each.prompt, *each.answer], device=self._model.device) for each in answers]
-        # As it is served, which autocast would change.
+        # As in serving, which autocast would change.
         with torch.inference_mode(), torch.autocast(self._model.device.type, enabled=False):
             segments = [
                 Segment(self._model.new_cache(), text, chain_shape(len(text)), range(len(text)), prompt=len(text))
@@ -292,14 +277,13 @@ class Chains(ABC):
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that the target has read, one behind another.
+    """Concatenated texts that the target has read.
 
     Attributes:
-        tokens: `[tokens]`.
-        starts: where each begins, and where the last one ends.
+        starts: the start of each text, and the end of the last.
         vectors: `[tokens, width]` of each layer.
-        known: `[places, ids]`: the target's log probabilities of the draft's ids at places that chains come to.
-        rows: of each token, which place it is.
+        known: `[places, ids]`: the target's log probabilities of the draft's ids at the places of chains.
+        rows: the row in `known` of each token.
     """
 
     tokens: Tensor
@@ -310,11 +294,10 @@ class Texts:
 
     @property
     def counts(self) -> list[int]:
-        """Tokens of each."""
         return [end - start for start, end in itertools.pairwise(self.starts)]
 
     def behind(self, places: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
-        """Of tokens by their places, the target's log probabilities of the next ones, and these."""
+        """The target's log probabilities after the tokens at `places`, and the next tokens."""
         at = torch.as_tensor(self.rows[places], device=self.known.device)
         return self.known[at], self.tokens[torch.as_tensor(places, device=at.device) + 1]
 
@@ -323,10 +306,9 @@ class ChainLoss:
     """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
 
     Args:
-        chains: of the head in training.
         loss: between the distributions, over the draft's ids.
-        decay: by how much each step counts less than the one before; None weighs each token by the probability that
-            all tokens of its chain before it are accepted, the products of their sum min(p, q), which have no gradient.
+        decay: the weight of each step relative to the one before. None weights each token by the probability that all
+            tokens before it in its chain are accepted, the product of their sum min(p, q), without a gradient.
     """
 
     def __init__(self, chains: Chains, loss: DistillationLoss, decay: float | None) -> None:
@@ -335,10 +317,7 @@ class ChainLoss:
     def accumulate(self, steps: Iterable[UnrolledStep], counts: Sequence[int], scale: float) -> Tensor:
         """Add `scale` times the gradient of the loss along some chains; returns the sum of losses at each step.
 
-        Args:
-            steps: of the chains.
-            counts: tokens at each step that means are over, of which these may be a part.
-            scale: of the gradient.
+        The means are over `counts` tokens at each step, which may include tokens of other chains.
         """
         device = next(self._chains.head.parameters()).device
         sums, alive = torch.zeros(len(counts), device=device), torch.ones(0, device=device)
@@ -357,8 +336,8 @@ class ChainLoss:
         return sums
 
     def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient in what leaves a step of its losses times weights `[rows]`; the sum of its losses, and how
-        probably each of its tokens is accepted, `[rows]`, where that is asked for."""
+        """The gradient of the losses times weights `[rows]` in what leaves a step; the sum of its losses; and the
+        acceptance probability `[rows]` of each of its tokens, or 1 where it is not needed."""
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
@@ -379,14 +358,7 @@ class ChainLoss:
 
 
 class ChainObjective:
-    """`ChainLoss` on answers that the target reads.
-
-    Args:
-        unrolled: the head in training.
-        text: what the target wrote.
-        loss: as of `ChainLoss`.
-        decay: likewise.
-    """
+    """`ChainLoss` on answers that the target reads."""
 
     def __init__(
         self, unrolled: Chains, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
@@ -395,8 +367,7 @@ class ChainObjective:
         self._loss = ChainLoss(unrolled, loss, decay)
 
     def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
-        """Add `scale` times the gradient of the mean loss over some answers, given by their windows and
-        numbers `[count, 3]`."""
+        """Add `scale` times the gradient of the mean loss over answers, given by windows and numbers `[count, 3]`."""
         starts, records = self._text.starts, self._text.records
         texts = []
         for first, _, number in batch.tolist():
@@ -414,17 +385,17 @@ class ChainObjective:
 
 
 def chains_at(chosen: Sequence[Mapping[int, int]], reach: int) -> list[int]:
-    """How many chains have each step, of those that begin at pairs and are so long."""
+    """The number of chains at each step, for chains of the given lengths."""
     lengths = np.array([steps for own in chosen for steps in own.values()])
     return [int((lengths > step).sum()) for step in range(reach)]
 
 
 Chosen: TypeAlias = tuple[WrittenAnswer, Mapping[int, int]]
-"""An answer, and where chains begin in it, and how long they are."""
+"""An answer, and where chains begin in it, with their lengths."""
 
 
 def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[list[Chosen]]:
-    """Answers in groups of about equally long texts: one by one on a CPU, which gains nothing by more."""
+    """Answers in groups of similar length; one by one on a CPU, where batches gain nothing."""
     ordered = sorted(texts, key=lambda each: len(each[0].prompt) + len(each[0].answer))
     together: list[Chosen] = []
     for each in ordered:
@@ -439,10 +410,10 @@ def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[lis
 
 @torch.no_grad()
 def accuracies(unrolled: Chains, text: SelfDistillationData, positions: int) -> Mapping[str, float]:
-    """`step_K_top_1` of each step, K from 1: shares of a text's tokens, about so many of them, that it guesses.
+    """`step_K_top_1` of each step, K from 1: the accuracy on about `positions` of a text's tokens.
 
     Raises:
-        DataError: there are no answers that are long enough.
+        DataError: no answer is long enough.
     """
     head = unrolled.head
     right, seen = [0] * head.reach, [0] * head.reach

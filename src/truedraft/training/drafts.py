@@ -1,6 +1,6 @@
-"""Training whole language models on streams of text: towards a target's distributions, or towards the text itself.
+"""Training whole language models on streams of text, towards a target's distributions or the text itself.
 
-The first is how drafts are distilled, `truedraft train draft`; the second is how recipes make models to begin with.
+The first distils drafts (`truedraft train draft`); recipes use the second for their starting models.
 """
 
 from __future__ import annotations
@@ -84,23 +84,18 @@ if TYPE_CHECKING:
 
 _HELD_OUT_FRACTION = 0.05
 _EVALUATED_TOKENS = 65_536
-_TRAINED = 0.85  # of a budget: by then training is over; the rest is for measuring
+_TRAINED = 0.85  # share of a budget for everything until training ends; the rest is for measuring
 _STREAM = "train.bin"  # in the working folder
-_BYTES = 12  # of a written token on disk: as a number in JSON, and in the stream
-_GOOD_PASSES, _MOST_PASSES = 4, 40  # over a text
-_PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, on which the engine is measured
+_BYTES = 12  # of a written token on disk, in JSON and in the stream
+_GOOD_PASSES, _MOST_PASSES = 4, 40  # passes over a text
+_PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, for measuring in the engine
 
 
 class StreamObjective:
     """Trains a model towards a target's distributions along a text; without a target, towards the text itself.
 
-    The logits' gradient is computed chunk by chunk in float32 and handed to the model in one backward pass.
-
-    Args:
-        model: in training.
-        loss: between the distributions.
-        target: learned from; None where the loss looks at the text alone.
-        own_text: writes some of the text anew; None leaves it.
+    The logits' gradient is computed in chunks in float32 and passed to the model in one backward pass. `own_text`
+    rewrites some of the text.
     """
 
     def __init__(
@@ -116,9 +111,9 @@ class StreamObjective:
         self._own_text = own_text
 
     def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
-        """Add `scale` times the gradient of the mean loss over the batch [sequences, length + 1].
+        """Add `scale` times the gradient of the mean loss over the batch `[sequences, length + 1]`.
 
-        Answers with the mean loss and, with a target, `alpha` of the batch's first chunk, of each process's part.
+        Returns the mean loss and, with a target, `alpha` of the batch's first chunk, of each process's part.
         """
         whole, batch = len(batch), batch if own is None else batch[own]
         share = len(batch) / whole
@@ -137,14 +132,14 @@ class StreamObjective:
 
 @dataclass(frozen=True)
 class DraftConfig(DraftSizeOptions):
-    """What decides the draft, but for the target and the data.
+    """What decides the draft in addition to the target and the data.
 
-    `tokens` and `writing` say how much the target writes where there are prompts to answer, and how.
+    `tokens` and `writing` decide how much the target writes, and how, where there are prompts to answer.
 
-    The default loss is half forward KL, which learns from everything the target knows, and half total variation,
-    which is what speculative sampling pays for.
+    The default loss is half forward KL, which learns all of the target's distribution, and half total variation, which
+    decides the acceptance rate of speculative sampling.
 
-    `on_policy` is the share of sequences whose second half the draft writes itself.
+    `on_policy` is the share of sequences with a second half that the draft writes.
     """
 
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
@@ -173,17 +168,16 @@ class DraftConfig(DraftSizeOptions):
 
 @dataclass(frozen=True)
 class DraftResult:
-    """A trained draft: where it lies, what it is worth on held-out text, and what it took."""
+    """A trained draft: its folder, its report on held-out text, and the effort it took."""
 
     folder: Path
     report: PairReport
     steps: int
     tokens: int
     elapsed_s: float
-    evaluations: Sequence[EngineEvaluation] = ()  # by the engine; empty where it cannot run the target
+    evaluations: Sequence[EngineEvaluation] = ()  # empty where the engine cannot run the target
 
     def as_dict(self) -> dict[str, Any]:
-        """For records."""
         return {
             "steps": self.steps,
             "tokens": self.tokens,
@@ -209,18 +203,15 @@ def train_draft(
 ) -> DraftResult:
     """Distil a draft for the target into the folder `out`, an ordinary model folder.
 
-    Called again after an interruption, it goes on from the last checkpoint in `out/work`. Of several processes
-    (`Processes`) the main one does all but the steps, and all give back what it found.
+    An interrupted training resumes from the last checkpoint in `out/work` when it is called again. With several
+    processes (`Processes`) only the training steps are shared; all processes return the main one's result.
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats, and of prompts, which the target answers first, as `read_data` reads them; `SELF`
-            among them lets the target ask itself.
-        out: the folder to write.
-        config: sizes, loss, schedule.
-        held_out: files to measure alpha on; without them the last twentieth of the data is kept back for it.
-        callbacks: who is told, and of what.
-        budget: the time for all of it, measuring included; None is as long as it takes.
+        data: files of texts or chats, and of prompts, which the target answers first, as `read_data` reads them. With
+            `SELF` among them the target writes prompts of its own.
+        held_out: files to measure alpha on; without them the last twentieth of the data is held out.
+        budget: the time for everything, measuring included; None sets no limit.
 
     Raises:
         ModelError: the target cannot be loaded or has no tokenizer.
@@ -259,7 +250,7 @@ def train_draft(
 
 
 def _train_beside(target: str | Path, work: Path, tokenizer: PreTrainedTokenizerBase, device: str) -> DraftResult:
-    """Take the steps with the main process, once it has the text and knows how many they are."""
+    """Run the training steps together with the main process, once that has sent the configuration."""
     processes = Processes.here()
     given: tuple[DraftConfig, int] = processes.from_main(None)
     config, tokens = replace(given[0], device=device), given[1]
@@ -274,7 +265,6 @@ def _values(record: StepRecord) -> str:
 
 
 def _written(target: str | Path, source: Source, writing: Writing, device: str) -> list[WrittenAnswer]:
-    """The target's answers to the prompts of the data."""
     if not source.has_prompts:
         return []
     model = load_model(target, device=device)
@@ -291,11 +281,8 @@ def _planned(
     budget: TimeBudget,
     told: Callbacks,
 ) -> DraftConfig:
-    """The configuration with as many steps as there is time for, which is said; one that goes on keeps its number.
-
-    Raises:
-        TrainingError: there is time for next to none.
-    """
+    """The configuration with as many steps as there is time for, which is reported; a resumed training keeps its
+    number."""
     before = checkpoint_of(work)
     if before is not None:
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
@@ -319,12 +306,12 @@ def _planned(
 
 
 def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Callable[[str], None]) -> None:
-    """Say where a text is read often, and refuse one that is read so often that it teaches nothing more.
+    """Report a text that is read several times, and refuse one that is read so often that it teaches nothing more.
 
-    Repeated up to four times text is nearly as good as new, from forty times on worth nothing (Muennighoff et al.
+    Text repeated up to four times is nearly as good as new, and from forty times on adds nothing (Muennighoff et al.
     2305.16264).
     """
-    config.curriculum.phases(stream, config.schedule, seed=config.seed)  # refuses less than a sequence
+    config.curriculum.phases(stream, config.schedule, seed=config.seed)  # raises if it is too short
     asked = config.schedule.total_steps * config.curriculum.tokens_per_step
     times = asked / len(stream)
     got = f"the text has {len(stream):,} tokens, and the training reads {asked:,}, each of them {times:.0f} times"
@@ -344,9 +331,8 @@ def _measured(
     budget: TimeBudget,
     on_note: Callable[[str], None],
 ) -> DraftResult:
-    """What the saved draft is worth."""
     most = _EVALUATED_TOKENS
-    if budget.limited and progress.elapsed_s:  # a step runs both models too, and goes back through one of them
+    if budget.limited and progress.elapsed_s:  # a step runs both models too, and one backward
         most = min(most, max(1, int(0.5 * budget.left_s() * progress.tokens / progress.elapsed_s)))
     saved = load_causal_lm(out, dtype="auto", device=config.device).eval()
     report = evaluate_pair(target_model, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
@@ -361,12 +347,7 @@ def _measured(
 def _measure_in_engine(
     target: str | Path, draft: Path, held_out: NDArray[np.uint32], device: str, budget: TimeBudget
 ) -> list[EngineEvaluation]:
-    """Continue pieces of held-out text, greedily and at temperature 1, with the chain that is the default.
-
-    Raises:
-        UnsupportedModelError: the engine cannot run the target.
-        TrainingError: the engine failed.
-    """
+    """Continue pieces of held-out text, greedily and at temperature 1, with the default chain."""
     count = min(_PROMPTS, max(1, len(held_out) // _PROMPT_TOKENS))
     starts = [number * len(held_out) // count for number in range(count)]
     prompts = [held_out[start : start + _PROMPT_TOKENS].tolist() for start in starts]
@@ -376,7 +357,7 @@ def _measure_in_engine(
 def chain_evaluations(
     target: LanguageModel, draft: LanguageModel, prompts: Sequence[Sequence[int]], budget: TimeBudget | None = None
 ) -> list[EngineEvaluation]:
-    """What the chain that is the default brings, measured in the engine; arguments as in `measure_in_engine`."""
+    """Measure the default chain in the engine; arguments as in `measure_in_engine`."""
     drafter = DraftModel(draft)
     about = {"num_speculative_tokens": drafter.limits.depth}
     rounds = [EngineRound(temperature, lambda: drafter, about) for temperature in TREE_TEMPERATURES.values()]
@@ -390,14 +371,7 @@ def record_draft(
     report: PairReport,
     evaluations: Sequence[EngineEvaluation],
 ) -> None:
-    """Let the folder of a draft say which target it belongs to and what it is worth, see `drafters.registry`.
-
-    Args:
-        folder: of the draft.
-        target: what its target is called.
-        target_model: whose fingerprint it names.
-        report: what it is worth on held-out text.
-        evaluations: by the engine.
+    """Write the draft's target and its measured quality into its folder, see `drafters.registry`.
 
     Raises:
         ModelError: the target has no fingerprint, or the file cannot be written.
@@ -416,15 +390,13 @@ def stream_loop(
 ) -> TrainingLoop:
     """The loop that trains the draft along the stream; `loop.run()` starts, or resumes from the folder's checkpoint.
 
-    The folder may be given the checkpoint of another run's stable stretch, as long as that is not longer than
-    this one's: the run then branches from there.
+    The folder may hold the checkpoint of another run's stable phase, as long as that is not longer than this one's: the
+    run then branches from there.
 
     Args:
-        config: loss, schedule, lengths; of its sizes nothing is read.
-        target: whose distributions are learned; None where the loss looks at the text alone.
-        draft: as it begins, on the configured device.
-        stream: token ids.
-        folder: for checkpoint, log and record.
+        config: loss, schedule, lengths; its sizes are not read.
+        target: the teacher; None where the loss needs only the text.
+        draft: the starting model, on the configured device.
 
     Raises:
         DataError: the stream is shorter than a sequence.
@@ -432,7 +404,7 @@ def stream_loop(
     """
     more = {"data_sha256": stream_hash(stream)}
     if target is not None:
-        more["target"] = weights_hash(target.requires_grad_(False), torch.bfloat16)  # of any load of it
+        more["target"] = weights_hash(target.requires_grad_(False), torch.bfloat16)  # in any loaded dtype
     if target is None or config.start_from is not None:
         more["start_from"] = weights_hash(draft)
     own_text = OwnText(draft, config.on_policy, config.seed) if config.on_policy else None
@@ -449,9 +421,9 @@ def stream_loop(
 
 
 def _identity(config: DraftConfig, **more: str) -> Identity:
-    """What decides a draft; of how its text was written nothing, for the hash of the text is there.
+    """What decides a draft, without how its text was written, because the hash of the text covers that.
 
-    A training without text of its own goes on from checkpoints of older versions, which did not know of it.
+    A training without the draft's own text resumes from checkpoints of older versions, which have no such field.
     """
     return {
         name: value
@@ -463,7 +435,7 @@ def _identity(config: DraftConfig, **more: str) -> Identity:
 def _fitting(
     config: DraftConfig, target: PreTrainedModel, draft: PreTrainedModel, on_note: Callable[[str], None]
 ) -> DraftConfig:
-    """The configuration with sequences that fit the context of both models; says so where they were longer."""
+    """The configuration with sequences that fit the context of both models; reports where they were longer."""
     context = min(context_of(target), context_of(draft))
     fitted = config.curriculum.fitting(context)
     if fitted != config.curriculum:
@@ -529,7 +501,6 @@ def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreT
 def _streams(
     source: Source, written: Sequence[WrittenAnswer], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """The token streams to train on and to measure on."""
     answers = [[*record.prompt, *record.answer] for record in written]
     write_stream(source.texts, tokenizer, folder / _STREAM, answers)
     train = read_stream(folder / _STREAM)

@@ -1,4 +1,4 @@
-"""What a model and a pair of models are worth on held-out text, and a drafter in the very engine that serves it.
+"""Quality of a model and of a pair of models on held-out text, and of a drafter in the serving engine.
 
 Figures on text are means over the labels of whole, non-overlapping blocks: each token is predicted once, from the
 tokens of its block before it.
@@ -34,31 +34,30 @@ if TYPE_CHECKING:
 
     from truedraft.training.texts.self_distillation import SelfDistillationData
 
-_AT_ONCE = 4  # prompts that are answered together where there is little time
-_FEWEST = 8  # answers that say how much prompts differ
-_LEAST = 0.05  # of a promise, which it may be off by
-_CHANCE = 0.01  # that a sound training is said to depart from its promise
-_LEAST_CALLS = 16  # of the target, however little time there is
-_WALKED = 16  # answers whose vectors are kept at once
-_TOKENS = 128  # of an answer, half the context at the most
+_AT_ONCE = 4  # prompts answered together with a time limit
+_FEWEST = 8  # least answers to estimate how much prompts differ
+_LEAST = 0.05  # allowed relative error of a prediction
+_CHANCE = 0.01  # of a false report on a sound training
+_LEAST_CALLS = 16  # of the target, even if the time is up
+_WALKED = 16  # answers with vectors in memory at once
+_TOKENS = 128  # of an answer, at most half the context
 
 
 @dataclass(frozen=True)
 class PairReport:
-    """How well a draft stands in for its target, at temperature 1 and greedily."""
+    """How well a draft approximates its target, at temperature 1 and greedily."""
 
     tokens: int
-    alpha: float  # E[sum_x min(p(x), q(x))]: the share of single drafted tokens that would be accepted
-    greedy_agreement: float  # the share of positions where both have the same likeliest token
-    draft_loss: float  # nats per token, of the draft alone
+    alpha: float  # E[sum_x min(p(x), q(x))]: the acceptance rate of single drafted tokens
+    greedy_agreement: float  # share of positions with the same likeliest token
+    draft_loss: float  # the draft's, in nats per token
 
     def as_dict(self) -> dict[str, float]:
-        """The fields, for JSON."""
         return asdict(self)
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """The longest text that a model names; 2,048 tokens where it names none."""
+    """The context length in a model's configuration; 2,048 tokens where it has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
 
 
@@ -81,7 +80,7 @@ def evaluate_pair(
     length: int = 2048,
     max_tokens: int | None = None,
 ) -> PairReport:
-    """Alpha and greedy agreement along the stream (the text's own tokens, not the models' answers)."""
+    """Alpha and greedy agreement along the stream (on the text's own tokens, not the models' answers)."""
     overlap, agreed, loss, count = 0.0, 0, 0.0, 0
     for block in _blocks(stream, length, max_tokens, target.device):
         p, q = _log_probs(target, block), _log_probs(draft, block)  # [length, vocab]
@@ -105,7 +104,6 @@ def _blocks(
 
 @torch.no_grad()
 def _log_probs(model: PreTrainedModel, block: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities at temperature 1, float32: [length, vocab]."""
     training = model.training
     model.eval()
     logits = model(input_ids=block[:, :-1], use_cache=False).logits[0]
@@ -119,13 +117,7 @@ def _label_log_probabilities(log_probs: torch.Tensor, block: torch.Tensor) -> to
 
 @dataclass(frozen=True, slots=True)
 class EngineRound:
-    """What one round over the prompts of a test measures.
-
-    Attributes:
-        temperature: of the requests.
-        new_drafter: makes the drafter that answers them, and holds a copy of its heads while it does.
-        about: what is said of the drafter, for JSON: its sizes, and what they are expected to bring.
-    """
+    """One round over the test prompts; `about` has the drafter's sizes and predicted lengths, for JSON."""
 
     temperature: float
     new_drafter: Callable[[], Drafter]
@@ -134,13 +126,7 @@ class EngineRound:
 
 @dataclass(frozen=True)
 class EngineEvaluation:
-    """What a drafter brought at one temperature, measured in the engine.
-
-    Attributes:
-        temperature: of the requests.
-        about: as of the round.
-        answers: what was counted of each answer.
-    """
+    """A drafter's results at one temperature, measured in the engine: the counters of each answer."""
 
     temperature: float
     about: Mapping[str, Any]
@@ -148,18 +134,16 @@ class EngineEvaluation:
 
     @cached_property
     def stats(self) -> Counters:
-        """Counted over all answers."""
         return functools.reduce(operator.add, self.answers, Counters())
 
     @cached_property
     def tokens_per_call(self) -> Interval | None:
-        """The mean acceptance length, with its interval over prompts; None where nothing was answered."""
+        """The mean acceptance length, with its interval over prompts; None without answers."""
         counted = [(each.emitted_tokens + each.stop_tokens, each.target_calls) for each in self.answers]
         tokens, calls = zip(*counted, strict=True) if counted else ((), ())
         return ratio_over_prompts(tokens, calls) if sum(calls) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         stats, found = self.stats, self.tokens_per_call
         counted = {"target_calls": stats.target_calls, "emitted_tokens": stats.emitted_tokens}
         length: dict[str, Any] = {"mean_acceptance_length": stats.mean_acceptance_length}
@@ -168,15 +152,12 @@ class EngineEvaluation:
         return {"temperature": self.temperature, **self.about, **length, **counted}
 
     def departs(self, tokens: int, rounds: int) -> bool:
-        """Whether what was promised and what was served differ by more than chance among prompts explains, and by more
-        than a twentieth.
+        """Whether prediction and measurement differ by more than chance among prompts explains, and by more than a
+        twentieth.
 
-        Of one in a hundred sound trainings some round does. The promise is taken to spread as what was served does,
-        by its own number of tokens, and no less than a count of so many accepted tokens.
-
-        Args:
-            tokens: that the promise was found on.
-            rounds: that are looked at, this among them.
+        This is so for some round in one of a hundred sound trainings. The prediction from `tokens` tokens is assumed to
+        vary as the measurement does, and at least as a count of so many accepted tokens. `rounds` is the number of
+        compared rounds.
         """
         promised, served = self.about.get("promised"), self.tokens_per_call
         if promised is None or served is None or len(self.answers) < _FEWEST:
@@ -189,7 +170,7 @@ class EngineEvaluation:
 
 
 def _deviations(chance: float) -> float:
-    """Above how many standard deviations a normal variable lies with this chance; 1.96 of 0.025."""
+    """The number of standard deviations that a normal variable exceeds with this probability; 1.96 for 0.025."""
     return -NormalDist().inv_cdf(chance)
 
 
@@ -204,11 +185,9 @@ def measure_in_engine(
     """Answer the prompts in every round.
 
     Args:
-        target: the drafters'.
-        rounds: what is measured.
-        prompts: that nothing was trained or fitted on.
+        prompts: not used for training or fitting.
         on_progress: called with the number of finished rounds, and of all.
-        budget: what is left of it is for all rounds, of which each takes an equal part; None is as long as they take.
+        budget: its remaining time is divided equally among the rounds; None sets no limit.
 
     Raises:
         TrainingError: the engine failed.
@@ -228,20 +207,18 @@ def measure_in_engine(
 def foretold(
     target: LanguageModel, text: SelfDistillationData, temperature: float, drafter: Drafter
 ) -> Interval | None:
-    """Tokens per target call that a drafter brings along answers, walked as the engine walks (`planning.walks`).
+    """Tokens per target call of a drafter along answers, replayed step by step (`planning.walks`).
 
     Args:
-        target: that wrote them.
-        text: the answers; those at another temperature are passed over.
-        temperature: of the requests.
-        drafter: to be walked; it runs nowhere else meanwhile.
+        text: the answers; those at another temperature are skipped.
+        drafter: must not run elsewhere during the call.
 
     Returns:
         With its interval over prompts; None where none of the answers has a second token.
 
     Raises:
         CompositionError: the drafter does not fit the target.
-        OptionError: the acceptance of the drafter along a text is not known.
+        OptionError: the acceptance of the drafter along a text cannot be predicted.
     """
     drafter.check(target)
     chosen = [
@@ -268,16 +245,12 @@ def count_answers(
     *,
     at_once: int | None = None,
 ) -> list[Counters]:
-    """Answer prompts with a drafter, losslessly, and count for each answer.
+    """Answer prompts with a drafter, losslessly, and return the counters of each answer.
 
     Args:
-        target: the drafter's.
-        drafter: that was trained.
         prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
-        temperature: of the requests.
-        time_is_up: asked after each step, from the first few on: where it says so, answers are counted as far as they
-            are.
-        at_once: prompts that are answered together; None are all.
+        time_is_up: called after each step, except the first few; True stops and counts the answers as they are.
+        at_once: prompts answered together; None is all.
 
     Raises:
         TrainingError: the engine failed.

@@ -1,4 +1,4 @@
-"""What decides a training of heads, and what a kind of heads brings to it."""
+"""The configuration of a training of heads, and the parts that each kind of heads defines."""
 
 from __future__ import annotations
 
@@ -41,12 +41,9 @@ class JointConfig:
     for self-distilled text (section 2.3.2): a cross-entropy of its own answers would only sharpen it.
 
     Attributes:
-        steps: updates.
-        tokens_per_step: of one update.
         length: tokens of a sequence.
-        heads: rates of the heads.
         backbone: rates of the target, smaller.
-        heads_share: weight of the heads' loss beside the target's own, lambda_0 of the paper.
+        heads_share: weight of the heads' loss relative to the target's own, lambda_0 of the paper.
         decay_share: of the steps, at the end, in which the rates decay.
         lora_rank: rank of LoRA adapters, which are merged when the target is saved; 0 trains all weights; None decides
             by the number of weights.
@@ -62,7 +59,6 @@ class JointConfig:
     lora_rank: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         for name in ("steps", "tokens_per_step", "length"):
             check_whole(f"joint.{name}", getattr(self, name), 1)
         check_positive("joint.heads_share", self.heads_share)
@@ -73,12 +69,12 @@ class JointConfig:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What held-out text says about trained heads, and what is to be measured of them.
+    """The calibration of trained heads on held-out text, and the rounds to measure.
 
     Attributes:
-        facts: that are kept with the heads, for JSON: what their drafter is sized and calibrated by among them.
-        trees: trees of ranks that are kept with them.
-        rounds: what the engine is to measure.
+        facts: saved with the heads, for JSON, including the sizes and calibration of their drafter.
+        trees: trees of ranks, saved with the heads.
+        rounds: to be measured in the engine.
     """
 
     facts: Mapping[str, Any]
@@ -88,37 +84,32 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
-    """A training of heads: numbers that all kinds have in common, and what each kind says for itself.
+    """A training of heads: values that all kinds have in common, and hooks for each kind.
 
-    A kind of heads is a module (`head`), the sizes of it, a loss towards the target's distributions, and how trained
+    A kind of heads defines a module (`head`), its sizes, a loss towards the target's distributions, and how trained
     heads are calibrated and drafted with; all else is the same for all.
 
     Attributes:
-        writing: how the target writes.
-        tree_prompts: held-out prompts whose answers trees are counted on, and accuracy is measured on.
-        test_prompts: held-out prompts that acceptance is measured on.
+        tree_prompts: held-out prompts with answers for counting trees and measuring accuracy.
+        test_prompts: held-out prompts for measuring acceptance.
         decay_share: of the steps, at the end, in which the rate decays.
-        positions_per_step: positions of one update, about.
-        window: neighbouring positions that are read together; they share distributions, but say less than scattered
-            ones.
+        positions_per_step: positions of one update, approximately.
+        window: neighbouring positions that are read together; they share distributions, but carry less information than
+            scattered ones.
         evaluate_every: steps between two measurements on held-out answers.
-        evaluated_positions: of such a measurement, about.
-        device: where training runs.
+        evaluated_positions: of such a measurement, approximately.
         checkpoint_every_s: seconds between two checkpoints.
-        stage: 1 trains the heads of a frozen target; 2 trains both, after the heads were warmed up so; then
-            `start_from` takes the place of a first stage.
-        joint: what decides stage 2.
+        stage: 1 trains the heads of a frozen target; 2 trains both, after a first stage or from the heads `start_from`.
 
     Raises:
         OptionError: a value out of its range.
     """
 
     head: ClassVar[type[Head]]
-    """The module that is trained."""
     decisive: ClassVar[frozenset[str]] = frozenset(
         {"tied", "place_decay", "optimizer", "schedule", "positions_per_step", "window", "seed"}
     )
-    """Fields that decide the heads, beside the text, whose hash counts, and the schedule."""
+    """Fields that decide the heads, in addition to the text, which is hashed, and the schedule."""
 
     writing: WritingConfig = field(default_factory=WritingConfig)
     tree_prompts: int = 64
@@ -135,11 +126,11 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @classmethod
     def from_options(cls, common: Mapping[str, Any], more: Any = None) -> Self:
-        """A training as it was typed.
+        """A training from command line options.
 
         Args:
-            common: values of the fields that all kinds have, and of those of this kind's sizes and learning.
-            more: options of this kind alone, as `Trains.more` has them.
+            common: values of the fields that all kinds have, and of this kind's sizes and learning.
+            more: further options of this kind, as in `Trains.more`.
 
         Raises:
             OptionError: a value out of its range.
@@ -148,11 +139,10 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @classmethod
     def describe(cls, result: HeadResult) -> Iterator[str | Rows]:
-        """What came of a training, for people: sentences, and tables, whose first row is their heading."""
+        """The result of a training for display: sentences, and tables with their heading as first row."""
         yield from ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before anything is loaded or written."""
         for name in _POSITIVE:
             check_whole(name, getattr(self, name), 1)
         check_whole("seed", self.seed, 0)
@@ -168,16 +158,16 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @abstractmethod
     def sizes(self, width: int, vocab_size: int) -> HeadConfig:
-        """Of heads for a target.
+        """The sizes of heads for a target.
 
         Raises:
-            OptionError: they make no head.
+            OptionError: they are invalid.
         """
 
     @property
     @abstractmethod
     def distillation_loss(self) -> DistillationLoss:
-        """What each place learns by."""
+        """The loss at each place."""
 
     @abstractmethod
     def calibrate(
@@ -188,28 +178,22 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """Fit what drafting with trained heads needs to held-out text, and say what is to be measured of them.
+        """Calibrate trained heads on held-out text, and return the rounds to measure.
 
         Args:
-            head: trained, in evaluation mode, as it is saved.
-            lm_head: of the target.
-            target: as the engine runs it.
+            head: trained, in evaluation mode, as saved.
             text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else.
-            on_progress: called with what is being done, how much of it is done, and how much there is.
+            on_progress: called with the name of the work, the amount done, and the total.
         """
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """Peak rates and decays."""
         return OptimizerConfig(self.learning_rate, self.learning_rate)
 
     def identity(self, schedule: WarmupStableDecay, decisive: Collection[str], **more: str) -> Identity:
-        """What decides the heads: fields, rates and schedule under dotted names, and hashes of what else does.
+        """What decides the heads: fields, rates and schedule under dotted names, and further hashes.
 
-        Args:
-            schedule: of the training; its lengths may differ until a decay begins.
-            decisive: names of fields.
-            more: hashes.
+        The lengths of the schedule may differ until a decay begins.
         """
         parts = {"optimizer": self.optimizer, "schedule": schedule}
         numbers = dict(identity_of(self))
@@ -219,18 +203,18 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @property
     def bytes_per_token(self) -> int:
-        """What is kept on disk of each token's distribution, beside its vector."""
+        """Bytes on disk of each token's distribution, in addition to its vector."""
         return 0
 
     def feed(self, head: Any, lm_head: LmHead) -> Feed:
-        """Which tokens heads read: by default the text's."""
+        """Chooses the tokens that heads read: by default the text's."""
         del lm_head
         return lambda batch, hidden: text_tokens(batch, head.reach)
 
     def target(
         self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: Callable[[str, int, int], None]
     ) -> DistillationTarget:
-        """What is learned from a text in a folder: by default the target's distributions, computed when needed."""
+        """The targets for a text in a folder: by default the target's distributions, computed when needed."""
         del text, folder, on_progress
         return ComputedTarget(lm_head, self.distillation_loss)
 
@@ -248,21 +232,18 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
         Args:
             head: as it begins, on the configured device.
-            lm_head: of the target.
             target: an embedded name, a folder, or a hub name.
-            texts: answers to train on, and held-out ones that accuracy is measured on.
-            fingerprint: of the target.
-            folder: for checkpoint, log and record.
-            on_progress: called with what is being done, how much of it is done, and how much there is.
+            texts: answers for training, and held-out ones for measuring accuracy.
+            on_progress: called with the name of the work, the amount done, and the total.
         """
         del target
         learned = self.target(lm_head, texts[0], folder, on_progress)
         return head_loop(self, head, lm_head, learned, texts, fingerprint, folder)
 
     def new_head(self, lm_head: LmHead) -> Head:
-        """A head that nothing has taught yet, in float32 on the configured device.
+        """An untrained head, in float32 on the configured device.
 
-        It starts as the target's LM head where it can; other weights are drawn by the seed.
+        It starts as the target's LM head where it can; other weights are initialised by the seed.
         """
         vocab, width = lm_head.weight.shape
         with torch.random.fork_rng(devices=[]):
@@ -273,17 +254,14 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @property
     def prompts(self) -> PromptCounts:
-        """How many prompts of each side are cut from the data."""
         wanted = math.ceil(self.tokens / self.writing.answer_tokens)
         return PromptCounts(wanted, self.tree_prompts, self.test_prompts)
 
     @property
     def windows_per_step(self) -> int:
-        """Windows of one update."""
         return max(1, self.positions_per_step // self.window)
 
     def schedule(self, windows: int) -> WarmupStableDecay:
-        """Of a training on so many windows."""
         steps = self.steps or max(1, math.ceil(self.epochs * windows / self.windows_per_step))
         return WarmupStableDecay.of(steps, self.decay_share)
 

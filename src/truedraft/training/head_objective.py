@@ -1,6 +1,6 @@
-"""How heads learn on a frozen target's vectors: loss, step, loop, and how often they are right meanwhile.
+"""Training heads on a frozen target's vectors: loss, step, loop, and accuracy during training.
 
-Medusa-1 (2401.10774, section 2.2.1) and ReDrafter (2403.09919) are trained so; heads of any kind are.
+Medusa-1 (2401.10774, section 2.2.1) and ReDrafter (2403.09919) are trained this way; the code is for heads of any kind.
 """
 
 from __future__ import annotations
@@ -44,23 +44,16 @@ if TYPE_CHECKING:
     from truedraft.training.head_config import HeadTrainingConfig
 
 Feed: TypeAlias = Callable[[CollatedBatch, Tensor], Tensor]
-"""Chooses the tokens that heads read, `[positions, reach]`, at the places of a batch and their vectors
-`[positions, width]`."""
+"""Chooses the tokens that heads read, `[positions, reach]`, from a batch and its vectors `[positions, width]`."""
 _TOP = 5
 _POSITIONS = 1024  # of a measurement at once, about
-_ROWS = 256  # of a measurement whose logits are held at once
+_ROWS = 256  # of a measurement with logits held at once
 
 
 class HeadLoss:
-    """sum_k decay^k loss_k, with loss_k the mean over positions at place k (from 0), the k + 2nd token behind a vector.
+    """sum_k decay^k loss_k, with loss_k the mean over positions at place k (from 0), the k + 2nd token after a vector.
 
     Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k.
-
-    Args:
-        head: in training.
-        lm_head: of its target.
-        loss: between the distributions at a place.
-        decay: by how much each place counts less than the one before.
 
     Raises:
         OptionError: decay out of (0, 1].
@@ -82,14 +75,13 @@ class HeadLoss:
         scale: float,
         of: int | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """The gradient in `vectors` of `scale` times the loss; that in outputs of the heads' own is added to theirs.
+        """The gradient of `scale` times the loss in `vectors`; gradients of the heads' own outputs are added to theirs.
 
         Args:
-            vectors: `[reach, positions, exit_width]`: what the heads made of the vectors at `places`.
-            places: `[positions]`, rising rows; place k is about row `place + 1 + k`.
-            target_at: what is learned at a slice of the rows.
-            scale: of the gradient.
-            of: positions that means are over, where these are a part of them.
+            vectors: `[reach, positions, exit_width]`: the heads' vectors for `places`.
+            places: `[positions]`, ascending rows; place k is about row `place + 1 + k`.
+            target_at: returns the targets of a slice of the rows.
+            of: number of positions for the mean, where `places` are only a part of them.
 
         Returns:
             The gradient, as `vectors`; and for the log the loss and the mean loss at each place, in nats.
@@ -119,12 +111,9 @@ class HeadsObjective:
     """Trains heads on a frozen target's vectors: a batch holds windows of its answers.
 
     Args:
-        head: in training.
-        lm_head: of its target.
-        collated: the rows of a batch of windows.
-        feed: which tokens the heads read.
-        target: what they learn.
-        loss: of all places.
+        collated: maps windows to the rows of a batch.
+        feed: chooses the tokens that the heads read.
+        loss: summed over all places.
     """
 
     def __init__(
@@ -145,7 +134,7 @@ class HeadsObjective:
 
     def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over the positions of the windows `[count, 2]`."""
-        rows = self._collated(batch)  # all windows, for what is drawn in feeding is drawn for all
+        rows = self._collated(batch)  # all windows, because feeding draws for all of them
         hidden = rows.hidden[rows.places].float()  # [positions, width]
         with torch.no_grad():
             tokens = self._feed(rows, hidden)
@@ -160,7 +149,7 @@ class HeadsObjective:
 
 
 def heads_optimizer(head: VectorHead, config: OptimizerConfig) -> MixedOptimizer:
-    """Muon for matrices, AdamW for biases and outputs of the heads' own."""
+    """Muon for matrices, AdamW for biases and the heads' own outputs."""
     return MixedOptimizer(head, config, [output.weight for output in head.outputs if output is not None])
 
 
@@ -173,19 +162,11 @@ def head_loop(
     fingerprint: str,
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains heads, and resumes from the folder's checkpoint.
-
-    Args:
-        config: what decides it.
-        head: as it begins, on the configured device.
-        lm_head: of the target.
-        target: what is learned.
-        texts: answers to train on, and held-out ones that accuracy is measured on.
-        fingerprint: of the target.
-        folder: for checkpoint, log and record.
+    """The loop that trains heads on the first of `texts` and measures accuracy on the second; resumes from the
+    checkpoint.
 
     Raises:
-        DataError: the answers are shorter than what the heads reach.
+        DataError: the answers are shorter than the heads reach.
         OptionError: the folder holds a training with another configuration.
     """
     text, held_out = texts
@@ -216,15 +197,12 @@ def head_loop(
 
 @dataclass(frozen=True)
 class HeldOutAccuracy:
-    """How often each place is right on whole answers that are not trained on, where those before it are the text's.
+    """Accuracy of each place on whole held-out answers, with the text's tokens at the places before it.
 
     Attributes:
-        head: in training.
-        lm_head: of its target.
-        text: held-out answers.
-        windows: the answers that are read, int64 `[answers, 2]`: their first row, and how many positions have a token
-            at every place. The last token of an answer is left out: the step that emits it ends the answer, so it is
-            never drafted.
+        windows: the answers read, int64 `[answers, 2]`: their first row, and the number of positions with a token at
+            every place. The last token of an answer is left out: the step that emits it ends the answer, so it is never
+            drafted.
     """
 
     head: VectorHead
@@ -234,10 +212,10 @@ class HeldOutAccuracy:
 
     @classmethod
     def on(cls, head: VectorHead, lm_head: LmHead, text: SelfDistillationData, positions: int) -> HeldOutAccuracy:
-        """On answers of about so many tokens, evenly over the text.
+        """On answers of about `positions` tokens, evenly over the text.
 
         Raises:
-            DataError: there are no answers longer than what the heads reach.
+            DataError: there are no answers longer than the heads reach.
         """
         reach = head.reach
         spans = zip(text.records, itertools.pairwise(text.starts), strict=True)
@@ -253,7 +231,7 @@ class HeldOutAccuracy:
 
     @torch.no_grad()
     def __call__(self) -> Mapping[str, float]:
-        """`WORD_K_top_1` and `WORD_K_top_5` of each place, K from 1: shares of positions."""
+        """`WORD_K_top_1` and `WORD_K_top_5` of each place, K from 1: fractions of positions."""
         head, lm_head = self.head, self.lm_head
         hits = torch.zeros(head.reach, 2, dtype=torch.float64)
         top = min(_TOP, lm_head.weight.shape[0])
@@ -279,6 +257,6 @@ class HeldOutAccuracy:
 
 
 def _hits(logits: Tensor, labels: Tensor, top: int) -> Tensor:
-    """How many labels `[rows]` are the first, and among the first `top`, by logits `[rows, vocab]`: `[2]`."""
+    """Counts of labels `[rows]` that are the first, and among the first `top`, by logits `[rows, vocab]`: `[2]`."""
     same = stable_topk(logits, top) == labels[:, None]
     return torch.stack([same[:, 0].sum(), same.sum()]).cpu()

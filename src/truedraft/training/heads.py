@@ -54,31 +54,28 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
 TRAIN_TEXT, TREE_TEXT = "train", "tree"
-"""Names of what the target wrote: to train on, and to choose trees and measure on."""
-_TRAIN_WRITTEN = 0.9 * WRITTEN  # the rest of it is for the text that trees are chosen on
-_FLOOR = 0.1  # of the tokens that are asked for: with less, next to nothing of the training that was asked for is left
-_ENOUGH = 0.95  # of them is as good as all
-_REPLAYED = 0.3  # of the time for measuring goes to choosing trees by replay
-_REPEATS = 0.3  # mean share of repeated 8-grams of held-out answers, from which that is told with what they promise
+"""Names of the target's texts: for training, and for choosing trees and measuring."""
+_TRAIN_WRITTEN = 0.9 * WRITTEN  # the rest is for the text for choosing trees
+_FLOOR = 0.1  # share of the requested tokens below which the training would be almost nothing
+_ENOUGH = 0.95  # share of the requested tokens that counts as all of them
+_REPLAYED = 0.3  # share of the measuring time for choosing trees by replay
+_REPEATS = 0.3  # mean share of repeated 8-grams of held-out answers from which it is reported
 _LEAST_REPLAYED = 768  # positions, however little time there is
-_LEAST_POSITIONS = 256  # of a step, where little time is better spent on more of them
-_MANY_STEPS = 200  # from where on steps need not be smaller
+_LEAST_POSITIONS = 256  # of a step; with little time more steps are better than more positions
+_MANY_STEPS = 200  # with so many, steps need not be smaller
 _POSITIONS = "positions_per_step"
 _MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
 
 
 @dataclass(frozen=True)
 class HeadJob:
-    """What is trained from, and how.
+    """A training of heads: its target, prompts and configuration.
 
     Attributes:
         target: an embedded name, a folder, or a hub name.
-        prompts: that the target answers.
-        config: what decides the heads.
-        told: called as it goes.
-        budget: the time for all of it.
-        data: what the prompts were cut from, in words.
-        step_s: seconds of a training step, where they are known before.
+        budget: the time for writing, training and measuring.
+        data: a description of what the prompts were cut from.
+        step_s: seconds of a training step; None before it was measured.
     """
 
     target: str
@@ -90,20 +87,12 @@ class HeadJob:
     step_s: float | None = None
 
     def follow(self, what: str, done: int, total: int) -> None:
-        """`on_progress` without a remark."""
         self.told.on_progress(what, done, total, "")
 
 
 @dataclass(frozen=True)
 class TargetText:
-    """What a target wrote.
-
-    Attributes:
-        train: to train on.
-        tree: to choose trees on.
-        fingerprint: of the target.
-        sample: of its weights, by `LanguageModel.sample`; None where there is none.
-    """
+    """Texts that a target wrote, its fingerprint, and the `LanguageModel.sample` of its weights, if there is one."""
 
     train: SelfDistillationData
     tree: SelfDistillationData
@@ -121,33 +110,31 @@ def train_heads(
     callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> HeadResult:
-    """Train heads for the target into the folder `out`, on what the target itself writes.
+    """Train heads for the target into the folder `out`, on text that the target writes.
 
-    Called again after an interruption, it goes on: behind the answers on disk, then from the last checkpoint in
-    `out/work`. In stage 2 the new target is written to `out/target`, and the heads in `out` are for that. Of several
-    processes (`Processes`) the main one does all but the steps, and all give back what it found.
+    An interrupted training resumes when it is called again: after the last answer on disk, then from the last
+    checkpoint in `out/work`. Stage 2 writes the new target to `out/target`, and the heads in `out` belong to it. With
+    several processes (`Processes`) only the training steps are shared; all processes return the main one's result.
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats that prompts are cut from, and of prompts, as `read_data` reads them; `SELF` among
-            them lets the target ask itself; or prompts. No files at all means, for the embedded target, the standard
-            library of the running interpreter.
-        out: the folder to write.
-        config: what decides the heads, and of which kind they are.
-        held_out: files whose prompts are kept for choosing trees and for measuring; without them the end of the data.
-        callbacks: who is told as it goes.
-        budget: the time for all of it, measuring included; None is as long as it takes.
+        data: prompts, or files of texts, chats or prompts, as `read_data` reads them. With `SELF` among the files the
+            target writes prompts of its own. No files mean the standard library of the running interpreter, for the
+            embedded target only.
+        config: decides the heads and their kind.
+        held_out: files with prompts for choosing trees and for measuring; without them the end of the data.
+        budget: the time for everything, measuring included; None sets no limit.
 
     Raises:
         ModelError: the target cannot be loaded, or heads cannot share its LM head or its embedding.
-        DataError: the data cannot be read, or what the target writes is shorter than what the heads reach.
+        DataError: the data cannot be read, or the target's answers are shorter than the heads reach.
         OptionError: `out` holds a training with another configuration, another process is training there, or the sizes
-            make no head for the target.
+            are invalid for the target.
         CompositionError: the heads to start from do not fit the target.
         MissingExtraError: stage 2 of a large target needs peft.
         TrainingError: the loss is not finite, or files cannot be written.
     """
-    from truedraft.training import joint  # which trains heads, too
+    from truedraft.training import joint  # here, because it imports this module
 
     processes = Processes.here()
     if not processes.main:
@@ -164,7 +151,7 @@ def train_heads(
         if not isinstance(data, PromptSets) and SELF in data:
             job = _with_questions(job, model, data, held_out, out / WORK)
         text = write_texts(job, model, out / WORK)
-        del model  # training needs the LM head alone
+        del model  # training needs only the LM head
         if config.stage == 2:
             result = joint.train_jointly(job, text, out)
         else:
@@ -174,7 +161,7 @@ def train_heads(
 
 
 def _train_beside(target: str, work: Path, device: str) -> HeadResult:
-    """Take the steps with the main process, once it has the text and knows how many they are."""
+    """Run the training steps together with the main process, once that has sent the configuration."""
     processes = Processes.here()
     given: tuple[Any, ...] = processes.from_main(None)
     prompts, config, fingerprint = given
@@ -194,19 +181,15 @@ def _job_for(
     told: Callbacks,
     budget: TimeBudget,
 ) -> HeadJob:
-    """A job, with prompts as they are given, or cut from files; the embedded target needs none of either.
+    """The job, with the given prompts or with prompts cut from files.
 
-    With a limit of time the prompts are shuffled, so that those which are answered in time come from all of the text.
-
-    Raises:
-        DataError: there are no files and the target is another, they cannot be used, or hold far too little text.
-        ModelError: the target has no tokenizer.
+    With a time limit the prompts are shuffled, so that those answered in time come from all of the text.
     """
     words = "prompts of the caller's"
     if isinstance(data, PromptSets):
         prompts = data
     else:
-        # What the target will ask itself is not known yet; openings of questions stand for it.
+        # The target's own questions are not known yet; openings of questions take their place.
         prompts = _prompts_of(target, data, held_out, config, lambda tokenizer, count: [opening_of(tokenizer)] * count)
         _check_amount(prompts, config, told.on_note)
         words = names_of(data) or "the standard library of Python"
@@ -220,11 +203,10 @@ def _in_time(prompts: PromptSets, config: HeadTrainingConfig, budget: TimeBudget
 def _with_questions(
     job: HeadJob, model: LanguageModel, data: Sequence[Path], held_out: Sequence[Path], folder: Path
 ) -> HeadJob:
-    """The job with what the target asks itself."""
     begun = job.budget.limited and (folder / f"{TRAIN_TEXT}.json").is_file()
     pen = Writing(job.config.tokens, job.config.writing, folder, job.told, job.budget, begun)
     prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.ask(model, count))
-    if not job.budget.limited:  # else it asked what there was time for
+    if not job.budget.limited:  # otherwise it wrote as many as there was time for
         _check_amount(prompts, job.config, job.told.on_note)
     return replace(job, prompts=_in_time(prompts, job.config, job.budget))
 
@@ -259,7 +241,7 @@ def _prompts_of(
 
 
 def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Callable[[str], None]) -> None:
-    """Say where there is less text than asked for, and refuse far too little."""
+    """Report text that is shorter than requested, and refuse far too little."""
     wanted = config.prompts
     separate = len(prompts.train) if prompts.apart is None else prompts.apart
     if separate < _ENOUGH * wanted.train:
@@ -278,7 +260,7 @@ def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Call
 
 
 def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
-    """Refuse what cannot be trained before the target writes for minutes."""
+    """Refuse what cannot be trained, before the target writes for minutes."""
     from truedraft.training.joint import check_adapters, rank_for
 
     config = job.config
@@ -297,10 +279,10 @@ def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
 
 
 def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
-    """Let the target answer all prompts that are trained on or that trees are chosen on.
+    """Let the target answer all prompts for training and for choosing trees.
 
     Raises:
-        OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
+        OptionError: the folder holds answers to other prompts, of another target, or of another configuration.
         TrainingError: the target failed, or the files cannot be written.
     """
     with writing(folder):
@@ -314,11 +296,7 @@ def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
 
 
 def _say_what_fits(job: HeadJob, left_s: float) -> None:
-    """Say how long the writing will take, and what heads will learn from it in the time that there is.
-
-    Raises:
-        TrainingError: that is nothing.
-    """
+    """Report how long the writing will take, and how many training steps fit into the time."""
     budget, config, all_tokens = job.budget, job.config, job.config.writing.answer_tokens * len(job.prompts.train)
     within_s = min(left_s, budget.left_s(_TRAIN_WRITTEN))
     job.told.on_plan(f"writing takes about {duration(within_s)}")
@@ -331,7 +309,7 @@ def _say_what_fits(job: HeadJob, left_s: float) -> None:
 
 
 def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str) -> SelfDistillationData:
-    """The target's answers to the prompts for trees, to each one at every temperature that trees are counted at."""
+    """The target's answers to the prompts for trees, at each temperature that trees are counted at."""
     temperatures = tuple(TREE_TEMPERATURES.values())
     prompts = list(itertools.chain.from_iterable([prompt] * len(temperatures) for prompt in job.prompts.tree))
     config = replace(job.config.writing, temperatures=temperatures, seed=job.config.writing.seed + 1)
@@ -341,22 +319,20 @@ def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str)
 
 
 def _watch(job: HeadJob, folder: Path, share: float) -> Watch:
-    """Of writing until a share of the time is over. What a training that goes on was begun with stays as it is."""
+    """A `Watch` that ends the writing at a share of the time; a resumed training keeps the text that it has."""
     begun = job.budget.limited and (folder / CHECKPOINT).is_file()
     return Watch(told=job.told, budget=job.budget, share=share, begun=begun)
 
 
 def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:
-    """Train heads of a frozen target on what it wrote, save and measure them.
+    """Train heads of a frozen target on its text, save and measure them.
 
     Args:
-        job: what is trained from.
-        text: what the target wrote, in the folder `work` or above it.
-        out: where the heads are saved.
+        text: in the folder `work` or above it.
         work: for checkpoint and log.
 
     Returns:
-        What the heads are worth, and what it took.
+        The measured report, and the effort it took.
 
     Raises:
         TruedraftError: as `train_heads`.
@@ -378,7 +354,7 @@ def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Pat
 
 
 def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> HeadTrainingConfig:
-    """The configuration, with as many steps as there is time for; a training that goes on keeps its own number."""
+    """The configuration with as many steps as there is time for; a resumed training keeps its number."""
     config = job.config
     if not job.budget.limited:
         return config
@@ -393,7 +369,7 @@ def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> He
 def _fitting(
     job: HeadJob, text: SelfDistillationData, replay: Callable[[SelfDistillationData], object]
 ) -> SelfDistillationData:
-    """The held-out text that trees are chosen on: as much as there is time for, by what a little of it takes."""
+    """The part of the held-out text for choosing trees that there is time for, by the time that a small part takes."""
     little, left_s = text.beginnings(_LEAST_REPLAYED), job.budget.left_s()
     if not job.budget.limited or len(little.tokens) == len(text.tokens):
         return text
@@ -417,32 +393,22 @@ def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
     """New heads, or those to start from.
 
     Raises:
-        CompositionError: those to start from were trained for another target, or are of other sizes.
+        CompositionError: those to start from were trained for another target, or have other sizes.
         ModelError: they cannot be read.
     """
     head, folder = job.config.new_head(lm_head), job.config.start_from
     if folder is None:
         return head
     found = _to_start_from(job, folder, fingerprint, head.config)
-    if head.config != found.config:  # it says which layers are read
+    if head.config != found.config:  # which includes the layers
         head = job.config.head(found.config).to(job.config.device)
     head.load_state_dict(found.float().state_dict())
     return head
 
 
 def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, wanted: HeadConfig | None = None) -> Head:
-    """Heads for the target, of the sizes that are asked for.
-
-    Args:
-        job: says the sizes.
-        folder: of the heads.
-        fingerprint: of the target.
-        wanted: the sizes; None is before the target's vocabulary is known, and takes that of the heads.
-
-    Raises:
-        CompositionError: they were trained for another target, or are of other sizes.
-        ModelError: they cannot be read.
-    """
+    """Heads for the target, of the requested sizes; None: of their own sizes, as the target's vocabulary is not known
+    yet."""
     found = job.config.head.load(folder)
     if found.record.fingerprint not in (None, fingerprint):
         raise CompositionError(
@@ -453,7 +419,7 @@ def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, wanted: HeadCon
     sizes: Any = wanted or job.config.sizes(found.config.width, found.config.vocab_size)
     own: Any = found.config
     has, asked = asdict(own), asdict(sizes)
-    if asked.get("layers") == ():  # those that are usual where nobody names any
+    if asked.get("layers") == ():  # the default layers
         asked["layers"] = has["layers"]
     if other := [f"{name} {has[name]}, not {asked[name]}" for name in has if has[name] != asked[name]]:
         raise CompositionError(
@@ -472,18 +438,9 @@ def judge(
     out: Path,
     effort: Effort,
 ) -> HeadReport:
-    """Save trained heads, calibrate them on held-out text, and measure them in the engine that serves.
-
-    Args:
-        job: names the prompts of the test.
-        head: trained.
-        lm_head: of the target.
-        record: names the target.
-        held_out: what the target wrote to choose trees on.
-        out: the folder where they are saved.
-        effort: what it took, which is saved too.
-    """
-    head = head.eval().requires_grad_(False).to(torch.bfloat16)  # as they are saved, and served
+    """Save trained heads to `out` with their effort, calibrate them on held-out text, and measure them in the serving
+    engine."""
+    head = head.eval().requires_grad_(False).to(torch.bfloat16)  # as saved and served
     record = replace(record, facts=effort.as_dict())
     head.save(out, record)
     target = load_model(record.target_name, device=job.config.device)
@@ -501,7 +458,7 @@ def judge(
         on_progress=lambda done, total: job.follow("measuring", done, total),
         budget=job.budget,
     )
-    promised_by = len(held_out.tokens) // len(TREE_TEMPERATURES)  # of each prompt one answer at each temperature
+    promised_by = len(held_out.tokens) // len(TREE_TEMPERATURES)  # one answer per prompt and temperature
     promised_on = job.prompts.promised_on + _repeats(held_out)
     report = HeadReport(found.facts, measured, promised_on, promised_by)
     head.save(out, replace(record, trees=found.trees, facts={**record.facts, **report.as_dict()}))
@@ -509,7 +466,7 @@ def judge(
 
 
 def _repeats(text: SelfDistillationData) -> str:
-    """A remark on answers that repeat themselves: what is promised on them holds for others that do."""
+    """A remark on answers that repeat themselves: predictions from them hold only for text that repeats itself, too."""
     shares = [share for each in text.records if (share := repeated_ngrams(each.answer)) is not None]
     mean = sum(shares) / len(shares) if shares else 0.0
     if mean < _REPEATS:
@@ -520,7 +477,7 @@ def _repeats(text: SelfDistillationData) -> str:
 def _promised(
     job: HeadJob, target: LanguageModel, text: SelfDistillationData, number: int, asked: EngineRound
 ) -> EngineRound:
-    """A round with what held-out answers promise of its drafter, where its kind did not say that by itself."""
+    """A round with what held-out answers predict for its drafter, where its kind did not predict it."""
     if "promised" in asked.about:
         return asked
     job.follow("foretelling", number, number + 1)
@@ -529,7 +486,7 @@ def _promised(
 
 
 def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:
-    """Train, telling what was last measured on held-out answers; what it took."""
+    """Train, report the last measurement on held-out answers, and return the effort."""
     right = ""
 
     def remark(record: StepRecord) -> str:
@@ -543,14 +500,7 @@ def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:
 
 
 def forecast(job: HeadJob, work: Path) -> HeadJob:
-    """Say what disk and time a training will take, before the target writes for hours.
-
-    Args:
-        job: that is about to begin.
-        work: where its working files will lie.
-
-    Returns:
-        The job with the seconds of a step.
+    """Report the disk space and the time that a training will take; returns the job with the seconds of a step.
 
     Raises:
         UnsupportedModelError: heads cannot share the target's LM head.
@@ -561,7 +511,7 @@ def forecast(job: HeadJob, work: Path) -> HeadJob:
     answers = len(job.prompts.train) + len(TREE_TEMPERATURES) * len(job.prompts.tree)
     tokens, all_tokens = (count * config.writing.answer_tokens for count in (len(job.prompts.train), answers))
     disk = all_tokens * 2 * lm_head.weight.shape[1] + tokens * config.bytes_per_token
-    disk += 2 * checkpoint  # a new one is written beside the old one
+    disk += 2 * checkpoint  # the old one stays until the new one is written
     free = free_bytes(work)
     room = f"of which {in_bytes(free)} are free" if free >= disk else f"where only {in_bytes(free)} are free"
     most = config.schedule(max(1, tokens // config.window)).total_steps
@@ -577,9 +527,9 @@ def forecast(job: HeadJob, work: Path) -> HeadJob:
 
 
 def _tried(job: HeadJob, lm_head: LmHead) -> tuple[HeadJob, int]:
-    """The job with the seconds of a step, and bytes of a checkpoint.
+    """The job with the seconds of a step, and the bytes of a checkpoint.
 
-    Steps read fewer positions where otherwise few would fit: heads learn more in many small steps than in a few.
+    Steps read fewer positions where few steps would fit: heads learn more in many small steps than in a few large ones.
     """
     config, whole = job.config, job.config.positions_per_step
     size = min(whole, _LEAST_POSITIONS) if job.budget.limited else whole
@@ -589,12 +539,12 @@ def _tried(job: HeadJob, lm_head: LmHead) -> tuple[HeadJob, int]:
         size, step_s = min(2 * size, whole), 2 * step_s
     job = replace(job, config=replace(config, positions_per_step=size))
     if size > least:
-        step_s, checkpoint = _trial(job, lm_head)  # which takes less than that, as a rule
+        step_s, checkpoint = _trial(job, lm_head)  # usually less than the doubled estimate
     return replace(job, step_s=step_s), checkpoint
 
 
 def _trial(job: HeadJob, lm_head: LmHead) -> tuple[float, int]:
-    """Seconds of a step on a made-up text, and bytes of a checkpoint; nothing of it is kept."""
+    """Seconds of a step on a made-up text, and bytes of a checkpoint; nothing is kept."""
     config, head = job.config, job.config.new_head(lm_head)
     vocab, width = lm_head.weight.shape
     length = max(config.writing.answer_tokens, head.reach + 2)

@@ -1,7 +1,7 @@
-"""Stage 2: heads and target learn together, and the target keeps its distribution (Medusa-2, 2401.10774, 2.2.2).
+"""Stage 2: heads and target are trained together, and the target keeps its distribution (Medusa-2, 2401.10774, 2.2.2).
 
-On text that the target wrote itself its own loss is the divergence from its distribution before training (section 2.3.2
-there). A large target learns by LoRA adapters of `peft`, which are merged when it is saved.
+On text that the target wrote, its own loss is the divergence from its distribution before training (section 2.3.2
+there). A large target is trained by LoRA adapters of `peft`, which are merged when it is saved.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ if TYPE_CHECKING:
 
 _STAGE_1, _TARGET, _JOINT = "stage-1", "target", "joint"
 _EVALUATED_TOKENS = 65_536
-_LONGEST = 2048  # tokens of a sequence on which the loss is measured
+_LONGEST = 2048  # tokens of a sequence for measuring the loss
 _SHARD = "5GB"
-_CHECKPOINTS = 2 * 3  # an old one beside a new one, each with the weights and at most two numbers for each of them
+_CHECKPOINTS = 2 * 3  # an old and a new one, each with the weights and at most two numbers for each weight
 _WHOLE_PARAMETERS = 300_000_000  # up to here all weights are trained: their gradients and moments take under 6 GB
 _RANK = 32
 
 
 def rank_for(parameters: int) -> int:
-    """The rank of adapters for a model of so many weights; 0 where all of them are trained."""
+    """The rank of adapters for a number of weights; 0 where all of them are trained."""
     return 0 if parameters <= _WHOLE_PARAMETERS else _RANK
 
 
 def check_adapters() -> None:
-    """Refuse to start what needs adapters where nothing makes them.
+    """Refuse a training that needs adapters where peft is missing.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -81,7 +81,7 @@ def check_adapters() -> None:
 
 
 def with_adapters(model: PreTrainedModel, rank: int) -> Any:
-    """The model with adapters of this rank at all of its linear layers but the LM head; only they are trained.
+    """The model with adapters of this rank at all of its linear layers except the LM head; only they are trained.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -94,16 +94,14 @@ def with_adapters(model: PreTrainedModel, rank: int) -> Any:
 
 
 class Backbone:
-    """A target that is trained whole, or by adapters where it is large.
+    """A target in training, with all of its weights, or by adapters where it is large.
 
     Args:
         target: an embedded name, a folder, or a hub name.
         rank: of the adapters; 0 trains all weights, None decides by their number.
-        device: where it is trained.
 
     Attributes:
         rank: of the adapters; 0 where all weights are trained.
-        module: what is trained.
     """
 
     def __init__(self, target: str | Path, rank: int | None, device: str) -> None:
@@ -115,12 +113,11 @@ class Backbone:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model inside of `module`."""
         return cast("PreTrainedModel", self.module.get_base_model() if self.rank else self.module)
 
     @torch.no_grad()
     def logits_before(self, ids: Tensor) -> Tensor:
-        """What the target said before it was trained: `[tokens, vocab]` for ids `[sequences, length]`."""
+        """The target's logits before training: `[tokens, vocab]` for ids `[sequences, length]`."""
         if self._before is not None:
             return cast("Tensor", self._before(input_ids=ids, use_cache=False).logits.flatten(0, 1))
         with self.module.disable_adapter():
@@ -140,12 +137,7 @@ class Backbone:
 class JointObjective:
     """KL(p0 || p) of the target, plus `heads_share` times the loss of the heads; gradients of both reach the target.
 
-    Args:
-        backbone: the target.
-        head: of it.
-        loss: what each place learns by, from the target's tokens and its distributions before training.
-        of_heads: the loss of all places.
-        heads_share: lambda_0 of the paper.
+    `heads_share` is lambda_0 of the paper. The heads' loss is with the target's distributions before training.
     """
 
     def __init__(
@@ -180,7 +172,7 @@ class JointObjective:
 
 
 def joint_stream(text: SelfDistillationData, separator: int) -> NDArray[np.uint32]:
-    """All prompts with their answers, one behind another, as one stream of ids."""
+    """All prompts with their answers, concatenated to one stream of ids."""
     ids = [id_ for record in text.records for id_ in (*record.prompt, *record.answer, separator)]
     return np.array(ids, dtype=np.uint32)
 
@@ -193,15 +185,7 @@ def joint_loop(
     stream: NDArray[np.uint32],
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains both, and resumes from the folder's checkpoint.
-
-    Args:
-        config: what decides it.
-        backbone: the target.
-        head: warmed up, on the configured device.
-        fingerprint: of the target before.
-        stream: what it wrote, see `joint_stream`.
-        folder: for checkpoint, log and record.
+    """The loop that trains both, starting with heads from stage 1, and resumes from the folder's checkpoint.
 
     Raises:
         DataError: the stream is shorter than a sequence.
@@ -230,12 +214,12 @@ def joint_loop(
 
 
 _STAGE_1_ONLY = frozenset({"reads_token", "optimizer", "positions_per_step", "window"})
-"""Fields that decide stage 2 by the heads it starts from alone."""
+"""Fields that affect stage 2 only through its starting heads."""
 
 
 @contextlib.contextmanager
 def _entering(head: nn.Module) -> Iterator[list[Tensor]]:
-    """What enters the LM head during a forward, gradients and all."""
+    """The input of the LM head in a forward, with gradients."""
     entered: list[Tensor] = []
 
     def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -249,12 +233,9 @@ def _entering(head: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
-    """Warm the heads up, train them with the target, and write both: `out/target`, and heads for it in `out`.
+    """Train the heads, then heads and target together, and write both: `out/target`, and heads for it in `out`.
 
-    Args:
-        job: what is trained from; with `start_from` those heads are warm already.
-        text: what the target wrote.
-        out: the folder to write.
+    With `start_from` the first stage is skipped.
 
     Raises:
         MissingExtraError: adapters are needed, and peft is not installed.
@@ -277,7 +258,7 @@ def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
 
 
 def _warm_heads(job: HeadJob, text: TargetText, out: Path) -> tuple[Path, HeadReport]:
-    """The folder with the heads to begin with, and what they are worth: given ones, or those of a first stage."""
+    """The folder and report of the starting heads: given ones, or those of a first stage."""
     folder = out / _STAGE_1
     if job.config.start_from is None:
         return folder, train_stage_1(job, text, folder, folder / WORK)[0]
@@ -288,7 +269,7 @@ def _warm_heads(job: HeadJob, text: TargetText, out: Path) -> tuple[Path, HeadRe
 
 
 def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, Effort]:
-    """Train both, and write the new target; gives the rank of its adapters, the heads, and what it took."""
+    """Train both, and write the new target; returns the rank of its adapters, the heads, and the effort."""
     config = job.config
     backbone = Backbone(job.target, config.joint.lora_rank, config.device)
     head = cast("VectorHead", starting_head(job, backbone.lm_head, text.fingerprint))
@@ -304,7 +285,7 @@ def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, 
 
 
 def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
-    """An ordinary model folder, with the tokenizer and the settings of generation that the target had."""
+    """Write an ordinary model folder, with the target's tokenizer and generation settings."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_llama(model, folder, max_shard_size=_SHARD)
@@ -314,6 +295,6 @@ def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
 
 
 def _loss(job: HeadJob, target: str) -> tuple[float, int]:
-    """The target's own loss on held-out text, in nats per token, and on how many tokens."""
+    """The target's own loss on held-out text, in nats per token, and the number of tokens."""
     model = load_causal_lm(target, dtype="auto", device=job.config.device).eval()
     return mean_loss(model, job.prompts.text, length=min(context_of(model), _LONGEST), max_tokens=_EVALUATED_TOKENS)

@@ -1,9 +1,9 @@
-"""The one training loop: phases of batches, accumulation, bfloat16 autocast, checkpoints that resume exactly.
+"""The training loop: phases of batches, accumulation, bfloat16 autocast, checkpoints that resume exactly.
 
-What makes a run that run, the values that decide its weights, stands in its checkpoints, and resuming compares it;
-`run.json` has it too, with versions and machine, so that the run can be made again.
+A checkpoint holds the run's identity, the values that decide its weights, and resuming compares it. `run.json` holds it
+too, with versions and machine, so that the run can be repeated.
 
-Ctrl-C comes between two steps in place of inside one: what is half done cannot be saved.
+Ctrl-C takes effect between two steps, because a half-done step cannot be saved.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from truedraft.training.workspace import LOG, write_whole, writing
 
 CHECKPOINT = "checkpoint.pt"
 CHECKPOINT_EVERY_S = 120.0
-"""Seconds between two checkpoints: what a kill costs at the most, and far more than writing one takes."""
+"""Seconds between two checkpoints: the most that a kill costs, and far more than writing one takes."""
 Identity: TypeAlias = Mapping[str, str | int | float | bool | None]
 RUN_RECORD = "run.json"
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-_TRIED_S = 5.0  # of a trial: a step that takes longer is tried once
-_FREE = frozenset({"device", "checkpoint_every_s", "start_from"})  # the weights to start from count, not where they lie
+_TRIED_S = 5.0  # a step that takes longer is tried once
+_FREE = frozenset({"device", "checkpoint_every_s", "start_from"})  # the starting weights count, not their path
 WARMUP = "schedule.warmup_steps"
 LENGTHS = ("schedule.stable_steps", "schedule.decay_steps")
-"""What may differ until a decay begins."""
+"""Fields that may differ until a decay begins."""
 _OLDER_DIGITS = 16
-"""Of the hashes of weights that older versions wrote, which read 64 values of a tensor; now they have more."""
+"""Digits of the weight hashes of older versions, which read 64 values of a tensor; now they have more."""
 _WEIGHTS = ("target", "start_from")
 
 
@@ -55,30 +55,29 @@ class Objective(Protocol):
     def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the batch's mean loss to the parameters' gradients.
 
-        The batch is what the sampler gave; the answer holds means over its labels, for the log. With `own` both are the
-        shares of these sequences in them: shares of all sequences add up to the whole.
+        The batch is from the sampler. Returns means over its labels, for the log. With `own` both are the shares of
+        these sequences; the shares of all sequences add up to the whole.
         """
 
 
 class Sampler(Protocol):
-    """Where batches come from: a pure function of an index, so that resuming needs no state."""
+    """A source of batches: a pure function of an index, so that resuming needs no state."""
 
     @property
     def sequence_length(self) -> int:
-        """Labels of one sequence, the most where they differ."""
+        """Labels of one sequence; the maximum where they differ."""
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Sequences number `first` to `first + count - 1` of the run: int64 [count, ...]."""
+        """Sequences `first` to `first + count - 1` of the run: int64 `[count, ...]`."""
 
 
 class Optimizer(Protocol):
-    """What updates the parameters from their gradients."""
+    """Updates the parameters from their gradients."""
 
     peak: float
-    """The highest rate."""
 
     def step(self, multiplier: float) -> float:
-        """Update, and clear the gradients; returns their norm. The rates are the peak rates times the multiplier."""
+        """Update with the peak rates times the multiplier, and clear the gradients; returns their norm."""
 
     def state_dict(self) -> list[Any]:
         """For a checkpoint."""
@@ -89,11 +88,9 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Something to measure now and then during training, for the log.
+    """A measurement every `every` steps and after the last, for the log.
 
-    Attributes:
-        every: steps between two; it also follows the last.
-        values: measures; it must leave the model and torch's random numbers as they are.
+    It must not change the model or torch's random state.
     """
 
     every: int
@@ -102,7 +99,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of steps that read sequences of one length."""
+    """A number of steps on sequences of one length."""
 
     steps: int
     sampler: Sampler
@@ -118,17 +115,17 @@ class Phase:
 
     @property
     def tokens_per_step(self) -> int:
-        """Labels that one update sees."""
+        """Labels in one update."""
         return self.sequences_per_step * self.sampler.sequence_length
 
 
 @dataclass
 class Progress:
-    """Where a run stands; saved in its checkpoints."""
+    """The progress of a run, saved in its checkpoints."""
 
     step: int = 0
     tokens: int = 0
-    elapsed_s: float = 0.0  # processor-bound wall time of the steps alone, over all resumptions
+    elapsed_s: float = 0.0  # processor-bound wall time of the steps, over all resumptions
 
 
 @dataclass(frozen=True)
@@ -141,10 +138,9 @@ class StepRecord:
     multiplier: float
     gradient_norm: float
     values: dict[str, float]
-    learning_rate: float = 0.0  # the highest
+    learning_rate: float = 0.0  # the largest of the rates
 
     def as_line(self) -> str:
-        """One JSON object."""
         rounded = {name: round(value, 5) for name, value in self.values.items()}
         fixed = {
             "step": self.step,
@@ -158,16 +154,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was just written.
-
-    Attributes:
-        step: updates that it holds.
-        total_steps: of the whole training.
-        tokens: that those updates saw.
-        loss: of the last of them.
-        left_s: seconds that the rest will take, as the steps of this run did.
-        path: of the checkpoint.
-    """
+    """A checkpoint that was just written; `left_s` is the estimated time for the remaining steps."""
 
     step: int
     total_steps: int
@@ -178,19 +165,17 @@ class Saved:
 
 
 OnProgress: TypeAlias = Callable[[str, int, int, str], None]
-"""Called with what is being done, how much of it is done, how much there is, and a remark."""
+"""Called with the name of the work, the amount done, the total, and a remark."""
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Who is told of a training, and of what.
+    """Callbacks of a training.
 
     Attributes:
-        on_progress: how far each kind of work has come.
-        on_step: the record of each step.
-        on_note: sentences on what is done otherwise than asked for.
-        on_plan: sentences on the disk and the time that it will take.
-        on_checkpoint: each checkpoint.
+        on_progress: called with the progress of each kind of work.
+        on_note: called with sentences on what differs from the request.
+        on_plan: called with sentences on disk space and time.
     """
 
     on_progress: OnProgress = lambda what, done, total, remark: None
@@ -206,14 +191,7 @@ def train_told(
     remark: Callable[[StepRecord], str],
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> Progress:
-    """Train to the end, or until the time is up, and tell of it.
-
-    Args:
-        loop: of the training.
-        told: who is told.
-        remark: what is said beside the number of a step.
-        time_is_up: as of `TrainingLoop.run`.
-    """
+    """Train to the end or until the time is up, and call the callbacks; `remark` is shown with the number of a step."""
 
     def follow(record: StepRecord) -> None:
         told.on_step(record)
@@ -226,18 +204,19 @@ def train_told(
 
 
 def identity_of(config: object, **more: str) -> dict[str, str | int | float | bool | None]:
-    """The fields of a configuration under dotted names, and what else decides the weights (hashes of data, models)."""
+    """The fields of a configuration under dotted names, with further values that decide the weights (hashes of data,
+    models)."""
     return {name: value for name, value in _flat(config, "") if name not in _FREE} | more
 
 
 def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Path) -> None:
-    """Refuse to go on with a checkpoint that was made by another configuration.
+    """Refuse to resume from a checkpoint of another configuration.
 
     The lengths of the schedule may differ as long as neither decay has begun: until then the runs are the same.
 
     Raises:
         ChangedOptionsError: names the fields that differ, with both values.
-        TrainingError: an older version made it, whose hashes of weights say nothing of most of them.
+        TrainingError: an older version made it, with weight hashes that do not cover most of the weights.
     """
     if any(len(str(before.get(name, ""))) == _OLDER_DIGITS for name in _WEIGHTS):
         raise TrainingError(
@@ -253,7 +232,7 @@ def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Pa
 
 
 def _flat(value: object, name: str) -> list[tuple[str, Any]]:
-    """A dataclass as its leaves; what is no plain value, such as a loss, as its repr."""
+    """The leaves of a dataclass; a value that is not plain, such as a loss, as its repr."""
     if is_dataclass(value) and not isinstance(value, type) and fields(value):
         prefix = f"{name}." if name else ""
         deciding = [each for each in fields(value) if each.compare]
@@ -263,14 +242,14 @@ def _flat(value: object, name: str) -> list[tuple[str, Any]]:
 
 
 def typed_command() -> list[str]:
-    """The words of the command that runs."""
+    """The words of the running command."""
     program = Path(sys.argv[0])
     first = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return [*first, *sys.argv[1:]]
 
 
 def write_run_record(folder: Path, *, identity: Identity, device: str) -> None:
-    """Write the command, the versions, the machine, and what decides the weights (with the hash of the data)."""
+    """Write the command, the versions, the machine, and the identity (with the hash of the data)."""
     record = {
         "command": typed_command(),
         "python": platform.python_version(),
@@ -283,7 +262,7 @@ def write_run_record(folder: Path, *, identity: Identity, device: str) -> None:
 
 
 def checkpoint_of(folder: Path) -> tuple[int, Identity] | None:
-    """The step of a folder's checkpoint, and what decides its weights; None where there is none.
+    """The step and the identity of a folder's checkpoint; None where there is none.
 
     Raises:
         TrainingError: it cannot be read.
@@ -296,7 +275,7 @@ def checkpoint_of(folder: Path) -> tuple[int, Identity] | None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """All of a checkpoint, mapped from disk.
+    """A checkpoint, mapped from disk.
 
     Raises:
         TrainingError: it cannot be read.
@@ -309,13 +288,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The folder of one training: its checkpoint, its log, and the record of what it is; the main process writes it.
-
-    Args:
-        path: is made if it does not exist.
-        identity: what decides the weights.
-        device: where it runs.
-        checkpoint_every_s: seconds between two checkpoints.
+    """The folder of one training: its checkpoint, log and run record. Only the main process writes it.
 
     Raises:
         OptionError: the folder holds a training with another configuration.
@@ -338,12 +311,11 @@ class RunFolder:
             return
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            for torn in path.glob(f"{CHECKPOINT}.*"):  # what a kill left of one
+            for torn in path.glob(f"{CHECKPOINT}.*"):  # left by a kill
                 torn.unlink()
         write_run_record(path, identity=self._identity, device=device)
 
     def append(self, record: StepRecord) -> None:
-        """Add a line to the log."""
         if self._writes:
             with writing(self.path / LOG), (self.path / LOG).open("a") as log:
                 log.write(record.as_line() + "\n")
@@ -352,17 +324,17 @@ class RunFolder:
         """Write a checkpoint; a kill leaves the old one or the new one."""
         if self._writes:
             with writing(self.checkpoint), written_whole(self.checkpoint) as file:
-                torch.save({**state, "identity": self._identity}, file)  # which hides failures of files that it opens
+                torch.save({**state, "identity": self._identity}, file)  # it hides write errors of files that it opens
 
     def resume(self) -> dict[str, Any] | None:
-        """The checkpoint, with the log cut to it; None where there is none, and then no log either."""
+        """The checkpoint, with the log cut to it; where there is none, None, and the log is removed."""
         state = read_checkpoint(self.checkpoint) if self.checkpoint.exists() else None
         if self._writes:
             self._cut_log(0 if state is None else state["progress"]["step"])
         return state
 
     def _cut_log(self, step: int) -> None:
-        """Drop the lines of steps that will be run again, and a last one that a full disk or a kill cut short."""
+        """Drop the lines of steps that will run again, and a last line cut short by a full disk or a kill."""
         log = self.path / LOG
         if not step:
             log.unlink(missing_ok=True)
@@ -372,22 +344,15 @@ class RunFolder:
 
 
 class TrainingLoop:
-    """Runs phases one after another inside a folder, and resumes from the folder's checkpoint.
+    """Runs phases one after another in a folder, and resumes from the folder's checkpoint.
 
     Args:
-        model: in training.
-        optimizer: of its parameters.
-        objective: what is minimised.
-        phases: of batches.
-        schedule: from a step to the multiplier of the peak rates.
-        run: the folder.
-        measurement: what is measured now and then.
+        schedule: maps a step to the multiplier of the peak rates.
 
     Attributes:
-        progress: where it stands.
-        autocast: whether products are in bfloat16, as where the device has instructions for them.
-        clock: seconds, for the time between checkpoints.
-        processes: that train together; the main one measures.
+        autocast: whether products are in bfloat16; the default is whether the device has instructions for them.
+        clock: returns seconds, for the time between checkpoints.
+        processes: that train together; only the main one measures.
     """
 
     def __init__(
@@ -414,7 +379,6 @@ class TrainingLoop:
 
     @property
     def total_steps(self) -> int:
-        """Steps of all phases."""
         return sum(phase.steps for phase in self.phases)
 
     def run(
@@ -428,14 +392,8 @@ class TrainingLoop:
         """Train to step `until` (default: to the end), from the checkpoint if there is one.
 
         Ctrl-C ends the step, writes a checkpoint and then interrupts; a second one interrupts at once. A kill loses at
-        most the steps since the last checkpoint. The result of going on is the same to the bit.
-
-        Args:
-            until: the step to stop at.
-            on_step: called after each step.
-            on_checkpoint: called after each checkpoint.
-            time_is_up: asked after each step; where it says so, a checkpoint is written and the training stops, in all
-                processes.
+        most the steps since the last checkpoint. A resumed run gives the same result to the bit. Where `time_is_up`
+        returns True after a step, a checkpoint is written and all processes stop.
         """
         last = self.total_steps if until is None else min(until, self.total_steps)
         self._resume()
@@ -453,7 +411,7 @@ class TrainingLoop:
                 step, now = self.progress.step, self.clock()
                 stopped = self.processes.anywhere(time_is_up())
                 if self.processes.anywhere(interrupts.waiting):
-                    interrupts.waiting = True  # in all of them
+                    interrupts.waiting = True  # in all processes
                 if step == last or stopped or interrupts.waiting or now - saved >= self.folder.checkpoint_every_s:
                     self._save()
                     saved = self.clock()
@@ -468,9 +426,10 @@ class TrainingLoop:
         return Saved(self.progress.step, self.total_steps, record.tokens, record.values["loss"], left_s, where)
 
     def trial(self, steps: int = 3) -> tuple[float, int]:
-        """Seconds of a step, and bytes of a checkpoint: trains a little and saves nothing, so it is of no use later.
+        """Seconds of a step, and bytes of a checkpoint. It trains a few steps and saves nothing; the loop cannot be
+        used afterwards.
 
-        Of several processes the one that asks takes its part alone.
+        Of several processes only the calling one takes part, with its share.
         """
         self.processes = replace(self.processes, together=False)
         self.model.train()
@@ -508,7 +467,6 @@ class TrainingLoop:
         return StepRecord(step, so_far.tokens, so_far.elapsed_s, multiplier, norm, sums, rate)
 
     def _measure(self, record: StepRecord, last: int) -> None:
-        """Add what is measured now and then to the record of a step."""
         wanted, step = self.measurement, self.progress.step
         if wanted is not None and self.processes.main and (step == last or step % wanted.every == 0):
             self.model.eval()
@@ -517,7 +475,6 @@ class TrainingLoop:
             self.model.train()
 
     def _locate(self, step: int) -> tuple[Phase, int]:
-        """The phase that a step belongs to, and the step's number inside it."""
         for phase in self.phases:
             if step < phase.steps:
                 return phase, step
@@ -549,12 +506,12 @@ def _is_finite(value: float) -> bool:
 
 
 def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that are trained, tied ones once: what a checkpoint holds of a model."""
+    """The trained weights, tied ones once: what a checkpoint holds of a model."""
     return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def tensor_bytes(states: object) -> int:
-    """The bytes of all tensors in nested lists and dictionaries, each once."""
+    """The bytes of all tensors in nested lists and dictionaries, each counted once."""
     return sum({each.data_ptr(): each.numel() * each.element_size() for each in _tensors(states)}.values())
 
 
@@ -567,27 +524,23 @@ def _tensors(states: object) -> Iterator[torch.Tensor]:
 
 
 class Interrupts:
-    """An interruption that waits until it is let through.
-
-    Attributes:
-        waiting: whether there is one.
-    """
+    """A signal handler that delays an interruption until it is let through."""
 
     def __init__(self, before: Any) -> None:
         self.waiting = False
         self._before = before
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The first one waits; who interrupts again will not wait."""
+        """The first interruption waits; the second takes effect at once."""
         if self.waiting:
             self._before(number, frame)
         self.waiting = True
 
     def let_through(self) -> None:
-        """Do now what the interruption would have done, if there was one.
+        """Do what the interruption would have done, if there was one.
 
         Raises:
-            KeyboardInterrupt: as a rule.
+            KeyboardInterrupt: with the default handler.
         """
         if self.waiting:
             self.waiting = False
@@ -596,7 +549,7 @@ class Interrupts:
 
 @contextmanager
 def held_interrupts() -> Iterator[Interrupts]:
-    """Hold Ctrl-C back inside the block; where it is ignored, or in a thread that never sees it, nothing changes."""
+    """Delay Ctrl-C inside the block; no effect where it is ignored, or in a thread that does not receive it."""
     before = signal.getsignal(signal.SIGINT)
     interrupts = Interrupts(before)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

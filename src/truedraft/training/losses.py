@@ -1,9 +1,9 @@
-"""Distillation: losses between the target's distribution p and the student's q, and their gradient chunk by chunk.
+"""Distillation: losses between the target's distribution p and the student's q, and their gradient in chunks.
 
 A loss is a small object; objects compose. Each takes log-probabilities [positions, vocab] of both, in float32, and the
-label of each position, and answers with one value per position [positions], in nats (total variation: a fraction).
-Gradients flow into q only. The choice of divergence is that of DistillSpec (2310.08461) and GKD (2306.13649); which one
-is best depends on the pair, so they can be mixed.
+label of each position, and returns one value per position [positions], in nats (total variation: a fraction). Gradients
+flow into q only. The choice of divergence is that of DistillSpec (2310.08461) and GKD (2306.13649); the best one
+depends on the pair, so they can be mixed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from truedraft.errors import OptionError, UnknownOptionError
 
-# Positions whose distributions are held at once. On a CPU 256 x 8,192 floats fit the last-level cache; on a GPU each
+# Positions with distributions held at once. On a CPU 256 x 8,192 floats fit the last-level cache; on a GPU each
 # chunk costs the host some thirty launches.
 _CHUNK, _CHUNK_ON_GPU = 256, 2048
 
@@ -29,7 +29,7 @@ class DistillationLoss(Protocol):
 
     @property
     def reads_target(self) -> bool:
-        """Whether it looks at the target's distribution at all, or at the labels alone."""
+        """Whether it uses the target's distribution, or only the labels."""
 
     def __call__(self, target: Tensor, student: Tensor, labels: Tensor) -> Tensor:
         """The loss of each position: `[positions]`.
@@ -37,7 +37,7 @@ class DistillationLoss(Protocol):
         Args:
             target: `[positions, vocab]`: log p.
             student: `[positions, vocab]`: log q.
-            labels: `[positions]`: the tokens that the text goes on with.
+            labels: `[positions]`: the text's next tokens.
         """
 
 
@@ -45,8 +45,8 @@ class DistillationLoss(Protocol):
 class ForwardKL:
     """KL(p || q) = sum_x p(x) (log p(x) - log q(x)).
 
-    The student is pulled over all of the target's mass. Its gradient in the logits is q - p, which stays large
-    however bad the student is: the loss to start with. By Pinsker, TV <= sqrt(KL / 2), so it bounds 1 - alpha.
+    It makes the student cover all of the target's mass. Its gradient in the logits is q - p, which stays large however
+    bad the student is, so it is the loss to start with. By Pinsker, TV <= sqrt(KL / 2), so it bounds 1 - alpha.
     """
 
     @property
@@ -56,7 +56,7 @@ class ForwardKL:
     def __call__(self, target: Tensor, student: Tensor, labels: Tensor) -> Tensor:
         del labels
         p = target.exp()
-        # Without products of all ids: as fast as the closed form of the gradient; the form below takes 1.4 of it.
+        # Without products over all ids: as fast as the closed form of the gradient; the form below takes 1.4 times it.
         found = torch.linalg.vecdot(p, target) - torch.linalg.vecdot(p, student)
         if bool(found.isfinite().all()):
             return found
@@ -67,7 +67,7 @@ class ForwardKL:
 class ReverseKL:
     """KL(q || p) = sum_x q(x) (log q(x) - log p(x)).
 
-    Punishes mass where the target has none, so a small student concentrates on the target's modes.
+    Penalises mass where the target has none, so a small student concentrates on the target's modes.
     """
 
     @property
@@ -104,9 +104,9 @@ class JensenShannon:
 class TotalVariation:
     """TV(p, q) = 1/2 sum_x |p(x) - q(x)| = 1 - sum_x min(p(x), q(x)).
 
-    Its mean over positions is exactly 1 - alpha, the rate at which speculative sampling rejects (2211.17192,
-    corollary 3.6). Each gradient is weighted by q(x), hence weak where the student has no mass yet: mix it with a
-    divergence that is not.
+    Its mean over positions is exactly 1 - alpha, the rejection rate of speculative sampling (2211.17192, corollary
+    3.6). Each gradient is weighted by q(x), so it is weak where the student has no mass yet: mix it with a divergence
+    that is not.
     """
 
     @property
@@ -140,7 +140,8 @@ class AdaptiveVariation:
     """w KL(p || q) + (1 - w) TV(p, q), with w = exp(-eta alpha) of each position, without a gradient: the second LK
     loss (2602.23881).
 
-    A position begins with the divergence and goes over to what acceptance is, as the student comes near.
+    A position begins with the divergence and moves to the total variation, which decides acceptance, as the student
+    improves.
     """
 
     eta: float = 3.0
@@ -158,7 +159,7 @@ class AdaptiveVariation:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """-log q(label): the text itself is the teacher, and the target is not asked."""
+    """-log q(label): the text is the teacher, and the target is not used."""
 
     @property
     def reads_target(self) -> bool:
@@ -198,7 +199,7 @@ NAMED_LOSSES: Mapping[str, DistillationLoss] = {
 
 
 def loss_from_spec(spec: str) -> DistillationLoss:
-    """A loss from words: `kl`, or a mixture with weights such as `kl=0.5,tv=0.5`."""
+    """A loss from its spec: `kl`, or a mixture with weights such as `kl=0.5,tv=0.5`."""
     terms = []
     for part in spec.split(","):
         name, _, weight = part.strip().partition("=")
@@ -228,10 +229,9 @@ def distill(student_logits: Tensor, target_log_probs: Tensor | None, labels: Ten
 
     Args:
         student_logits: `[positions, vocab]`.
-        target_log_probs: `[positions, vocab]`, float32: of the target. In logs, for the reverse divergence asks for the
-            logarithm of what a softmax would round to 0. None where the loss looks at labels alone.
+        target_log_probs: `[positions, vocab]`, float32. In logs, because the reverse divergence needs the logarithm of
+            values that a softmax would round to 0. None where the loss needs only labels.
         labels: `[positions]`, int64.
-        loss: between the two.
     """
     with torch.autocast(student_logits.device.type, enabled=False):
         log_q = functional.log_softmax(student_logits.float(), dim=-1)  # [positions, vocab]
@@ -241,12 +241,12 @@ def distill(student_logits: Tensor, target_log_probs: Tensor | None, labels: Ten
 def gradient_in_chunks(x: Tensor, losses: Callable[[list[Tensor], slice], Iterable[Tensor]]) -> Tensor:
     """The gradient in x of a sum of losses over its rows, some rows at a time.
 
-    So distributions in float32 are never held for all rows, and what made x is gone back through once.
+    So float32 distributions are never held for all rows, and there is one backward pass through what made x.
 
     Args:
         x: `[places, rows, width]`.
-        losses: gives scalars for some rows, of each place `[some, width]`, and which they are; each is gone back
-            through before the next is asked for.
+        losses: yields scalars for some rows, given as one tensor `[some, width]` per place and their slice; each
+            scalar's backward runs before the next is requested.
     """
     gradient = torch.empty_like(x)
     chunk = _CHUNK if x.device.type == "cpu" else _CHUNK_ON_GPU
@@ -269,10 +269,8 @@ def distillation_gradient(
 
     Args:
         logits: `[tokens, vocab]`, of the model in training.
-        target_logits: `[tokens, vocab]`; None where the loss looks at the labels alone.
+        target_logits: `[tokens, vocab]`; None where the loss needs only the labels.
         labels: `[tokens]`.
-        loss: between the distributions.
-        scale: of the gradient.
 
     Returns:
         The gradient, as `logits`; the mean loss and, with a target, `alpha` of the first chunk.

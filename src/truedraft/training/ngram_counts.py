@@ -4,9 +4,9 @@ Kneser and Ney 1995, in the interpolated form of Chen and Goodman 1999 with one 
 
     P(w | h) = max(c(h w) - D, 0) / c(h) + backoff(h) P(w | h without its first token)
 
-where c counts occurrences at the longest n-grams, and below them how many different tokens stood before an n-gram (the
+where c counts occurrences at the longest n-grams, and below them how many different tokens preceded an n-gram (the
 start of a text is one more); D = n1 / (n1 + 2 n2) of the n-grams that were counted once and twice; and backoff(h) is
-what the n-grams in the table leave of 1, so that P is a distribution, whatever was left out for its size.
+the rest of 1 after the n-grams in the table, so that P is a distribution even if n-grams were left out for size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from truedraft.drafters.ngram.table import MOST_ORDER, Level, NgramTable, TableF
 from truedraft.errors import DataError, OptionError
 
 _LEAST_DISCOUNT, _MOST_DISCOUNT = 0.1, 0.9
-_ALWAYS_KEPT = 2  # tokens of n-grams that are never left out: without a node nothing can hang below
+_ALWAYS_KEPT = 2  # tokens of n-grams that are never left out, because longer n-grams need their nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,10 @@ class _Counted:
     """The n-grams of one length in a text, sorted by their tokens, each `[n-grams]`.
 
     Attributes:
-        times: occurrences.
         tokens: their last tokens.
-        prefixes: the n-grams that they are without these, by number.
-        suffixes: the n-grams that they are without their first tokens, by number.
-        weights: what c of the formula is.
+        prefixes: the index of each n-gram without its last token.
+        suffixes: the index of each n-gram without its first token.
+        weights: c of the formula.
     """
 
     times: NDArray[np.int64]
@@ -59,16 +58,14 @@ def count_ngrams(
     """Make a table of texts.
 
     Args:
-        texts: token ids below `vocab_size`; no n-gram reaches from one into the next.
-        vocab_size: ids.
-        order: tokens of the longest n-grams.
-        min_count: n-grams of three tokens and more that occur less often are left out, and their mass is backed off.
-        max_bytes: of the table's arrays; where they would take more, `min_count` is raised until they do not.
+        texts: token ids below `vocab_size`; no n-gram crosses from one into the next.
+        min_count: n-grams of three or more tokens that occur less often are left out, and their mass is backed off.
+        max_bytes: limit of the table's arrays; `min_count` is raised until they fit.
         tokenizer: fingerprint of the ids.
-        on_progress: called with how many passes over the n-grams are done, and of how many.
+        on_progress: called with the number of finished passes over the n-grams, and of all.
 
     Raises:
-        DataError: there is no token, or n-grams of one and two tokens alone take more bytes.
+        DataError: there is no token, or n-grams of one and two tokens already take more bytes.
         OptionError: the order is out of range.
     """
     if not 1 <= order <= MOST_ORDER:
@@ -102,11 +99,7 @@ def count_ngrams(
 
 
 def _fitting(counted: Sequence[_Counted], min_count: int, max_bytes: int | None) -> int:
-    """The smallest count, `min_count` at the least, from which on n-grams fit.
-
-    Raises:
-        DataError: those that are always kept do not.
-    """
+    """The smallest count, at least `min_count`, with which the table fits."""
     if max_bytes is None:
         return min_count
     times = [np.sort(own.times) for own in counted]
@@ -160,13 +153,7 @@ def _count(
 
 
 def _continued(own: _Counted, suffixes: NDArray[np.int64], starts: NDArray[np.int64]) -> _Counted:
-    """N-grams that are not the longest: each weighs as many different tokens as stood before it.
-
-    Args:
-        own: the n-grams.
-        suffixes: of each n-gram that is one longer.
-        starts: n-grams that begin texts.
-    """
+    """N-grams shorter than the longest: each is weighted by the number of different tokens before it."""
     size = len(own.times)
     begun = np.bincount(starts, minlength=size) > 0
     return _Counted(own.times, own.tokens, own.prefixes, own.suffixes, np.bincount(suffixes, minlength=size) + begun)
@@ -181,15 +168,14 @@ def _levels(
     """The arrays of a table, without the n-grams that are left out.
 
     Args:
-        counted: all n-grams of each length.
-        probs: of them.
-        kept: which of them are in the table.
+        probs: probabilities of these n-grams.
+        kept: whether each is in the table.
         backoffs: of those that are contexts.
     """
     levels: list[Level] = []
     empty: NDArray[Any] = np.zeros(0)
     top = int(probs[0].argmax())
-    best = np.array([top]), probs[0][[top]]  # behind each context of the level above
+    best = np.array([top]), probs[0][[top]]  # after each context of the level above
     for number, own in enumerate(counted):
         keep = kept[number]
         first = tokens = backoff = found = found_probs = empty
@@ -224,18 +210,16 @@ def _best(
     probs: NDArray[np.float64],
     keep: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The likeliest token behind each context, and how likely it is.
+    """The likeliest token after each context, and its probability.
 
-    It is the likeliest of those in the table, or else the likeliest behind the shorter context: were that one in the
-    table, too, it would have got more there than what is backed off to it.
+    It is the likeliest one in the table, or else the likeliest after the shorter context: if that one were in the
+    table, too, its probability would be higher than what is backed off to it.
 
     Args:
-        shorter: the same for contexts that are one shorter.
-        suffixes: these contexts' shorter ones.
-        backoff: of these contexts.
-        longer: the n-grams that these contexts and one token make.
-        probs: of these.
-        keep: which of these are in the table.
+        shorter: the result for contexts that are one token shorter.
+        suffixes: indices of the shorter contexts.
+        longer: the n-grams of these contexts and one token.
+        keep: whether each longer n-gram is in the table.
     """
     tokens, likely = shorter[0][suffixes], backoff * shorter[1][suffixes]
     prefixes, own_tokens, own_probs = longer.prefixes[keep], longer.tokens[keep], probs[keep]

@@ -1,4 +1,4 @@
-"""Tables of n-grams for a target: counted in texts, or in its own answers to prompts cut from them, and measured."""
+"""Tables of n-grams for a target, counted in texts or in its own answers to prompts cut from them, and measured."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ if TYPE_CHECKING:
     from truedraft.training.texts.data import Encoder
     from truedraft.training.texts.self_distillation import WrittenAnswer
 
-_HELD_OUT = 0.05  # of the text, where no other is given
+_HELD_OUT = 0.05  # share of the text, where no other is given
 _TEST_PROMPTS, _TEST_TOKENS = 32, 64
-_PIECE = 1 << 18  # characters that are encoded at once
+_PIECE = 1 << 18  # characters encoded at once
 
 
 @dataclass(frozen=True)
 class NgramConfig(NgramSizeOptions, TextOptions):
-    """What decides a table, but for the target and the data.
+    """What decides a table in addition to the target and the data.
 
     Attributes:
-        answers: how the target writes what is counted; None counts the data.
+        answers: how the target writes the answers to count; None counts the data.
         seed: of the order of prompts where time is limited.
-        device: where the target runs.
 
     Raises:
         OptionError: a value out of its range.
@@ -63,7 +62,6 @@ class NgramConfig(NgramSizeOptions, TextOptions):
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        """Refuse what counts nothing, before anything is loaded."""
         for name in ("order", "min_count", "max_text_tokens", "tokens", "prompt_tokens"):
             check_whole(name, getattr(self, name), 1)
         if self.order > MOST_ORDER:
@@ -76,12 +74,9 @@ class NgramResult:
     """A counted table.
 
     Attributes:
-        folder: where it lies.
-        table: that was counted.
-        bytes: of its file.
-        source: what it was counted in, in words.
+        source: a description of the counted text.
         elapsed_s: seconds from the first token read to the table on disk.
-        evaluations: what it brings in the engine, on held-out text; empty where there is none.
+        evaluations: in the engine, on held-out text; empty where there is none.
     """
 
     folder: Path
@@ -92,7 +87,6 @@ class NgramResult:
     evaluations: Sequence[EngineEvaluation] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """For records."""
         facts = self.table.facts
         return {
             "order": self.table.order,
@@ -115,25 +109,22 @@ def train_ngrams(
     callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> NgramResult:
-    """Count a table for the target into the folder `out`, in place of one that is there, and measure what it brings.
+    """Count a table for the target into the folder `out`, replacing an existing one, and measure it in the engine.
 
-    Called again after an interruption, it goes on behind the answers that are written; texts are counted anew.
+    An interrupted run resumes after the written answers when it is called again; texts are counted anew.
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats and, with `answers`, of prompts, as `Source.read` reads them. None at all means,
-            for the embedded target, the standard library of the running interpreter.
-        out: the folder to write.
-        config: sizes, and whether the target's answers are counted.
-        held_out: files to measure on; without them the last twentieth of the data is kept back for it.
-        callbacks: who is told, and of what.
-        budget: the time for all of it, measuring included; None is as long as it takes.
+        data: files of texts or chats and, with `answers`, of prompts, as `Source.read` reads them. No files mean the
+            standard library of the running interpreter, for the embedded target only.
+        held_out: files to measure on; without them the last twentieth of the data is held out.
+        budget: the time for everything, measuring included; None sets no limit.
 
     Raises:
         ModelError: the target cannot be loaded or has no tokenizer.
         DataError: the data cannot be read or is too short, or no table of the allowed size can be made of it.
-        OptionError: a size is out of range, `out` holds answers that were written otherwise, or another process counts
-            there.
+        OptionError: a size is out of range, `out` holds answers of another configuration, or another process is
+            counting there.
         TrainingError: the target failed, or files cannot be written.
     """
     config, told, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
@@ -150,7 +141,7 @@ def train_ngrams(
         else:
             pen = Writing(config.tokens, config.answers, out / WORK, told, budget)
             records = _answered(model, source, tokenizer, pen, config)
-            if not tests:  # there is no text, so that some of the prompts are kept back
+            if not tests:  # without texts some of the prompts are held out
                 kept = min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
                 records, tests = records[kept:], [record.prompt for record in records[:kept]]
             documents = [np.array(record.answer, np.int32) for record in records]
@@ -161,7 +152,7 @@ def train_ngrams(
             table.write(out / TABLE)
         took = time.perf_counter() - began
         result = NgramResult(out, table, (out / TABLE).stat().st_size, words, took, [])
-        _write_record(result, target, model, told)  # before it is measured, which may be interrupted
+        _write_record(result, target, model, told)  # before measuring, which may be interrupted
         result = replace(result, evaluations=_measured(table, model, tests, told, budget))
         _write_record(result, target, model, told)
         _card(target, result, config.device).write(out)
@@ -169,7 +160,6 @@ def train_ngrams(
 
 
 def _write_record(result: NgramResult, target: object, model: LanguageModel, told: Callbacks) -> None:
-    """Note which target a table is for."""
     try:
         write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict(), model.sample)
     except (ModelError, UnsupportedModelError) as error:
@@ -187,7 +177,7 @@ def _refuse_early(target: str | Path, data: Sequence[Path]) -> None:
 
 
 def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) -> tuple[Source, str]:
-    """What is counted and measured on, and what the first is, in words."""
+    """The data to count and to measure on, and a description of the former."""
     if not data:
         texts, pieces = standard_library_texts()
         others = read_texts(held_out, tokenizer) if held_out else pieces
@@ -202,14 +192,10 @@ def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) 
 def _encoded(
     texts: Sequence[str], tokenizer: Encoder, vocab_size: int, most: int, told: Callbacks
 ) -> list[NDArray[np.int32]]:
-    """Each text's token ids, and one that ends it; cut where there are more than `most`, which is said.
-
-    Raises:
-        DataError: the text writes ids that the target has not.
-    """
+    """Each text's token ids, with the id that ends it; cut after `most` tokens, which is reported."""
     documents: list[NDArray[np.int32]] = []
     characters, done, kept, left_out = sum(map(len, texts)), 0, 0, False
-    with quiet_transformers():  # which warns of texts longer than the context
+    with quiet_transformers():  # it warns of texts longer than the context
         for text in texts:
             parts: list[NDArray[np.int32]] = []
             for piece in _pieces(text):
@@ -225,7 +211,7 @@ def _encoded(
                 break
     told.on_progress("reading text", characters, characters, f"{kept:,} tokens")
     if left_out or done < characters:
-        share = min(done / characters, 0.99)  # also where its last token alone is left out
+        share = min(done / characters, 0.99)  # also where only its last token is left out
         told.on_note(f"the first {kept:,} tokens of the text are counted, {share:.0%} of it")
     largest = max((int(document.max()) for document in documents), default=-1)
     if largest >= vocab_size:
@@ -236,7 +222,7 @@ def _encoded(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in parts that end at lines' ends where they can, so that one long text is not encoded at once."""
+    """A text in parts that end at line ends where possible, so that one long text is not encoded at once."""
     start = 0
     while start < len(text):
         end = min(start + _PIECE, len(text))
@@ -249,11 +235,7 @@ def _pieces(text: str) -> Iterator[str]:
 def _answered(
     model: LanguageModel, source: Source, tokenizer: Encoder, pen: Writing, config: NgramConfig
 ) -> list[WrittenAnswer]:
-    """Answers to prompts that are cut from texts, and to those that the data holds, half of each where there are both.
-
-    Raises:
-        DataError: there are none, and none will be asked for.
-    """
+    """Answers to prompts cut from texts and to those of the data, half of each where there are both."""
     wanted = -(-config.tokens // pen.how.answer_tokens)
     cut = cut_prompts(source.texts, tokenizer, wanted // 2 if source.has_prompts else wanted, config.prompt_tokens)
     if not cut and not source.has_prompts:
@@ -264,11 +246,7 @@ def _answered(
 def _counted(
     documents: Sequence[NDArray[np.int32]], model: LanguageModel, config: NgramConfig, told: Callbacks
 ) -> NgramTable:
-    """The table, of no more bytes than allowed.
-
-    Raises:
-        DataError: the text is shorter than its n-grams, or none of that size can be made.
-    """
+    """The table, within the allowed size."""
     longest = max(map(len, documents), default=0)
     if longest < config.order or longest < 2:
         raise DataError(
@@ -296,7 +274,6 @@ def _counted(
 def _measured(
     table: NgramTable, model: LanguageModel, prompts: Sequence[Sequence[int]], told: Callbacks, budget: TimeBudget
 ) -> list[EngineEvaluation]:
-    """What the tree that is the default brings, in answering held-out prompts."""
     if not prompts:
         told.on_note("the text is too short to keep some of it back, so what the table brings was not measured")
         return []

@@ -1,4 +1,4 @@
-"""Sequences that a student goes on with itself, for its target to judge: GKD (2306.13649), DistillSpec (2310.08461)."""
+"""Sequences continued by a student, for its target to judge: GKD (2306.13649), DistillSpec (2310.08461)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 class OwnText:
     """Lets a student write the second half of a share of the sequences, at temperature 1.
 
-    Which they are, and what it draws there, is a function of the seed, the sequence and the weights: a training that
-    goes on, or runs in several processes, has the same text. No gradient goes through the draws.
+    The choice of sequences and the samples are functions of the seed, the sequence and the weights, so a training that
+    resumes, or runs in several processes, has the same text. No gradient passes through the samples.
 
     Args:
-        student: in training; what writes shares its weights.
+        student: in training; the writer shares its weights.
         share: in [0, 1], the probability of each sequence.
-        seed: of the choice and the draws.
     """
 
     def __init__(self, student: PreTrainedModel, share: float, seed: int) -> None:
@@ -38,7 +37,7 @@ class OwnText:
 
     @torch.no_grad()
     def __call__(self, batch: Tensor) -> Tensor:
-        """The sequences `[sequences, length + 1]`, of which the last token is read by nobody, and stays.
+        """The sequences `[sequences, length + 1]`; the last token is never read, and stays.
 
         Raises:
             TrainingError: the student failed.

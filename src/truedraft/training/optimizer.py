@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices, AdamW for embeddings and norms, stepped as one; and the schedule of their rates."""
+"""Muon for the hidden matrices, AdamW for embeddings and norms, stepped together; and the schedule of their rates."""
 
 from __future__ import annotations
 
@@ -28,15 +28,9 @@ class OptimizerConfig:
 
 
 class MixedOptimizer:
-    """Two torch optimizers behind one `step`, with the rates scaled by a schedule.
+    """Muon and AdamW with a common `step`, with the rates scaled by a schedule.
 
-    Args:
-        model: whose parameters are updated, those that require gradients.
-        config: rates and decays.
-        tables: further matrices that are for AdamW, as embeddings are: output layers, and adapters of a low rank.
-
-    Attributes:
-        peak: the highest rate.
+    `tables` are further matrices for AdamW, as embeddings are: output layers, and adapters of a low rank.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, tables: Iterable[torch.Tensor] = ()) -> None:
@@ -65,7 +59,7 @@ class MixedOptimizer:
         self._optimizers = tuple(optimizer for _, optimizer in made)
 
     def step(self, multiplier: float) -> float:
-        """Clip, update and clear the gradients; returns the norm that the gradients had before clipping."""
+        """Clip, update and clear the gradients; returns the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         for optimizer, peak in zip(self._optimizers, self._peaks, strict=True):
             for group in optimizer.param_groups:
@@ -75,49 +69,38 @@ class MixedOptimizer:
         return float(norm)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Both optimizers' states, for a checkpoint."""
         return [optimizer.state_dict() for optimizer in self._optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Restore what `state_dict` returned."""
         for optimizer, state in zip(self._optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
 
 class SeparateOptimizers:
-    """Parts of a model that are updated together, each at its own rates and clipped by its own norm.
-
-    Args:
-        parts: no parameter belongs to two of them.
-
-    Attributes:
-        peak: the highest rate of all.
-    """
+    """Disjoint parts of a model that are updated together, each at its own rates and clipped by its own norm."""
 
     def __init__(self, *parts: MixedOptimizer) -> None:
         self._parts = parts
         self.peak = max(part.peak for part in parts)
 
     def step(self, multiplier: float) -> float:
-        """Update all parts; returns the norm that all gradients together had before clipping."""
+        """Update all parts; returns the norm of all gradients together before clipping."""
         return math.hypot(*(part.step(multiplier) for part in self._parts))
 
     def state_dict(self) -> list[Any]:
-        """The parts' states, for a checkpoint."""
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, states: list[Any]) -> None:
-        """Restore what `state_dict` returned."""
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
 
 
 @dataclass(frozen=True)
 class WarmupStableDecay:
-    """Linear warm-up, a constant stretch, then a decay to `floor` by 1 - sqrt (2405.18392).
+    """Linear warm-up, a constant phase, then a decay to `floor` by 1 - sqrt (2405.18392).
 
-    Until the decay begins, the trajectory does not depend on when it will begin. So a checkpoint of the stable
-    stretch can be branched: decayed now into a usable model, and trained on later.
+    Until the decay begins, the trajectory does not depend on when it will begin. So a checkpoint of the stable phase
+    can be branched: decayed now into a usable model, and trained on later.
     """
 
     warmup_steps: int
@@ -127,17 +110,16 @@ class WarmupStableDecay:
 
     @classmethod
     def of(cls, steps: int, decay_share: float) -> WarmupStableDecay:
-        """A short warm-up, a constant stretch, and a decay over a share of the steps."""
+        """A short warm-up, a constant phase, and a decay over a share of the steps."""
         decay = min(steps - 1, round(steps * decay_share))
         return cls(min(_WARMUP_STEPS, steps - decay), steps - decay, decay)
 
     @property
     def total_steps(self) -> int:
-        """Warm-up, stable stretch and decay together."""
         return self.stable_steps + self.decay_steps
 
     def shortened(self, steps: int) -> WarmupStableDecay:
-        """The same in fewer steps, with the same share of them in the decay."""
+        """The same schedule in fewer steps, with the same share of them in the decay."""
         if steps >= self.total_steps:
             return self
         decay = min(steps - 1, round(steps * self.decay_steps / self.total_steps))
@@ -145,7 +127,7 @@ class WarmupStableDecay:
         return replace(self, warmup_steps=min(self.warmup_steps, stable), stable_steps=stable, decay_steps=decay)
 
     def __call__(self, step: int) -> float:
-        """The multiplier for the update number `step`, counted from 0."""
+        """The multiplier for the update number `step`, from 0."""
         if step < min(self.warmup_steps, self.stable_steps):
             return (step + 1) / self.warmup_steps
         if step < self.stable_steps:

@@ -1,4 +1,4 @@
-"""Fields of configurations that are also options of `truedraft train`. Needs no torch, so a command can read them."""
+"""Fields of configurations that are also options of `truedraft train`; needs no torch, so a command can read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from truedraft.options import option
 
 @dataclass(frozen=True)
 class DraftSizeOptions:
-    """How large a draft model is."""
+    """The sizes of a draft model."""
 
     start_from: Path | None = option(None, "A draft to train further; it keeps its size.", "DIR")
     layers: int = option(2, "Layers.", "N", least=1)
@@ -23,7 +23,7 @@ class DraftSizeOptions:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How much the target writes for heads to learn from."""
+    """How much text the target writes for training heads."""
 
     tokens: int = option(400_000, "Tokens that the target writes to train on, about.", "N")
     prompt_tokens: int = option(64, "Tokens of a prompt.", "N")
@@ -31,7 +31,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class WritingOptions:
-    """How it writes them."""
+    """How the target writes the text."""
 
     answer_tokens: int = option(192, "The most tokens of an answer.", "N")
     temperatures: tuple[float, ...] = option(
@@ -56,7 +56,7 @@ class HeadRunOptions:
 
 @dataclass(frozen=True)
 class HeadSizeOptions:
-    """What heads of any kind are."""
+    """Sizes of heads of any kind."""
 
     tied: bool = option(
         True, "Heads end in the target's LM head, or in outputs of their own.", "", name="--tied/--free"
@@ -66,7 +66,7 @@ class HeadSizeOptions:
 
 @dataclass(frozen=True)
 class LayerHeadOptions(HeadSizeOptions):
-    """What heads on vectors of several layers are."""
+    """Sizes of heads on vectors of several layers."""
 
     length: int = option(5, "Steps of training-time test: how many tokens after the next are guessed.", "T")
     layers: tuple[int, ...] = option(
@@ -83,7 +83,7 @@ class LayerHeadOptions(HeadSizeOptions):
 
 @dataclass(frozen=True)
 class ChainRunOptions(HeadRunOptions):
-    """How they are trained."""
+    """How heads on vectors of several layers are trained."""
 
     loss: str = option("kl", "kl, reverse-kl, tv, jsd, lk or lk-adaptive; or a mixture: kl=0.5,tv=0.5.", "LOSS")
     by_acceptance: bool = option(
@@ -96,7 +96,7 @@ class ChainRunOptions(HeadRunOptions):
 
 @dataclass(frozen=True)
 class NgramSizeOptions:
-    """How large a table of n-grams is."""
+    """The size of a table of n-grams."""
 
     order: int = option(3, "Tokens of the longest n-grams, at most 8; 2 counts pairs alone.", "N", least=1)
     min_count: int = option(
@@ -115,15 +115,13 @@ class NgramSizeOptions:
 
 @dataclass(frozen=True)
 class Trains:
-    """How heads of a kind are trained, as `truedraft train` offers it.
+    """How `truedraft train` offers the training of a kind of heads.
 
     Attributes:
-        title: of the card in the folder that a training writes.
-        help: what the command does; its first sentence stands in the list of commands.
-        size: a dataclass of options: what such heads are.
-        learning: likewise: how they are trained.
-        more: likewise, of this kind alone; None where there are none.
-        heading: of these in the help.
+        title: of the card in the output folder.
+        help: of the command; its first sentence is in the list of commands.
+        more: a dataclass of options for this kind only; None where there are none.
+        heading: of the options `more` in the help.
     """
 
     title: str

@@ -1,7 +1,7 @@
-"""Processes that train together, as `accelerate launch` or `torchrun` began them.
+"""Processes that train together, launched by `accelerate launch` or `torchrun`.
 
-Each reads its part of the batch of each step, and what they find is added up, so that they learn what one process
-learns, up to the order of sums in float32. The main process does all else, the others wait for it meanwhile.
+Each reads its part of the batch of each step, and the gradients are summed, so that the result is that of one process
+up to the order of sums in float32. The main process does all else while the others wait.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from torch import distributed
 
 from truedraft.errors import MissingExtraError, OptionError, TrainingError
 
-_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as launchers say it
+_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # names of different launchers
 _Given = TypeVar("_Given")
-_PATIENCE = timedelta(days=14)  # of who waits: the target may write for days
+_PATIENCE = timedelta(days=14)  # timeout of waiting processes: the target may write for days
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Of one training.
+    """The processes of one training, and the rank of this one, from 0.
 
-    Attributes:
-        rank: of this process, from 0.
-        count: of all.
-        together: whether they are added up; otherwise a process takes its part alone, to see how long that takes.
+    With `together` results are summed; otherwise a process works on its part by itself, to measure the time.
     """
 
     rank: int = 0
@@ -39,18 +36,17 @@ class Processes:
 
     @classmethod
     def here(cls) -> Processes:
-        """Those that this process has joined."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         return cls(distributed.get_rank(), distributed.get_world_size(), together=True)
 
     @property
     def main(self) -> bool:
-        """Whether this one writes, measures and tells."""
+        """Whether this process writes, measures and reports."""
         return self.rank == 0
 
     def part(self, count: int) -> slice | None:
-        """Which of so many sequences this process reads, which may be none; None is all of them.
+        """The slice of `count` sequences that this process reads, which may be empty; None is all of them.
 
         Worked example: of 5 sequences the first of two processes reads 0 and 1, and the second 2 to 4.
         """
@@ -59,7 +55,7 @@ class Processes:
         return slice(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
     def from_main(self, value: _Given | None) -> _Given:
-        """What the main process gave, once it has come there; the others give None."""
+        """Broadcast the main process's value; the others pass None and wait."""
         found: list[Any] = [value]
         if self.together:
             with _talking():
@@ -68,11 +64,11 @@ class Processes:
         return given
 
     def anywhere(self, value: bool) -> bool:
-        """Whether it is so in any process."""
+        """Whether the value is true in any process."""
         return any(self._of_all(value))
 
     def summed(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sums of what the processes found; one that found nothing has no names."""
+        """The sums of the processes' values by name; names may be missing in some processes."""
         sums: dict[str, float] = {}
         for each in self._of_all(dict(values)):
             for name, value in each.items():
@@ -80,7 +76,7 @@ class Processes:
         return sums
 
     def sum_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let each gradient be the sum of those of all processes; where none has one there stays none."""
+        """Sum each gradient over all processes; it stays None where no process has one."""
         if not self.together:
             return
         trained = [each for each in parameters if each.requires_grad]
@@ -92,7 +88,7 @@ class Processes:
                     distributed.all_reduce(weight.grad)
 
     def refuse_several(self, what: str) -> None:
-        """Refuse work that one process does.
+        """Refuse several processes for work of a single one.
 
         Raises:
             OptionError: there are several.
@@ -118,17 +114,11 @@ def _talking() -> Iterator[None]:
 
 @contextmanager
 def joined(device: str) -> Iterator[str]:
-    """Join the processes that this one was launched beside, inside the block: by gloo on CPUs, NCCL on GPUs.
-
-    Args:
-        device: that was asked for.
-
-    Returns:
-        The device of this process.
+    """Join the launched group of processes inside the block (gloo on CPUs, NCCL on GPUs); yields this process's device.
 
     Raises:
         MissingExtraError: there are several, and accelerate is not installed.
-        OptionError: several were asked for, and one was launched.
+        OptionError: several were requested, and one was launched.
     """
     if all(int(os.environ.get(name, "1")) < 2 for name in _COUNTS):
         if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:

@@ -1,4 +1,4 @@
-"""What trainings give back, and the model cards of trained folders, made from measured numbers only."""
+"""Results of trainings, and the model cards of trained folders, made only from measured numbers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,13 @@ from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
 
 Rows: TypeAlias = Sequence[Sequence[str]]
-"""A table for people; the first row is its heading."""
+"""A table for display; the first row is its heading."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What a training took.
-
-    Attributes:
-        written_tokens: that the target wrote to be trained on.
-        steps: updates of the last stage.
-        positions: that they saw, counted as often as they were seen.
-        elapsed_s: of those steps.
-    """
+    """The effort of a training: its updates, positions in them (repeated ones count each time), and seconds of the
+    updates."""
 
     written_tokens: int
     steps: int
@@ -44,19 +38,18 @@ class Effort:
     elapsed_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What heads are worth after a stage.
+    """The quality of heads after a stage.
 
     Attributes:
-        facts: found on held-out text, which differs from kind to kind; kept with the heads.
-        evaluations: acceptance, measured in the engine on prompts that nothing was trained or fitted on.
-        promised_on: the held-out text, in words; what drafters expect of their sizes was found on it.
-        promised_by: tokens of it at one temperature.
+        facts: measured on held-out text, different for each kind; saved with the heads.
+        evaluations: acceptance in the engine, on prompts not used for training or fitting.
+        promised_on: a description of the held-out text of the predictions.
+        promised_by: number of its tokens at one temperature.
     """
 
     facts: Mapping[str, Any]
@@ -66,7 +59,7 @@ class HeadReport:
 
     @property
     def departures(self) -> list[str]:
-        """For each round that did not serve what was promised, by more than chance among prompts, a sentence."""
+        """A sentence for each round with a measurement that differs from its prediction by more than chance."""
         found = [each for each in self.evaluations if each.departs(self.promised_by, len(self.evaluations))]
         return [
             f"at temperature {each.temperature:g} with {size_of(each.about)} {each.about['promised']:.2f} tokens per "
@@ -75,22 +68,20 @@ class HeadReport:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         served = [each.as_dict() for each in self.evaluations]
         return {**self.facts, "served": served, "departures": self.departures, PROMISED_ON: self.promised_on}
 
 
 @dataclass(frozen=True)
 class JointReport:
-    """What stage 2 did.
+    """The results of stage 2.
 
     Attributes:
-        target: the folder of the new target.
-        lora_rank: of the adapters that were merged into it; 0 where all weights were trained.
-        loss_before: of the target on held-out text before, in nats per token.
-        loss_after: the same of the new target.
-        loss_tokens: how many tokens that is the mean of.
-        before: the heads before, with the target before.
+        lora_rank: of the merged adapters; 0 where all weights were trained.
+        loss_before: of the old target on held-out text, in nats per token.
+        loss_after: of the new target on held-out text, in nats per token.
+        loss_tokens: number of tokens of these means.
+        before: the old heads with the old target.
     """
 
     target: Path
@@ -101,20 +92,12 @@ class JointReport:
     before: HeadReport
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return vars(self) | {"target": str(self.target), "before": self.before.as_dict()}
 
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Trained heads: where they lie, what they are worth, and what it took.
-
-    Attributes:
-        folder: with the heads.
-        report: what they are worth.
-        effort: what it took.
-        joint: of stage 2; None after stage 1.
-    """
+    """Trained heads: their folder, report and effort; `joint` is of stage 2."""
 
     folder: Path
     report: HeadReport
@@ -123,29 +106,16 @@ class HeadResult:
 
     @property
     def evaluations(self) -> Sequence[EngineEvaluation]:
-        """Acceptance, measured in the engine."""
         return self.report.evaluations
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         joint = {} if self.joint is None else {"joint": self.joint.as_dict()}
         return self.effort.as_dict() | self.report.as_dict() | joint
 
 
 @dataclass(frozen=True)
 class Card:
-    """A title, a sentence, and facts; written as a table under a front matter that model hubs read.
-
-    Attributes:
-        title: of the page.
-        summary: what it is.
-        facts: rows of the table.
-        license: as hubs name it.
-        notes: below the table.
-        base_model: the target that it drafts for, as hubs name models; None says nothing.
-        tags: that it is found by.
-        library: that loads it.
-    """
+    """A model card: title, summary and facts, as a table under a front matter for model hubs."""
 
     title: str
     summary: str
@@ -157,7 +127,6 @@ class Card:
     library: str = "transformers"
 
     def text(self) -> str:
-        """The card in Markdown."""
         rows = "\n".join(f"| {name} | {value} |" for name, value in self.facts.items())
         front = [f"license: {self.license}", "pipeline_tag: text-generation", f"library_name: {self.library}"]
         if self.base_model is not None:
@@ -178,20 +147,12 @@ class Card:
 
 
 def _title(kind: str) -> str:
-    """What cards call drafters of a kind."""
     known = KINDS.get(kind)
     return kind if known is None or not known.trains else str(dotted(known.trains).title)
 
 
 def write_head_card(result: HeadResult, kind: str, target: str, data: str, device: str) -> None:
-    """Write the card of trained heads.
-
-    Args:
-        result: of the training.
-        kind: as `--drafter` names it.
-        target: that they were trained for.
-        data: what the prompts were cut from, in words.
-        device: where they were trained.
+    """Write the card of trained heads; `data` describes what the prompts were cut from.
 
     Raises:
         TrainingError: it cannot be written.
@@ -221,13 +182,13 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
 
 
 def base_name(target: str) -> str:
-    """A target as hubs name models: a name of a hub as it is, a folder by its own name."""
+    """A target's model name: a hub name unchanged, a folder by its own name."""
     name = ON_THE_HUB if target == WORD else target.replace(":", "-")
     return Path(name).resolve().name if name.count("/") != 1 or Path(name).is_dir() else name
 
 
 def licence_of(target: str) -> str | None:
-    """The licence that a target's own files name, as hubs call it; None where they name none."""
+    """The licence in a target's own files, as hubs name it; None where they name none."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -244,7 +205,7 @@ def licence_of(target: str) -> str | None:
 
 
 def made_by(target: str) -> str:
-    """Whose licence it is under, and the command of this process, for a card."""
+    """The target's licence and the command of this process, for a card."""
     licence = licence_of(target)
     told = "which its files do not name" if licence is None else licence
     command = shlex.join(word for word in typed_command() if word != "--resume")
@@ -252,12 +213,11 @@ def made_by(target: str) -> str:
 
 
 def evaluation_facts(evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Rows of what the engine measured."""
+    """Rows with the engine's measurements."""
     return dict(map(_evaluation_row, evaluations))
 
 
 def _evaluation_row(found: Mapping[str, Any]) -> tuple[str, str]:
-    """What the engine measured of drafts of one kind and size."""
     trees = f", {found['trees']} trees" if "trees" in found else ""
     promised = f" (promised {found['promised']:.2f})" if found.get("promised") is not None else ""
     name = f"tokens per target call, temperature {found['temperature']:g}, {size_of(found)}{trees}"
@@ -265,14 +225,14 @@ def _evaluation_row(found: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def size_of(about: Mapping[str, Any]) -> str:
-    """Of a drafter, in words."""
+    """A drafter's size as text."""
     return f"{about['nodes']} nodes" if "nodes" in about else f"{about['num_speculative_tokens']} drafted tokens"
 
 
 def training_facts(
     *, parameters: int, data: str, steps: int, tokens: int, elapsed_s: float, machine: str
 ) -> dict[str, str]:
-    """The rows that every card has; the time is that of the training steps alone."""
+    """The rows that every card has; the time is only that of the training steps."""
     return {
         "parameters": f"{parameters:,}",
         "data": data,
@@ -284,7 +244,7 @@ def training_facts(
 
 
 def pair_facts(report: PairReport) -> dict[str, str]:
-    """The rows of a draft: what it is worth to its target on held-out text."""
+    """The rows of a draft: its quality on held-out text."""
     return {
         "held-out tokens": f"{report.tokens:,}",
         "alpha = E[sum min(p, q)] at temperature 1": f"{report.alpha:.4f}",

@@ -1,8 +1,9 @@
-"""Distillation targets of heads: what the target says at the rows of its own answers, computed or kept.
+"""Distillation targets of heads: the target's distributions at the rows of its own answers, computed or stored.
 
 Computing a distribution from a stored vector takes one product with the LM head, vocabulary x width, for each row in
-each epoch. Kept, it is read: 4 bytes for each of the likeliest ids and 2 for each log-probability, and one of the rest,
-together 386 bytes a row at 64 ids. That pays where the vocabulary is large; it is an approximation, see `KeptTarget`.
+each epoch. A stored distribution is read: 4 bytes for each of the likeliest ids and 2 for each log-probability, and one
+for the rest, together 386 bytes a row at 64 ids. That is faster for a large vocabulary; it is an approximation, see
+`KeptTarget`.
 
 `NAME.dist_ids` holds the ids as int32 `[tokens, kept]`, `NAME.probs` the logs as float16 `[tokens, kept + 1]`.
 """
@@ -32,19 +33,19 @@ if TYPE_CHECKING:
 KEPT = 64
 """Ids of a row."""
 KEPT_BYTES = 6 * KEPT + 2
-"""What a row takes on disk: an id and a log of each, and the log of the rest."""
-_CHUNK = 512  # rows whose distributions are held at once
+"""Bytes of a row on disk: an id and a log of each, and the log of the rest."""
+_CHUNK = 512  # rows with distributions in memory at once
 
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What is learned at some rows.
+    """The distillation targets of some rows.
 
     Attributes:
-        labels: `[rows]`, int64: the tokens that were drawn; with `ids` the bucket that holds each.
-        log_probs: `[rows, buckets]`, float32; None where the loss looks at labels alone.
-        ids: `[rows, buckets - 1]`: the ids that have a bucket each, the last bucket being all others together; None
-            where every id of the vocabulary has its own.
+        labels: `[rows]`, int64: the drawn tokens; with `ids` the bucket of each.
+        log_probs: `[rows, buckets]`, float32; None where the loss needs only labels.
+        ids: `[rows, buckets - 1]`: the ids with their own bucket; the last bucket is all others together. None where
+            every id of the vocabulary has its own.
     """
 
     labels: Tensor
@@ -54,13 +55,12 @@ class TargetRows:
     def losses(self, student_logits: Tensor, rows: Tensor, loss: DistillationLoss) -> Tensor:
         """The loss of each guess, `[guesses]`.
 
-        With buckets the student's are taken alike: of logits z these are z at the ids, and log sum exp z over the rest.
-        What is learned inside the rest is left open: its tokens share the gradient in proportion to what they have.
+        The student's buckets are computed the same way: z at the ids for logits z, and log sum exp z over the rest.
+        Tokens of the rest share its gradient in proportion to their probability.
 
         Args:
             student_logits: `[guesses, vocab]`.
-            rows: `[guesses]`: the row that each is about, from 0.
-            loss: between the distributions.
+            rows: `[guesses]`: the row of each guess, from 0.
         """
         if self.ids is not None:
             here = self.ids[rows]
@@ -72,31 +72,20 @@ class TargetRows:
 
 
 class DistillationTarget(Protocol):
-    """Says what is learned at the rows of a batch."""
+    """Gives the distillation targets at the rows of a batch."""
 
     def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
-        """At some of the rows, which follow each other."""
+        """The targets of some consecutive rows."""
 
 
 def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: DistillationLoss) -> TargetRows:
-    """The whole distributions at some rows.
-
-    Args:
-        labels: `[rows]`: the tokens that were drawn.
-        logits: the target's, `[rows, vocab]`; not called where the labels are enough.
-        loss: that is learned by.
-    """
+    """The whole distributions at some rows `[rows]`; `logits` is not called where the labels are enough."""
     return TargetRows(labels, functional.log_softmax(logits().float(), dim=-1) if loss.reads_target else None)
 
 
 @dataclass(frozen=True)
 class ComputedTarget:
-    """The target's distributions from its stored vectors, through its LM head, when they are needed.
-
-    Attributes:
-        lm_head: of the target.
-        loss: that is learned by.
-    """
+    """The target's distributions, computed from its stored vectors by its LM head when they are needed."""
 
     lm_head: LmHead
     loss: DistillationLoss
@@ -107,13 +96,14 @@ class ComputedTarget:
 
 @dataclass(frozen=True)
 class KeptTarget:
-    """The target's distributions as kept beside its vectors: its likeliest tokens, and the rest as one bucket.
+    """The target's distributions stored with its vectors: its likeliest tokens, and the rest as one bucket.
 
     Student and target are compared on these few buckets, so a label outside of them counts as the rest.
 
     Attributes:
         ids: int32 `[rows, kept]`: the likeliest tokens of each row of the text, the likeliest first; mapped from disk.
-        logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of that of all others together.
+        logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of the probability of all others
+            together.
     """
 
     ids: NDArray[np.int32]
@@ -141,13 +131,10 @@ def keep_target(
     kept: int = KEPT,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> KeptTarget:
-    """Write the distributions of a text beside it, or go on where an interruption stopped.
+    """Write the distributions of a text into its folder, or resume after an interruption.
 
     Args:
-        text: what the target wrote; its files never change once they are written.
-        lm_head: of the target.
-        folder: where the text lies.
-        name: of its files.
+        text: written by the target; its files never change once they are written.
         kept: ids of each row; fewer where the vocabulary has no more.
         on_progress: called with the number of finished rows, and of all.
 
@@ -187,7 +174,6 @@ def _whole_rows(path: Path, size: int) -> int:
 
 
 def _cut(path: Path, size: int) -> None:
-    """Cut off what lies behind whole rows."""
     if path.is_file() and path.stat().st_size > size:
         with writing(path):
             os.truncate(path, size)

@@ -1,4 +1,4 @@
-"""A training followed by a tracker that accelerate knows: TensorBoard, Weights & Biases, MLflow and others."""
+"""Reports a training to a tracker that accelerate supports: TensorBoard, Weights & Biases, MLflow and others."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ if TYPE_CHECKING:
 
 _PROJECT = "truedraft"
 FOLDER = "tracker"
-"""Where trackers that write files have them, in the folder of the training."""
+"""Folder for trackers that write files, in the folder of the training."""
 
 
 class Tracker:
-    """Tells a tracker of losses, rates and shares of right guesses step by step, and at the end of the promise.
-
-    Args:
-        name: as accelerate calls it.
-        folder: of the training.
-        device: of the training.
+    """Reports losses, rates and accuracies to a tracker at each step, and the predicted and measured lengths at the
+    end.
 
     Raises:
         MissingExtraError: accelerate is not installed, or the tracker's package.
@@ -45,7 +41,7 @@ class Tracker:
         self._behind, self._last = 0, -1
 
     def step(self, record: StepRecord) -> None:
-        """A step of training; those of a second stage follow those of the first."""
+        """Report a step; steps of a second stage follow those of the first."""
         if record.step <= self._last - self._behind:
             self._behind = self._last + 1
         self._last = record.step + self._behind
@@ -53,7 +49,7 @@ class Tracker:
         self._log(values | {"tokens": record.tokens} | record.values, self._last)
 
     def finish(self, evaluations: Iterable[EngineEvaluation]) -> None:
-        """What was promised and what was served, in tokens per target call; nothing more is told."""
+        """Report predicted and measured tokens per target call, and end the tracking."""
         values: dict[str, float] = {}
         for each in evaluations:
             words = [f"{name}_{value}" for name, value in each.about.items() if name != "promised"]
@@ -65,7 +61,7 @@ class Tracker:
         self._accelerator.end_training()
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """It begins with the first of them, for a training that is refused leaves nothing behind."""
+        """Start the tracker with the first values, so that a refused training leaves nothing on disk."""
         if self._accelerator is None:
             from accelerate import Accelerator
 

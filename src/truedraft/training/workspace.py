@@ -1,6 +1,6 @@
-"""The folder and the time of a training: a disk that may be full, one process at a time, what may be removed, minutes.
+"""The folder and the time of a training: a full disk, one process at a time, removing working files, time limits.
 
-Also how bytes and seconds are said.
+Also formats bytes and seconds.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from truedraft.files import written_whole
 from truedraft.options import check_positive
 
 WORK = "work"
-"""Working files, inside the folder that a training writes."""
+"""Working files, inside the output folder of a training."""
 PLACES = (f"{WORK}/joint", f"stage-1/{WORK}", WORK)
-"""Where working files may lie in it, those of the latest stage first."""
+"""Where working files may be in it, those of the latest stage first."""
 LOG = "log.jsonl"
-"""What each step gave, a line each."""
+"""The log of steps, a line each."""
 WRITTEN, TRAINED = 0.4, 0.75
-"""Shares of the time: by then the target has written, and training is over; the rest is for measuring."""
-_MARGIN = 0.9  # of the time for steps: now and then something is measured between them
-_LEAST_STEPS, _FEW_STEPS = 5, 100  # of a training: with fewer it is noise, with fewer than the second it brings little
-_LOCK, _OWNER = "lock", "pid"  # of who trains in a folder
+"""Shares of the time at which writing ends and training ends; the rest is for measuring."""
+_MARGIN = 0.9  # share of the time for steps: the rest is for measurements between them
+_LEAST_STEPS, _FEW_STEPS = 5, 100  # with fewer steps noise; with fewer than the second little gain
+_LOCK, _OWNER = "lock", "pid"  # of the process that trains in a folder
 _WORKING = (
     "checkpoint.pt*",
     "log.jsonl*",
@@ -46,10 +46,7 @@ _WORKING = (
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write into an error of ours. Whatever was complete before stays as it is.
-
-    Args:
-        path: what is being written, for the message.
+    """Convert a failure to write `path` into `TrainingError`. Files that were complete before stay as they are.
 
     Raises:
         TrainingError: the disk is full, the folder is read-only, ...; says what to do.
@@ -64,7 +61,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill or a full disk leaves the old one or the new one, never half of it.
+    """Write a file atomically: a kill or a full disk leaves the old one or the new one.
 
     Raises:
         TrainingError: it cannot be written.
@@ -75,10 +72,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def alone_in(work: Path) -> Iterator[None]:
-    """Keep every other process out of a training's working folder, by a lock that the system drops with the process.
-
-    Args:
-        work: is made if it does not exist.
+    """Lock a training's working folder against other processes; the system releases the lock when the process ends.
 
     Raises:
         OptionError: another process is training there; names it.
@@ -102,7 +96,7 @@ def alone_in(work: Path) -> Iterator[None]:
         lock.release()
         for folder in made:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # only an empty one goes: then nothing was begun
+                folder.rmdir()  # fails unless it is empty, when nothing was begun
 
 
 def refuse_busy(work: Path) -> None:
@@ -117,10 +111,7 @@ def refuse_busy(work: Path) -> None:
 
 
 def clear_work(out: Path) -> int:
-    """Remove the working files of a finished or given-up training, and nothing else; returns the freed bytes.
-
-    Args:
-        out: the folder that the training writes.
+    """Remove only the working files of a finished or abandoned training; returns the freed bytes.
 
     Raises:
         OptionError: there are none, or another process is training there.
@@ -138,12 +129,12 @@ def clear_work(out: Path) -> int:
                 path.unlink(missing_ok=True)
     for place in (*places, out / "stage-1", out):
         with contextlib.suppress(OSError):
-            place.rmdir()  # only an empty one goes
+            place.rmdir()  # fails unless it is empty
     return freed
 
 
 def finish_work(out: Path) -> None:
-    """Remove the working files of a finished training, but its log, which then lies beside what was trained.
+    """Remove the working files of a finished training, except its log, which moves to the output folder.
 
     Raises:
         TrainingError: they cannot be removed.
@@ -152,17 +143,17 @@ def finish_work(out: Path) -> None:
     with writing(out):
         if logs:
             logs[0].replace(out / LOG)
-    with contextlib.suppress(OptionError):  # there are none
+    with contextlib.suppress(OptionError):  # there are no working files
         clear_work(out)
 
 
 def log_of(out: Path) -> Path:
-    """The log of a training, where it lies."""
+    """The path of a training's log."""
     return next((path for place in PLACES if (path := out / place / LOG).is_file()), out / LOG)
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free on the disk of a folder, which need not exist yet."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
@@ -176,14 +167,10 @@ def _busy(work: Path) -> str:
 
 
 class TimeBudget:
-    """The minutes that a whole command may take, counted from when this is made.
-
-    Args:
-        minutes: None is as long as it takes.
-        clock: seconds.
+    """The time limit of a whole command, counted from construction; None sets no limit.
 
     Raises:
-        OptionError: minutes is no number above 0.
+        OptionError: minutes is not above 0.
     """
 
     def __init__(self, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -195,15 +182,14 @@ class TimeBudget:
 
     @property
     def limited(self) -> bool:
-        """Whether there is a limit."""
         return self.minutes is not None
 
     def loaded(self) -> None:
-        """What came before the work, loading and trials, is over: from now on shares are of what is left."""
+        """Mark the end of loading and trials: from now on shares are of the remaining time."""
         self._loaded = self._clock()
 
     def left_s(self, share: float = 1.0) -> float:
-        """Seconds until a share of the budget is spent, 0 at the least; without a limit infinitely many."""
+        """Seconds until a share of the budget is spent, at least 0; infinite without a limit."""
         return max(0.0, self._loaded + share * self._work_s - self._clock()) if self.limited else math.inf
 
     @property
@@ -211,32 +197,26 @@ class TimeBudget:
         return max(0.0, self._began + (self.minutes or 0.0) * 60.0 - self._loaded)
 
     def over(self, share: float = 1.0) -> bool:
-        """Whether a share of the budget is spent."""
         return self.left_s(share) <= 0.0
 
     def within(self, seconds: float) -> Callable[[], bool]:
-        """Asked from now on: whether so many seconds have passed, or all of the budget; without a limit neither."""
+        """A function that returns whether `seconds`, or the whole budget, have passed; without a limit it returns
+        False."""
         end = self._clock() + seconds
         return lambda: self.limited and (self._clock() >= end or self.over())
 
     def steps(self, most: int, step_s: float, *, begin: float = 0.0, until: float = TRAINED) -> int:
-        """Training steps of so many seconds that fit between two shares, 1 at the least and `most` at the most."""
+        """Training steps of `step_s` that fit between two shares, from 1 to `most`."""
         if self.minutes is None:
             return most
         left_s = min(self.left_s(until), (until - begin) * self._work_s)
         return max(1, min(most, int(_MARGIN * left_s / max(step_s, 1e-9))))
 
     def buys(self, steps: int, asked: int, words: str, on_note: Callable[[str], None]) -> None:
-        """Say what few steps are worth, before the time is spent on them.
-
-        Args:
-            steps: of training that fit.
-            asked: steps that there would be with all the time in the world.
-            words: what the time suffices for.
-            on_note: told where it is little.
+        """Report the effect of few steps, before the time is spent on them; `asked` is the number without a time limit.
 
         Raises:
-            TrainingError: with so few a drafter is noise.
+            TrainingError: the steps are too few for a useful drafter.
         """
         if self.minutes is None or steps >= min(asked, _FEW_STEPS):
             return
@@ -255,7 +235,7 @@ class TimeBudget:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words."""
+    """Seconds as text."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} hours"
     return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.1f} seconds"

@@ -1,6 +1,6 @@
-"""Verification rules: which drafted tokens stay, and what is drawn where they stop.
+"""Verification rules: which drafted tokens are accepted, and how the next token is drawn.
 
-Each name loads on first use, so that the words for rules load alone.
+Each name is imported on first use, so that rule specifications load without torch.
 """
 
 from __future__ import annotations

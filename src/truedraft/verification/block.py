@@ -1,4 +1,4 @@
-"""Block verification: the drafted tokens of a chain are judged together, not one by one."""
+"""Block verification: the drafted tokens of a chain are verified together, not one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 class BlockHostWalk(HostWalk):
-    """A walk by blocks and by tree rows with other draws."""
+    """A walk over blocks, and over tree rows with other draws."""
 
     rule: BlockVerification
 
@@ -45,11 +45,11 @@ class BlockHostWalk(HostWalk):
         return None
 
     def _kept(self, block: Sequence[int], weights: Sequence[float]) -> int:
-        """How many tokens of a block are kept; the longest prefix first."""
+        """Length of the longest accepted prefix of a block."""
         for length in range(len(block), 0, -1):
-            # The number is keyed by the last token of the prefix that it lets pass or not.
+            # The number is keyed by the last token of the prefix that it decides about.
             uniform = self.noise.uniform(Purpose.ACCEPT, len(self.path) + length - 1)
-            # h <= w for every prefix, so most that fail do so without a look at a whole distribution.
+            # h <= w for every prefix, so most fail without reading a whole distribution.
             if uniform >= weights[length]:
                 continue
             if length == len(block):
@@ -65,28 +65,28 @@ class BlockHostWalk(HostWalk):
 
 
 class BlockVerification(SpeculativeSampling):
-    """Keep the longest prefix of a block that passes as a whole; never shorter on average than token by token.
+    """Accept the longest prefix of a block that passes as a whole; never shorter on average than token by token.
 
-    Sun et al. 2403.10444, algorithm 2. A block is a path x_1 ... x_n of nodes with one independent draw each, x_i
-    drawn from q_i where the target's distribution is p_i. Its *weights* are
+    Sun et al. 2403.10444, algorithm 2. A block is a path x_1 ... x_n of nodes with one independent draw each, x_i drawn
+    from q_i where the target's distribution is p_i. Its *weights* are
 
         w_0 = 1,  w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i)),
 
-    and R_i = sum over tokens of max(0, w_i p_(i+1) - q_(i+1)) is what p_(i+1), scaled by w_i, has beyond q_(i+1). The
-    prefix of length i < n passes with probability h_i = R_i / (R_i + 1 - w_i), the whole block with h_n = w_n, each by
-    a number of its own; the longest that passes is kept (h_0 = 1), and behind i < n tokens comes one recovered from
-    norm(max(0, w_i p_(i+1) - q_(i+1))).
+    and R_i = sum over tokens of max(0, w_i p_(i+1) - q_(i+1)) is the excess of p_(i+1), scaled by w_i, over q_(i+1).
+    The prefix of length i < n passes with probability h_i = R_i / (R_i + 1 - w_i), the whole block with h_n = w_n, each
+    decided by a separate number. The longest prefix that passes is accepted (h_0 = 1), and after i < n tokens one is
+    recovered from norm(max(0, w_i p_(i+1) - q_(i+1))).
 
-    Why it is lossless: a prefix x_1 ... x_i, once drafted, is kept with probability w_i. At i = n that is h_n. If it
-    holds for i + 1, more than i are kept with the mean of w_(i+1) over x_(i+1), the sum of min(q_(i+1), w_i p_(i+1)),
-    which is w_i - R_i; so i or more are kept with w_i - R_i + (1 - w_i + R_i) h_i = w_i. And the next token is x with
-    min(q(x), w_i p(x)) by acceptance and max(0, w_i p(x) - q(x)) by recovery, together w_i p(x). Token by token, the
-    prefix is kept with the product of min(1, p/q), which is never more than w_i.
+    It is lossless because a prefix x_1 ... x_i, once drafted, is accepted with probability w_i. At i = n that is h_n.
+    If it holds for i + 1, more than i are accepted with the mean of w_(i+1) over x_(i+1), the sum of min(q_(i+1), w_i
+    p_(i+1)), which is w_i - R_i; so i or more are accepted with w_i - R_i + (1 - w_i + R_i) h_i = w_i. And the next
+    token is x with min(q(x), w_i p(x)) by acceptance and max(0, w_i p(x) - q(x)) by recovery, together w_i p(x). Token
+    by token, the prefix is accepted with the product of min(1, p/q), which is never more than w_i.
 
-    A block ends below its last node, and all its tokens kept, the walk goes on there as from the root: with a bonus
-    token, or with draws that are judged one after another as by `SpeculativeSampling`. So are deterministic candidates,
-    for which nothing is to be gained: with q one-hot, w_i is the product of p(x), the same as token by token. How many
-    independent draws a node has must be settled before the first of them is drawn; chains, and merged chains, are so.
+    Below the last node of a fully accepted block the walk continues as from the root: with a bonus token, or with draws
+    that are judged one by one as by `SpeculativeSampling`. Deterministic candidates are judged so too, because blocks
+    do not help them: with q one-hot, w_i is the product of p(x), the same as token by token. The number of independent
+    draws of a node must be fixed before the first of them is drawn, as in chains and merged chains.
     """
 
     name: ClassVar[str] = "block"
@@ -94,12 +94,12 @@ class BlockVerification(SpeculativeSampling):
     judges: ClassVar[frozenset[DrawKind]] = frozenset({DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC})
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
-        """Refuse a drafter whose kinds of draws this rule cannot judge.
+        """Refuse a drafter with kinds of draws that this rule cannot verify.
 
         Draws without replacement are for nodes with several draws, which are no block.
 
         Raises:
-            IncompatibleRuleError: names rule, drafter and the kinds in question, and the rule to take.
+            IncompatibleRuleError: names rule, drafter and the kinds in question, and the rule to use.
         """
         foreign = sorted(kind.value for kind in kinds if kind not in self.judges)
         if foreign:
@@ -108,18 +108,18 @@ class BlockVerification(SpeculativeSampling):
                 f"{', '.join(foreign)} draws; take the rule {SpeculativeSampling.name!r}, or draft one token at a node"
             )
 
-    # The further parts of the rule, beside those of `SpeculativeSampling`. Tests break them one at a time.
+    # The parts of the rule in addition to those of `SpeculativeSampling`. Tests break them one at a time.
 
     def weight(self, above: Number, p_x: Number, q_x: Number) -> Number:
         """w_i of tokens with target probability `p_x` and draft probability `q_x`; `above` is w_(i-1)."""
         return self.accept_probability(above * p_x, q_x)
 
     def beyond(self, p: Tensor, q: Tensor) -> Tensor:
-        """R: the mass `[...]`, float64, that scaled distributions `[..., vocab]` have beyond the draft's."""
+        """R: the excess mass `[...]`, float64, of scaled distributions `[..., vocab]` over the draft's."""
         return (p - q).clamp_min_(0.0).sum(dim=-1, dtype=torch.float64)
 
     def pass_probability(self, weight: Number, mass: Number) -> Number:
-        """h of a prefix of weight w, behind which the target has `mass` R beyond the draft."""
+        """h of a prefix of weight w, with excess `mass` R after it."""
         return either(weight >= 1.0, 1.0, mass / larger(mass + 1.0 - weight, _TINY))
 
     def first_stays(self, batch: Batch, p_x: Tensor, q_x: Tensor) -> Tensor:
@@ -138,15 +138,9 @@ class BlockVerification(SpeculativeSampling):
         return stays
 
     def _kept(self, batch: Batch, blocks: _Blocks, weights: Tensor) -> Tensor:
-        """How many tokens of each block are kept, `[blocks]`.
-
-        Args:
-            batch: that is judged.
-            blocks: its blocks.
-            weights: `[blocks, tokens]`: w_1 to w_n.
-        """
+        """Number of accepted tokens of each block, `[blocks]`; `weights` `[blocks, tokens]` are w_1 to w_n."""
         uniforms = batch.uniforms[batch.plan.draw_key[blocks.draws]]  # [blocks, tokens]
-        rows = blocks.below.flatten()  # whether a prefix passes is said by what is behind it
+        rows = blocks.below.flatten()  # the next row determines whether a prefix passes
         mass = self.beyond(batch.target(rows), batch.draft(rows, self.removed)).view(weights.shape)
         passes = (uniforms < weights) & (blocks.is_last | (uniforms < self.pass_probability(weights, mass)))
         lengths = torch.arange(1, weights.shape[1] + 1, device=weights.device)
@@ -181,16 +175,16 @@ class BlockVerification(SpeculativeSampling):
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The blocks of a batch, side by side; each is filled up with its last tree row.
+    """The blocks of a batch, stacked; shorter ones are padded with their last tree row.
 
     Attributes:
-        draws: `[blocks, tokens]`: their draws.
-        below: `[blocks, tokens]`: the tree row behind each in its block; of the last itself.
-        is_filled: `[blocks, tokens]` bool: False for what fills up.
+        draws: `[blocks, tokens]`: indices of their draws.
+        below: `[blocks, tokens]`: the next tree row in the block; the last row itself at the end.
+        is_filled: `[blocks, tokens]` bool: False for padding.
         is_last: `[blocks, tokens]` bool: the last tree row of each.
-        own: `[rows of blocks]`: all of them.
-        block: `[rows of blocks]`: the block of each.
-        place: `[rows of blocks]`: its place there.
+        own: `[rows of blocks]`: tree rows.
+        block: `[rows of blocks]`: index of the row's block.
+        place: `[rows of blocks]`: index of the row in its block.
     """
 
     draws: Tensor
@@ -206,8 +200,8 @@ class _Blocks:
 def _blocks(plan: WalkPlan) -> _Blocks | None:
     """The blocks of a batch; None if there are none."""
     joint = set(plan.joint)
-    block_of: dict[int, list[int]] = {}  # by the last tree row found of it
-    for row in plan.joint:  # a tree row comes behind the one above it
+    block_of: dict[int, list[int]] = {}  # by its last tree row so far
+    for row in plan.joint:  # parents come before children
         block = block_of.pop(plan.parents[row], []) if plan.parents[row] in joint else []
         block_of[row] = [*block, row]
     blocks = list(block_of.values())

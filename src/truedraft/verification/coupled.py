@@ -1,4 +1,4 @@
-"""Rules that compare: the token is fixed by the distribution, or by that and noise, whatever is drafted."""
+"""Rules that compare: the distribution, or distribution and noise, determine the token independently of drafts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome, Rule,
 
 
 class ArgmaxRule(Rule):
-    """Follow the child that carries the largest entry of a tree row, the lowest id among equals, if there is one.
+    """Follow the child with the token of the largest entry of a tree row, the lowest id among equals, if there is one.
 
-    What any lossless rule decides about a greedy request, whose distributions are one-hot. Only the order of a row's
-    entries matters, so logits do in any dtype. A row with NaN gives some token: the caller discards it.
+    This is the decision of any lossless rule on a greedy request, which has one-hot distributions. Only the order of a
+    row's entries matters, so logits in any dtype suffice. A row with NaN gives some token, which the caller discards.
     """
 
     name: ClassVar[str] = "argmax"
@@ -39,11 +39,11 @@ class ArgmaxRule(Rule):
 
 
 class CoupledSampling(Rule):
-    """Follow the child that carries argmax(log p + G(seed, sample, position, token)), if there is one.
+    """Follow the child with the token argmax(log p + G(seed, sample, position, token)), if there is one.
 
-    Daliri et al. 2408.07978. What is emitted never depends on the proposal, so proposals of every kind are judged
-    exactly, and the tokens of a seed are the same with any drafter or none. A drafter that takes the argmax of
-    log q + G under the same noise agrees where the distributions nearly do: at least (1 - TV)/(1 + TV) of the time.
+    Daliri et al. 2408.07978. The emitted tokens never depend on the proposal, so proposals of every kind are verified
+    exactly, and the tokens of a seed are the same with any drafter or none. A drafter that takes the argmax of log q +
+    G under the same noise agrees where the distributions nearly do: at least (1 - TV)/(1 + TV) of the time.
     """
 
     name: ClassVar[str] = "coupled"
@@ -53,7 +53,7 @@ class CoupledSampling(Rule):
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
     def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        """Fix the token of every tree row; the accepted path follows from them where they are read."""
+        """Compute the token of every tree row; the accepted path follows from them on the host."""
         if not proposals:
             return BatchVerdicts.made([])
         places = [
@@ -61,15 +61,15 @@ class CoupledSampling(Rule):
             for proposal, _, own in zip(proposals, probs, noise, strict=True)
             for depth in (0, *proposal.tree.shape.depths)
         ]
-        # A row that is no distribution has no token; whatever is taken there, the caller discards.
+        # A row without a valid distribution has no token; the caller discards the result there.
         last = transfers.upload([table.shape[-1] - 1 for table in probs for _ in range(len(table))], probs[0].device)
         return BatchVerdicts((torch.minimum(coupled_choices(probs, places)[:, 0], last),), _followed)
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
-        """A tree row ends with a token of p, accepted where a child carries it.
+        """A tree row ends with a token of p, accepted where a child has it.
 
-        The noise is integrated over, so this is exact for draws that do not share it; for coupled draws it is the
-        marginal, which is all that the distribution of the answer depends on: later positions have noise of their own.
+        This integrates over the noise, so it is exact for draws that do not share it. For coupled draws it is the
+        marginal, which determines the distribution of the answer: later positions have independent noise.
         """
         (row,) = group
         drawn = {draw.token for draw in row.draws}
@@ -77,7 +77,7 @@ class CoupledSampling(Rule):
 
 
 def _followed(proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-    """The verdicts by the token that each tree row calls for, of all requests one behind another."""
+    """The verdicts from the token of each tree row, of all requests in order."""
     (tokens,) = numbers
     verdicts = []
     root = 0

@@ -1,4 +1,5 @@
-"""The exact distribution of what a rule emits, by recursion over the kernels of its groups, on tiny vocabularies."""
+"""The exact distribution of a rule's emitted tokens, by recursion over the kernels of its groups, on tiny
+vocabularies."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ Target = Callable[[Prefix], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraw:
-    """A draw that a drafting scheme makes at a node: a distribution `[vocab]`, its number, and how it is drawn.
+    """A draw of a drafting scheme at a node: the number of its distribution, the distribution `[vocab]`, and the kind.
 
-    A deterministic draw has a one-hot distribution. Draws of one node from one distribution and without replacement
-    lose each other's tokens.
+    A deterministic draw has a one-hot distribution. Draws of one node from one distribution without replacement exclude
+    each other's tokens.
     """
 
     dist: int
@@ -31,25 +32,20 @@ class PlannedDraw:
 
 
 Scheme = Callable[[Prefix, Prefix], Sequence[PlannedDraw]]
-"""The draws made at a node, in order, by all tokens above it and those of them drafted in this step; none at a leaf."""
+"""The draws at a node, in order, from all tokens above it and those of them drafted in this step; none at a leaf."""
 
 
 def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict[Prefix, float]:
-    """The exact distribution of the first `length` tokens of an answer when every step uses `scheme` and `rule`.
+    """The exact probabilities of the first `length` tokens of an answer when every step uses `scheme` and `rule`.
 
-    A step that ends early is followed by a step from its end, so answers of the full length are compared.
-    Siblings' subtrees are independent, so only the subtree below the accepted child matters.
+    A step that ends early is followed by a step from its end, so answers of the full length are compared. Siblings'
+    subtrees are independent, so only the subtree below the accepted child matters.
 
     Args:
-        rule: its `outcomes` are summed over.
         target: the target's distribution `[vocab]` after a prefix, float64.
-        scheme: what is drafted at a node; called with the answer so far and its part that this step drafted.
-        length: tokens to look at.
-
-    Returns:
-        Probability of each answer of `length` tokens.
+        scheme: called with the answer so far and the end of it that this step drafted.
     """
-    # Mass by what was drafted of it in this step, for every beginning of an answer; an outcome makes it longer.
+    # For every prefix of an answer, its mass by the part drafted in this step; an outcome makes it longer.
     reached: list[dict[Prefix, dict[Prefix, float]]] = [{} for _ in range(length + 1)]
     reached[0][()] = {(): 1.0}
     for beginnings in reached[:-1]:
@@ -68,7 +64,7 @@ def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dic
 def _outcomes(
     rule: Rule, target: Target, scheme: Scheme, prefix: Prefix, drafted: Prefix
 ) -> Iterator[tuple[float, Outcome]]:
-    """How the group that begins at a node ends, over all that may be drawn there: probability and outcome."""
+    """Outcomes of the group that begins at a node, with probabilities, over all possible draws there."""
     for probability, group in _drawn_groups(rule, target, scheme, prefix, drafted):
         for outcome in rule.outcomes(group):
             yield probability * outcome.probability, outcome
@@ -110,7 +106,7 @@ def distance(left: Mapping[Any, float], right: Mapping[Any, float]) -> float:
 
 
 def _drawn(planned: Sequence[PlannedDraw]) -> Iterator[tuple[float, list[DrawnToken]]]:
-    """Every outcome of the draws at one node, with its probability."""
+    """Every result of the draws at one node, with its probability."""
 
     def extend(index: int, mass: float, so_far: list[DrawnToken]) -> Iterator[tuple[float, list[DrawnToken]]]:
         if index == len(planned):

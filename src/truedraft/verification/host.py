@@ -1,9 +1,8 @@
-"""Speculative sampling on the CPU: the walk looks at each number when it needs it.
+"""Speculative sampling on the CPU: the walk reads each number when it needs it.
 
-It takes the same decisions as the batched walk, by the same parts of the rule. It is here because that walk is slower
-on the CPU, by 65 to 330 microseconds a step for one request: its operations on a few numbers, and what it takes to say
-where to look, cost more than this walk's few lines of Python (benchmarks/LOG.md, "One house"). A device cannot afford
-this walk: each look would wait.
+It makes the same decisions as the batched walk, by the same parts of the rule. The batched walk is slower on the CPU,
+by 65 to 330 microseconds per step for one request, because of its operations on a few numbers and its index tables
+(benchmarks/LOG.md, "One house"). On a device each read of this walk would wait.
 """
 
 from __future__ import annotations
@@ -26,24 +25,22 @@ if TYPE_CHECKING:
 
 _CANDIDATES = {DrawKind.DETERMINISTIC}
 _ENTRIES_TOGETHER = 1 << 16
-"""Sums over so many entries stay in the processor's cache; memory for larger ones is asked of the system each time."""
+"""Sums over this many entries fit the processor's cache; memory for larger ones is newly allocated each time."""
 
 
 class HostWalk:
     """A walk down one proposal.
 
     Args:
-        rule: whose parts decide.
-        proposal: what is judged.
         probs: the target's distributions `[rows, vocab]`.
         noise: of the request at this step.
-        p_x: by node, from the untouched distributions.
-        q_x: by node and number of its distribution, from the untouched ones.
+        p_x: by node, from the original distributions.
+        q_x: by node and number of its distribution, from the original distributions.
 
     Attributes:
         path: the accepted nodes.
-        row: where the walk ended.
-        left: `[vocab]`: the distribution of the token that ends it.
+        row: tree row where the walk ended.
+        left: `[vocab]`: the distribution of the last token.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class HostWalk:
         return self.noise.uniform(purpose, len(self.path))
 
     def judge(self, row: int) -> list[int] | None:
-        """The nodes that are accepted from a tree row on; None, with `left` set, where the walk ends there."""
+        """The nodes accepted from a tree row on; None, with `left` set, where the walk ends there."""
         draws = self.proposal.draws[row]
         if not draws:
             self.left = self.probs[row]
@@ -89,7 +86,7 @@ class HostWalk:
         return bool(number < self.rule.accept_probability(p_x, q_x))
 
     def _judge_candidates(self, row: int, draws: Sequence[Draw]) -> list[int] | None:
-        """Deterministic draws: rejected ones only leave p, so what is left of it for others follows from their mass."""
+        """Judge deterministic draws: rejections only remove mass from p, so their total mass determines the rest."""
         ids = self.proposal.tree.host_ids
         gone: dict[int, None] = {}
         taken = 0.0
@@ -106,12 +103,12 @@ class HostWalk:
 
     def _judge_draws(self, row: int, draws: Sequence[Draw]) -> list[int] | None:
         ids, p = self.proposal.tree.host_ids, self.probs[row]
-        gone: dict[int, list[int]] = {}  # tokens that distributions lost at this tree row, by their numbers
+        gone: dict[int, list[int]] = {}  # tokens removed from distributions at this tree row, by distribution
         for index, draw in enumerate(draws):
             token = ids[draw.child]
             taken = gone.get(draw.dist, []) if draw.kind is DrawKind.WITHOUT_REPLACEMENT else []
             q = self._drawn_from(draw, taken) if taken else None
-            # Until the first draw was rejected no distribution is touched.
+            # Distributions are unchanged until the first draw was rejected.
             p_x = float(p[token]) if index else self.p_x[draw.child]
             q_x = 1.0 if draw.dist < 0 else float(q[token]) if q is not None else self.q_x[draw.child, draw.dist]
             if self._stays(index, p_x, q_x):
@@ -123,11 +120,11 @@ class HostWalk:
         return None
 
     def _drawn_from(self, draw: Draw, taken: Sequence[int]) -> Tensor:
-        """What a token was drawn from, `[vocab]`, after others were taken out."""
+        """The distribution of a draw, `[vocab]`, after other tokens were removed."""
         if draw.dist < 0:
             return self._one_hot(self.proposal.tree.host_ids[draw.child])
         assert self.proposal.probs is not None
-        q = self.proposal.probs[draw.dist].to(self.probs.device)  # the draft may live on another device
+        q = self.proposal.probs[draw.dist].to(self.probs.device)  # the draft may be on another device
         return self.rule.removed(q, torch.tensor(taken)) if taken else q
 
     def _one_hot(self, *tokens: int) -> Tensor:
@@ -156,7 +153,7 @@ def host_verdicts(
 def _first_looks(
     proposals: Sequence[Proposal], probs: Sequence[Tensor]
 ) -> tuple[list[list[float]], list[dict[tuple[int, int], float]]]:
-    """p and q of all drafted tokens, from the untouched distributions, read together."""
+    """p and q of all drafted tokens, from the original distributions, read together."""
     if not any(len(proposal.tree) for proposal in proposals):
         return [[] for _ in proposals], [{} for _ in proposals]
     tables: list[Tensor] = []

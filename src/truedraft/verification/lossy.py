@@ -1,7 +1,7 @@
-"""Lossy rules: what they accept beyond the target's distribution, and how far from it that takes each emitted token.
+"""Lossy rules: what they accept beyond the target's distribution, and the divergence of each emitted token from it.
 
-Two families. `LenientSampling` draws, as speculative sampling does. A `ThresholdAcceptance` draws nothing: a drafted
-token stays where the target gives it enough, which is *typical acceptance*, and what lenience means at temperature 0.
+Two families. `LenientSampling` draws, like speculative sampling. A `ThresholdAcceptance` draws nothing: a drafted token
+is accepted if its target probability is large enough. This is *typical acceptance*, and lenience at temperature 0.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _UNCUT = SamplingParams(temperature=1.0)
 
 
 class ThresholdAcceptance(Rule):
-    """A node stays if the target's probability of its token passes a threshold, and all nodes above it stay.
+    """Accepts a node if the target's probability of its token passes a threshold, and all nodes above it are accepted.
 
-    The deepest node that stays wins, among equally deep ones that with the largest product of probabilities, among
-    equals the one proposed first. Its path is emitted, then the argmax of p behind it. No noise is used, and how a
-    token was drafted plays no part: draws of every kind are judged.
+    The deepest accepted node wins, among equally deep ones that with the largest product of probabilities, among equals
+    the first in the proposal. Its path is emitted, then the argmax of p after it. No noise is used, and it does not
+    matter how a token was drafted: draws of every kind are verified.
 
-    Given the candidates nothing is left to chance, so an emitted token x has a one-hot distribution, at a total
-    variation of 1 - p(x) from p and a KL divergence of -log p(x)."""
+    Given the candidates the result is deterministic, so an emitted token x has a one-hot distribution, at a total
+    variation of 1 - p(x) from p and a KL divergence of -log p(x).
+    """
 
     lossless: ClassVar[bool] = False
     by_groups: ClassVar[bool] = False
@@ -50,40 +51,40 @@ class ThresholdAcceptance(Rule):
 
     @property
     def prefers(self) -> frozenset[DrawKind]:
-        """What a draft finds likeliest passes a threshold more often than what it drew."""
+        """The draft's likeliest tokens pass a threshold more often than its samples."""
         return frozenset({DrawKind.DETERMINISTIC, DrawKind.COUPLED})
 
     def options(self, params: SamplingParams) -> SamplingParams:
-        """At temperature 0 p is one-hot, with nothing to be lenient about: then p at temperature 1, uncut."""
+        """At temperature 0 p is one-hot, where lenience has no effect: then p at temperature 1, without truncation."""
         return _UNCUT if params.greedy else params
 
     @abstractmethod
     def thresholds(self, probs: Tensor) -> Tensor:
-        """What the probability of a child is compared with, `[rows]`, for each of the distributions `[rows, vocab]`."""
+        """Thresholds `[rows]` for the children at distributions `[rows, vocab]`."""
 
     @abstractmethod
     def stays(self, p_x: float, threshold: float) -> bool:
         """Whether a token of target probability `p_x` passes."""
 
     def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        """Look up all that paths are chosen by."""
+        """Compute the numbers that determine the paths."""
         best, numbers = [], []
         for proposal, p in zip(proposals, probs, strict=True):
             own = most_likely(p)  # [rows]
             best.append(own)
             numbers.append(p.gather(1, own[:, None])[:, 0].double())
             if len(proposal.tree):
-                # Entropies of tree rows with children alone: they cost as much as the distributions.
+                # Entropies only of tree rows with children: they cost as much as the distributions.
                 inner, parents = _inner_rows(proposal.tree.shape, p.device)
                 tokens = drafted_tokens([proposal.tree], p.shape[-1], p.device)
                 numbers += (self.thresholds(p[inner]).double(), p[parents, tokens].double())
         return BatchVerdicts((*best, *numbers), self._verdicts)
 
     def _verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        """The verdicts by the likeliest token of each tree row of each request, then float64 numbers.
+        """The verdicts from the likeliest token of each tree row of each request, then float64 numbers.
 
-        These are of each request the probabilities of those tokens, and, where it has nodes, the thresholds of the
-        tree rows that have children, and what the target gives to each node's token.
+        For each request these are the probabilities of those tokens, and, where it has nodes, the thresholds of the
+        tree rows with children, and the target's probability of each node's token.
         """
         best, others = numbers[: len(proposals)], iter(numbers[len(proposals) :])
         verdicts = []
@@ -99,12 +100,11 @@ class ThresholdAcceptance(Rule):
         return verdicts
 
     def _deepest(self, shape: TreeShape, thresholds: Sequence[float], p_x: Sequence[float]) -> tuple[int, ...]:
-        """The deepest path of nodes that all stay; of equally deep ones that with the largest product, then the first.
+        """The deepest path of accepted nodes; of equally deep ones that with the largest product, then the first.
 
         Args:
-            shape: of the tree.
-            thresholds: of the tree rows that have children, in order.
-            p_x: of each node's token.
+            thresholds: of the tree rows with children, in order.
+            p_x: target probabilities, one for each node's token.
         """
         least = dict(zip((row for row, nodes in enumerate(shape.children) if nodes), thresholds, strict=True))
         reached = {-1: (0, 1.0)}  # depth and product of probabilities, by node
@@ -115,11 +115,11 @@ class ThresholdAcceptance(Rule):
         return shape.path(max(reached, key=lambda node: reached[node]))
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
-        """It is certain how a tree row ends.
+        """The outcome of a tree row is deterministic.
 
-        Of several that stay, this is the likeliest: right where nothing is drafted below them, or where at most one
-        stays. In deeper trees the choice is by whole paths, which no kernel of one tree row can know; there `verify`
-        itself, which uses no noise, gives the distribution.
+        Of several accepted tokens it is the likeliest: exact where nothing is drafted below them, or where at most one
+        is accepted. In deeper trees the choice is among whole paths, which the kernel of one tree row does not have;
+        there `verify` itself, which uses no noise, gives the distribution.
         """
         (row,) = group
         least = float(self.thresholds(row.p[None]))
@@ -132,14 +132,16 @@ class ThresholdAcceptance(Rule):
 
 
 class TypicalAcceptance(ThresholdAcceptance):
-    """Keep a token x where p(x) > min(epsilon, delta exp(-H(p))), H the entropy of p in nats.
+    """Accept a token x where p(x) > min(epsilon, delta exp(-H(p))), H the entropy of p in nats.
 
-    Cai et al. 2401.10774 (Medusa), section on typical acceptance. The surer the target is, the more it asks of a
-    token. Lossy: tokens that the target would seldom draw are emitted often, and those below the threshold never; where
-    nothing stays, and behind what stays, comes the argmax. At temperature 0 it looks at p at temperature 1.
+    Cai et al. 2401.10774 (Medusa), section on typical acceptance. The lower the target's entropy, the higher the
+    threshold. Lossy: tokens that the target would seldom draw are emitted often, and those below the threshold never;
+    after the accepted tokens, and where none are accepted, the argmax is emitted. At temperature 0 it uses p at
+    temperature 1.
 
     Args:
-        epsilon: a probability above which a token always stays, in (0, 1]; the published code's posterior_threshold.
+        epsilon: a probability above which a token is always accepted, in (0, 1]; the published code's
+            posterior_threshold.
         delta: above 0; the published code's posterior_alpha, there the square root of epsilon.
 
     Raises:
@@ -158,7 +160,7 @@ class TypicalAcceptance(ThresholdAcceptance):
 
     @property
     def spec(self) -> str:
-        """The words that make this rule."""
+        """See `Rule.spec`."""
         return f"{self.name},epsilon={self.epsilon:g},delta={self.delta:g}"
 
     def thresholds(self, probs: Tensor) -> Tensor:
@@ -170,10 +172,7 @@ class TypicalAcceptance(ThresholdAcceptance):
 
 
 class LenientArgmax(ThresholdAcceptance):
-    """Lenience at temperature 0: a token x stays where p(x) >= l max p, p at temperature 1.
-
-    Args:
-        lenience: l, above 0 and at most 1.
+    """Lenience l at temperature 0: accept a token x where p(x) >= l max p, p at temperature 1, with l in (0, 1].
 
     Raises:
         OptionError: a lenience out of range.
@@ -187,11 +186,11 @@ class LenientArgmax(ThresholdAcceptance):
 
     @property
     def spec(self) -> str:
-        """The words that make this rule."""
+        """See `Rule.spec`."""
         return f"{self.name},lenience={self.lenience:g}"
 
     def thresholds(self, probs: Tensor) -> Tensor:
-        """The largest probability of each row; the factor l comes with the comparison, in float64."""
+        """The largest probability of each row; `stays` multiplies it by l, in float64."""
         return probs.amax(dim=-1)
 
     def stays(self, p_x: float, threshold: float) -> bool:
@@ -200,21 +199,17 @@ class LenientArgmax(ThresholdAcceptance):
 
 @lru_cache(maxsize=1024)
 def _inner_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tree rows of a tree that have children, in order, and the tree row above each node."""
     inner = [row for row, nodes in enumerate(shape.children) if nodes]
     return transfers.upload(inner, device), transfers.upload([parent + 1 for parent in shape.parents], device)
 
 
 class LenientSampling(SpeculativeSampling):
-    """Speculative sampling that accepts x with probability min(1, p(x) / (l q(x))).
+    """Speculative sampling that accepts x with probability min(1, p(x) / (l q(x))), with l in (0, 1].
 
-    Leviathan et al. 2211.17192, appendix on lenience. All else is speculative sampling: a rejection goes on with
-    norm(max(0, p - q)). So no token is emitted with more than p(x) / l, over any number of draws at a node, drawn in
-    any way; a deterministic candidate is accepted with min(1, p(x) / l). At l = 1 it is speculative sampling, and
-    emits the target's distribution.
-
-    Args:
-        lenience: l, above 0 and at most 1; the smaller, the more is accepted.
+    Leviathan et al. 2211.17192, appendix on lenience. Otherwise it is speculative sampling: a rejection continues with
+    norm(max(0, p - q)). So no token is emitted with more than p(x) / l, over any number of draws at a node of any kind;
+    a deterministic candidate is accepted with min(1, p(x) / l). At l = 1 it is speculative sampling, and emits the
+    target's distribution; the smaller l, the more is accepted.
 
     Raises:
         OptionError: a lenience out of range.
@@ -229,7 +224,7 @@ class LenientSampling(SpeculativeSampling):
 
     @property
     def spec(self) -> str:
-        """The words that make this rule."""
+        """See `Rule.spec`."""
         return f"{self.name},lenience={self.lenience:g}"
 
     @property
@@ -256,21 +251,21 @@ def _check(lenience: float) -> None:
         raise OptionError(f"lenience must be above 0 and at most 1, got {lenience:g}; 1 is lossless")
 
 
-# ------------------------------------------------------------------------------- how far lenience is from the target
+# ------------------------------------------------------------------------------- the divergence of lenience
 #
 # The distribution of the token that lenience emits at a node, measured against the target's distribution there.
 #
-# The distribution is over all that chance decides at the node: the drafter's draws and the rule's own noise. With draws
-# 1, 2, ... in their order, p_1 = p, and p_(i+1) and q_(i+1) what a rejection leaves of p_i and q_i, it is
+# It is over the drafter's draws at the node and the rule's own noise. With draws 1, 2, ... in their order, p_1 = p, and
+# p_(i+1) and q_(i+1) what a rejection leaves of p_i and q_i, it is
 #
 #     sum_i reach_i stay_i + reach_end p_end,    stay_i = min(q_i, p_i / l),
 #                                                reach_1 = 1,  reach_(i+1) = reach_i (1 - sum of stay_i over tokens),
 #
-# and for l = 1 it is p. Deterministic candidates are taken as given. Draws without replacement: q_(i+1) depends on
-# which token was rejected, so one is drawn from the distribution of rejected tokens, norm(max(0, q_i - p_i / l)), with
-# noise of its own. (The token that was really drafted would not do: where it was accepted it is no example of a
-# rejected one.) The distribution is then an unbiased estimate, whose mean over that noise is the emitted distribution;
-# its mean divergence from p is, if anything, too large, for both measures are convex.
+# and for l = 1 it is p. Deterministic candidates are fixed. Draws without replacement: q_(i+1) depends on which token
+# was rejected, so one is drawn from the distribution of rejected tokens, norm(max(0, q_i - p_i / l)), with separate
+# noise. (The drafted token cannot be used: where it was accepted it is not a rejected one.) The result is then an
+# unbiased estimate of the emitted distribution; its mean divergence from p is, if anything, too large, because both
+# measures are convex.
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +273,8 @@ class NodeDraw:
     """One draw, at the same place of several nodes.
 
     Attributes:
-        dist: which of the node's distributions it was drawn from; draws of one distribution without replacement share
-            removals.
+        dist: number of the node's distribution; draws of one distribution without replacement share removals.
         q: `[nodes, vocab]`: that distribution before any removal; one-hot for a deterministic candidate.
-        kind: how it was drawn.
         uniform: `[nodes]` in (0, 1), float64: noise that draws a rejected token, where a later draw depends on it.
     """
 
@@ -292,12 +285,10 @@ class NodeDraw:
 
 
 def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor:
-    """The distribution `[nodes, vocab]` of the token emitted at nodes whose target distributions are `p` `[nodes,
-    vocab]`.
+    """The distribution `[nodes, vocab]` of the token emitted at nodes with target distributions `p` `[nodes, vocab]`.
 
     Args:
-        p: target distributions.
-        draws: those made at each node, in order; the nodes differ in their distributions alone.
+        draws: those made at each node, in order; the nodes differ only in their distributions.
         lenience: l in (0, 1].
     """
     dist = torch.zeros_like(p)
@@ -318,13 +309,12 @@ def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tenso
 
 
 def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[float, float]:
-    """Total variation and KL (nats) of the emitted distribution where all draws of a node are deterministic, in closed
-    form.
+    """Total variation and KL (nats) of the emitted distribution where all draws of a node are deterministic.
 
-    Only the candidates' probabilities matter: whatever is left is emitted in proportion to p.
+    A closed form in the candidates' probabilities: the remaining mass is emitted in proportion to p.
 
     Args:
-        p_x: what the target gives to the candidates, each token once, in order.
+        p_x: target probabilities of the candidates, each token once, in order.
         lenience: l in (0, 1].
     """
     distance, kl, reach, left = 0.0, 0.0, 1.0, 1.0
@@ -342,7 +332,7 @@ def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[flo
 
 @dataclass(slots=True)
 class _Node:
-    """A node on an accepted path: where the distribution of one emitted token is measured."""
+    """A node on an accepted path, with the distribution of one emitted token."""
 
     proposal: Proposal
     draws: tuple[Draw, ...]
@@ -357,14 +347,12 @@ class _Node:
 
     @property
     def candidates(self) -> list[int]:
-        """Tokens of the draws, each once, in order."""
         ids = self.proposal.tree.host_ids
         return list(dict.fromkeys(ids[draw.child] for draw in self.draws))
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """Nodes with one likeness are measured together: distributions of one width, and the same draws up to
-        tokens."""
+        """Nodes with equal values are measured together: equal dtypes, and equal draws up to tokens."""
         dists = list(dict.fromkeys(draw.dist for draw in self.draws))
         return self.p.dtype, *((dists.index(draw.dist), draw.kind) for draw in self.draws)
 
@@ -376,14 +364,13 @@ def lenient_divergence(
     noise: Sequence[Noise],
     paths: Sequence[Sequence[int]],
 ) -> list[tuple[Divergence, ...]]:
-    """For each request the divergence of every token on its accepted path, and of the token behind it.
+    """For each request the divergence of every token on its accepted path, and of the token after it.
 
     Args:
         lenience: l in (0, 1].
-        proposals: of each request.
-        probs: target distributions `[rows, vocab]` of each.
-        noise: of each, at this step; used under keys that decide nothing else.
-        paths: accepted nodes of each.
+        probs: target distributions `[rows, vocab]` of each request.
+        noise: of each request at this step; used under keys of no other decision.
+        paths: accepted nodes of each request.
     """
     requests = [
         [_Node(proposal, proposal.draws[row], table[row], own, depth) for depth, row in enumerate(rows)]
@@ -403,7 +390,7 @@ def _divergence(node: _Node, lenience: float) -> Divergence:
 
 
 def _measure(nodes: Sequence[_Node], lenience: float) -> None:
-    """Give each node max p, then total variation and KL, or p of its candidates; all in one transfer."""
+    """Set each node's measures in one transfer: max p, then total variation and KL, or p of its candidates."""
     alike: dict[tuple[object, ...], list[_Node]] = {}
     for node in nodes:
         if node.sampled:
@@ -420,15 +407,13 @@ def _measure(nodes: Sequence[_Node], lenience: float) -> None:
 
 
 def _measures(emitted: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Total variation and KL in nats, `[nodes]` float64 each, of emitted distributions against p, both `[nodes,
-    vocab]`."""
+    """Total variation and KL in nats, `[nodes]` float64 each, of emitted distributions `[nodes, vocab]` against p."""
     distance = 0.5 * (emitted - p).abs_().sum(dim=-1, dtype=torch.float64)
     ratio = emitted / p.clamp_min(torch.finfo(p.dtype).tiny)
     return distance, torch.special.xlogy(emitted, ratio).sum(dim=-1, dtype=torch.float64)
 
 
 def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
-    """The draws of alike nodes, side by side."""
     draws = group[0].draws
     dists = list(dict.fromkeys(draw.dist for draw in draws))
     stacked = []
@@ -436,7 +421,7 @@ def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
         q = torch.stack([_dist_of(node, node.draws[place]) for node in group])
         uniform = None
         if _depends_on(draw, draws[place + 1 :]):
-            # Index 0 draws the recovered token; those above it are not asked for elsewhere.
+            # Index 0 draws the recovered token; indices above it are not used elsewhere.
             numbers = [node.noise.uniform(Purpose.RECOVERED, node.depth, 1 + place) for node in group]
             uniform = torch.tensor(numbers, dtype=torch.float64).to(q.device, non_blocking=True)
         stacked.append(NodeDraw(dists.index(draw.dist), q, draw.kind, uniform))
@@ -444,15 +429,13 @@ def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
 
 
 def _depends_on(draw: Draw, later: Sequence[Draw]) -> bool:
-    """Whether one of the later draws of a node is made from what a draw without replacement left of its
-    distribution."""
+    """Whether a later draw of a node is from the distribution that this draw, without replacement, reduces."""
     return draw.kind is DrawKind.WITHOUT_REPLACEMENT and any(
         each.dist == draw.dist and each.kind is draw.kind for each in later
     )
 
 
 def _dist_of(node: _Node, draw: Draw) -> Tensor:
-    """The distribution `[vocab]` that a draw came from."""
     if draw.dist < 0:
         one_hot = torch.zeros_like(node.p)
         one_hot[node.proposal.tree.host_ids[draw.child]] = 1.0

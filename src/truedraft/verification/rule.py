@@ -1,4 +1,4 @@
-"""What every verification rule offers."""
+"""The interface of verification rules."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ Sees: TypeAlias = Literal["probs", "argmax"]
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:
-    """A draw at one node, as the one-node kernel sees it.
+    """A draw at one node, as input of the kernel.
 
     Attributes:
-        token: the drawn token.
-        dist: number of the distribution it was drawn from; draws from one share removals. -1 for a one-hot
-            distribution.
+        dist: number of its distribution; draws from one distribution share removals. -1 for a one-hot distribution.
         q: `[vocab]`: that distribution before any removal.
-        kind: how it was drawn.
     """
 
     token: int
@@ -39,7 +36,7 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
-    """A tree row of a group, as the kernel of the group sees it.
+    """A tree row of a group, as input of the group's kernel.
 
     Attributes:
         p: `[vocab]`: the target's distribution there.
@@ -52,12 +49,12 @@ class JudgedRow:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One way in which a group of tree rows can end.
+    """One outcome of a group of tree rows.
 
     Attributes:
         probability: over the rule's own noise.
-        tokens: what the group emits.
-        accepted: how many of `tokens`, the first ones, were drafted; the other one, if there is one, is not.
+        tokens: emitted by the group.
+        accepted: number of drafted tokens, the first of `tokens`; at most one more token follows.
     """
 
     probability: float
@@ -66,17 +63,17 @@ class Outcome:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the walk goes on below the group: all its tokens were drafted."""
+        """Whether the walk continues below the group: all its tokens were drafted."""
         return self.accepted == len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchVerdicts:
-    """Verdicts on a batch, decided where its distributions lie: the host need not have seen any of it.
+    """Verdicts on a batch, decided on the device of its distributions, possibly before the host reads anything.
 
     Attributes:
-        wanted: what the host must read to say the verdicts.
-        verdicts: says them, given the proposals, whose tokens are on the host by then, and the numbers in each tensor
+        wanted: tensors that the host must read.
+        verdicts: makes the verdicts from the proposals, with tokens on the host by then, and the numbers in each tensor
             of `wanted`, flat.
     """
 
@@ -85,18 +82,14 @@ class BatchVerdicts:
 
     @classmethod
     def made(cls, verdicts: list[Verdict]) -> BatchVerdicts:
-        """Those that were decided on the host: nothing is left to read."""
+        """Verdicts that were decided on the host, with nothing left to read."""
         return cls((), lambda proposals, numbers: verdicts)
 
 
 def read_verdicts(
     decided: Sequence[tuple[BatchVerdicts, Sequence[Proposal]]], also: Sequence[Tensor] = ()
 ) -> tuple[list[list[Verdict]], list[list[float]]]:
-    """The verdicts on batches, and the drafted ids that are still on a device; the host waits once.
-
-    Args:
-        decided: verdicts and what they are about.
-        also: what else is to be read.
+    """Read the verdicts on batches, with their proposals' ids that are still on a device; the host waits once.
 
     Returns:
         The verdicts on each batch, and the numbers in each tensor of `also`, flat.
@@ -125,18 +118,18 @@ class HasKind(Protocol):
 
 
 class Rule(ABC):
-    """Decides which nodes of a proposal stay; a pure function of distributions and noise.
+    """Decides which nodes of a proposal are accepted; a pure function of distributions and noise.
 
     Attributes:
-        lossless: whether the emitted tokens follow the target's distribution exactly. A rule for which they do not
-            measures in its verdicts how far they are from it.
-        coupled: whether Gumbel noise decides, which a drafter may share, and not uniform numbers.
-        sees: what must be right in a tree row of the target's: the whole distribution, or its largest entry alone, for
-            which logits do.
-        by_groups: whether a walk is settled group by group, so that the kernels of groups say all about it. Not where
-            a rule chooses among whole paths.
-        judges: the kinds of draws that the rule can judge.
-        prefers: those of them that it keeps most of, where a drafter can draft in several ways.
+        lossless: whether the emitted tokens follow the target's distribution exactly. A lossy rule measures the
+            divergence in its verdicts.
+        coupled: whether it decides by Gumbel noise, which a drafter may share, instead of uniform numbers.
+        sees: what it reads of a target's row: "probs" the whole distribution, "argmax" only its largest entry, for
+            which logits suffice.
+        by_groups: whether a walk is decided group by group, so that the kernels of groups define it completely; False
+            where a rule chooses among whole paths.
+        judges: the kinds of draws that the rule can verify.
+        prefers: the kinds with the highest acceptance, for drafters that support several.
     """
 
     name: ClassVar[str]
@@ -152,20 +145,20 @@ class Rule(ABC):
 
     @property
     def spec(self) -> str:
-        """The words that make this rule, options included; see `truedraft.verification.specs`."""
+        """The specification of this rule with its options; see `truedraft.verification.specs`."""
         return self.name
 
     @property
     def greedy_form(self) -> Rule:
-        """The rule that judges requests at temperature 0 in its place; the same object at every call."""
+        """The rule for requests at temperature 0; the same object at every call."""
         return self
 
     def options(self, params: SamplingParams) -> SamplingParams:
-        """The options that make the distributions it judges for a request with `params`."""
+        """The options of the distributions that it needs for a request with `params`."""
         return params
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
-        """Refuse a drafter whose kinds of draws this rule cannot judge.
+        """Refuse a drafter with kinds of draws that this rule cannot verify.
 
         Raises:
             IncompatibleRuleError: names rule, drafter and the kinds in question.
@@ -179,13 +172,10 @@ class Rule(ABC):
             )
 
     def check_seed(self, field: str = "seed") -> None:
-        """Refuse requests with a seed at a temperature where this rule is lossy.
-
-        Args:
-            field: the option that asked for it, which the error is about.
+        """Refuse requests with a seed if this rule is lossy; `field` is the option named in the error.
 
         Raises:
-            OptionError: it is.
+            OptionError: this rule is lossy.
         """
         if not self.lossless:
             raise OptionError(
@@ -195,12 +185,12 @@ class Rule(ABC):
             )
 
     def verify(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge a batch of proposals: `accept`, and read the verdicts; on a device the host waits once.
+        """Verify a batch of proposals: `accept`, and read the verdicts; on a device the host waits once.
 
         Args:
             proposals: one for each request.
-            probs: for each request the target's distributions `[rows, vocab]`: row 0 after the context, row i + 1
-                after node i.
+            probs: for each request the target's distributions `[rows, vocab]`: row 0 after the context, row i + 1 after
+                node i.
             noise: for each request the noise of this step.
 
         Returns:
@@ -211,10 +201,10 @@ class Rule(ABC):
 
     @abstractmethod
     def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        """Judge a batch on the device where its distributions lie, without waiting for it; arguments as in `verify`.
+        """Verify a batch on the device of its distributions, without waiting for it; arguments as in `verify`.
 
-        The proposals' tokens may still be on the device. An id outside the vocabulary gives some decision: the caller
-        discards it.
+        The proposals' tokens may still be on the device. An id outside the vocabulary gives an arbitrary decision,
+        which the caller discards.
         """
 
     def measured(
@@ -224,18 +214,19 @@ class Rule(ABC):
         probs: Sequence[Tensor],
         noise: Sequence[Noise],
     ) -> list[Verdict]:
-        """The verdicts with each token's divergence, of a lossy rule that did not decide about it; arguments alike."""
+        """Add each token's divergence, for a lossy rule that did not compute it in `accept`; arguments as in
+        `verify`."""
         return verdicts
 
-    # The kernel: tree rows that are judged together are a group, and the distribution of an answer follows from the
-    # outcomes of groups by recursion (`truedraft.verification.exact`).
+    # The kernel: tree rows that are judged together form a group. The distribution of an answer follows by recursion
+    # over the outcomes of groups (`truedraft.verification.exact`).
 
     def joins(self, draws: Sequence[HasKind]) -> bool:
-        """Whether a tree row with these draws is judged together with that of its only child, if this joins, too."""
+        """Whether a tree row with these draws is judged together with that of its only child, if that joins, too."""
         return False
 
     def group(self, proposal: Proposal, row: int) -> tuple[int, ...]:
-        """The tree rows that are judged together where a walk comes to `row`, from the top down; `row` is the first."""
+        """The tree rows that are judged together in a walk from `row`, the first, downwards."""
         rows = [row]
         if self.joins(proposal.draws[row]):
             while self.joins(proposal.draws[below := proposal.draws[rows[-1]][0].child + 1]):
@@ -244,8 +235,8 @@ class Rule(ABC):
 
     @abstractmethod
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
-        """The kernel of a group: how it ends, given the tokens drawn at its tree rows, from the top down.
+        """The kernel of a group: its outcomes, given the tokens drawn at its tree rows, from the top down.
 
-        The probabilities are over the rule's own noise and sum to 1. Of a single tree row, acceptances come in the
+        The probabilities are over the rule's own noise and sum to 1. For a single tree row, acceptances are in the
         order of the draws; those of draws that are never reached may be missing.
         """

@@ -1,4 +1,4 @@
-"""Rules by name: the one place where words become rules."""
+"""Rules by name: the only place where specifications become rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Options = Mapping[str, float]
 
 
 def rule_from_spec(spec: str) -> Rule:
-    """Make a rule from its words, as `--rule` takes them.
+    """Make a rule from its specification, as in `--rule`.
 
     `speculative` and `block` are lossless; `speculative,lenience=L` is lossy for L below 1, and so is
     `typical[,epsilon=0.09][,delta=0.3]`.
@@ -31,10 +31,10 @@ def rule_from_spec(spec: str) -> Rule:
 
 
 def rule_words(spec: str) -> Words:
-    """The words of a rule, which are known; whether their values can be used is seen where it is made.
+    """Parse a rule's specification; `rule_from_spec` checks the values.
 
     Raises:
-        OptionError: as of `rule_from_spec`.
+        OptionError: see `rule_from_spec`.
     """
     words = Words.parse("rule", spec)
     if words.kind not in _MAKERS:
@@ -68,7 +68,7 @@ def _typical(options: Options) -> Rule:
 
 _MAKERS: dict[str, tuple[Callable[[Options], Rule], tuple[str, ...]]] = {
     "speculative": (_speculative, ("lenience",)),
-    # The option is known so that it is refused with the rule that has it.
+    # Listed so that the error names the rule with this option.
     "block": (_block, ("lenience",)),
     "typical": (_typical, ("epsilon", "delta")),
 }

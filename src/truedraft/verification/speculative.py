@@ -22,13 +22,13 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 class SpeculativeSampling(Rule):
-    """Accept a drafted x with probability min(1, p(x)/q(x)); on rejection go on with norm(max(0, p - q)).
+    """Accept a drafted x with probability min(1, p(x)/q(x)); on rejection continue with norm(max(0, p - q)).
 
-    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. With several draws at a node they are judged
-    in order, each against what the rejections before it left of p (SpecInfer 2305.09781; RSD 2402.14160); drawn
-    without replacement, q loses each rejected token and is renormalised. A deterministic candidate was drawn from
-    a one-hot distribution. When no draw stays, the token is drawn from what is left of p: *recovered*; where there was
-    nothing to judge it is a *bonus*. At temperature 0 the same rule accepts exactly the argmax.
+    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. Several draws at a node are judged in order, each
+    against what the rejections before it left of p (SpecInfer 2305.09781; RSD 2402.14160); drawn without replacement, q
+    loses each rejected token and is renormalised. A deterministic candidate has a one-hot q. When no draw is accepted,
+    the token is drawn from what is left of p: *recovered*; without draws to judge it is a *bonus*. At temperature 0 the
+    same rule accepts exactly the argmax.
     """
 
     name: ClassVar[str] = "speculative"
@@ -39,23 +39,24 @@ class SpeculativeSampling(Rule):
 
     host_walk: ClassVar[type[HostWalk]] = HostWalk
 
-    # The four parts of the rule, which both walks ask. Tests break them one at a time, and must notice.
+    # The four parts of the rule, which both walks call. Tests break them one at a time, and must fail.
 
     def accept_probability(self, p_x: Number, q_x: Number) -> Number:
-        """Probability that a token drawn with probability `q_x` stays where the target gives it `p_x`."""
+        """The probability of accepting a token with target probability `p_x` and draft probability `q_x`."""
         return p_x / larger(larger(p_x, q_x), _TINY)  # min(1, p/q); 0 where p is 0, whatever q is
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
         """What is left of the target's distributions `[..., vocab]` after draws from `q` were rejected.
 
-        Several candidates of one tree row are rejected at once, with q 1 at each of them: that takes them out of p.
+        Several candidates of one tree row are rejected at once, with q 1 at each of them, which removes them from p.
         """
         return L.residual(p, q)
 
     def left_of_candidate(self, p_x: Number, taken: Number) -> Number:
-        """What is left of a candidate's probability `p_x` after others of its row, of `taken` together, were rejected.
+        """What is left of a candidate's probability `p_x` after candidates of its row with total mass `taken` were
+        rejected.
 
-        Both are of the target before anything was rejected.
+        Both are probabilities of the target before any rejection.
         """
         left = 1.0 - taken
         return either(left > 0.0, p_x / larger(left, _TINY), (p_x > 0.0) * 1.0)
@@ -79,9 +80,9 @@ class SpeculativeSampling(Rule):
         return BatchVerdicts((ends, finals), partial(walks_ended, plan.first_rows))
 
     def first_stays(self, batch: Batch, p_x: Tensor, q_x: Tensor) -> Tensor:
-        """Which draws `[draws]` would stay among those of the first runs of tree rows; `p_x` and `q_x` are theirs."""
+        """Which draws `[draws]` of the first runs would be accepted; `p_x` and `q_x` are their probabilities."""
         plan = batch.plan
-        if plan.width > 1:  # candidates of one tree row: each is judged by what is left of p without those before it
+        if plan.width > 1:  # each candidate of a tree row is judged by what is left of p after those before it
             table = p_x.new_zeros(len(plan.depths), plan.width)  # [rows, width]
             table[plan.draw_row, plan.draw_column] = p_x
             table = batch.without_repeated(table)
@@ -91,18 +92,17 @@ class SpeculativeSampling(Rule):
         return batch.uniforms[plan.draw_key] < self.accept_probability(p_x, q_x)
 
     def _end(self, batch: Batch, jump: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Go on from where first runs were rejected, until walks have no more to judge.
+        """Continue from rejected first runs until walks have nothing more to judge.
 
         Args:
-            batch: that is judged.
-            jump: `[rows]`: where first runs lead.
-            ends: `[requests]`: tree rows whose first run was rejected, or where nothing was drawn.
+            jump: `[rows]`: the result of `jump_table`.
+            ends: `[requests]`: tree rows with a rejected first run, or without draws.
 
         Returns:
             The tree rows where walks end `[requests]`, and what is left of p there `[requests, vocab]`.
         """
         plan, left = batch.plan, batch.target(ends)
-        run = torch.where(plan.is_drawn[ends], ends, -1)  # that was rejected; -1 where nothing is left to reject
+        run = torch.where(plan.is_drawn[ends], ends, -1)  # the rejected run; -1 where nothing is left to reject
         for number in range(plan.rounds):
             rejected = run.clamp_min(0)
             rest = self.rejected(left, batch.draft(rejected, self.removed))
@@ -115,15 +115,10 @@ class SpeculativeSampling(Rule):
     def _judge_next(
         self, batch: Batch, jump: Tensor, state: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Judge the next draw of walks against what is left of p; those that accept it go on below it.
+        """Judge the next draw of walks against what is left of p; those that accept it continue below it.
 
-        Args:
-            batch: that is judged.
-            jump: `[rows]`: where first runs lead.
-            state: of the walks: tree row, what is left of p there, and the run to judge, -1 where there is none.
-
-        Returns:
-            The state after it; the run is one that was rejected, or -1.
+        The state of the walks is their tree row, what is left of p there, and the run to judge, -1 where there is none.
+        In the returned state the run is a rejected one, or -1.
         """
         plan = batch.plan
         ends, left, run = state

@@ -1,12 +1,12 @@
-"""The walk down proposals, for a batch at once: where to look in the tables of p and q, and what is looked at.
+"""The walk down proposals, for a batch at once: indices into the tables of p and q, and the values at them.
 
-A *tree row* is a place where the target gives a distribution (the root, then each node); a *run* what is judged there
-at once: a single draw, or all candidates of a row that has deterministic draws only. Rows, nodes, runs and draft
-distributions are numbered through the requests of a batch, and the first run of a row has the row's number. Where
-things stand depends on trees and draws alone, and these recur, so it is kept (`walk_plan`); trees that a drafter
-chooses at each step do not, so it is a few arrays.
+A *tree row* is a place with a distribution of the target (the root, then each node). A *run* is a set of draws judged
+together: a single draw, or all candidates of a row that has only deterministic draws. Rows, nodes, runs and draft
+distributions are numbered through the requests of a batch, and the first run of a row has the row's number. Indices
+depend only on trees and draws, which recur, so they are cached (`walk_plan`).
 
-This is for devices, where nothing is read before all is decided; on the CPU `host` looks at numbers as it needs them.
+This is for devices, where nothing is read before everything is decided; on the CPU `host` reads numbers as it needs
+them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Number = Any
 
 
 def larger(number: Number, other: Number) -> Number:
-    """The larger of each two numbers; the first says whether they are tensors."""
+    """The elementwise maximum; the type of the first argument decides whether the numbers are tensors."""
     if not isinstance(number, Tensor):
         return max(number, other)
     return torch.maximum(number, other) if isinstance(other, Tensor) else number.clamp_min(other)
@@ -49,20 +49,19 @@ def either(flag: Number, yes: Number, no: Number) -> Number:
 
 
 def is_joint(draws: Sequence[HasKind]) -> bool:
-    """Whether the draws of a row are one independent draw, which block verification judges with those around it."""
+    """Whether a row has exactly one, independent draw, which block verification judges together with its neighbours."""
     return len(draws) == 1 and draws[0].kind is DrawKind.INDEPENDENT
 
 
 @dataclass(frozen=True, slots=True)
 class _LaterRun:
-    """A draw that is judged where an earlier one of its tree row was rejected, and not all of them are deterministic.
+    """A draw judged after an earlier one of its tree row was rejected, in a row that is not all deterministic.
 
     Attributes:
-        row: where.
-        index: number of the draw there.
-        node: that carries the token.
+        index: of the draw in its row.
+        node: of the drawn token.
         dist: number of the draft distribution; -1 for a deterministic candidate.
-        removed: nodes whose tokens earlier draws took out of that distribution.
+        removed: nodes with tokens that earlier draws removed from that distribution.
     """
 
     row: int
@@ -77,16 +76,15 @@ class _Layout:
     """The runs of one proposal, numbered within it.
 
     Attributes:
-        shape: of its tree.
-        probs: how many draft distributions.
-        draws: `[4, draws]`: row, column, node and distribution of the draws of first runs; this last is -1
-            for candidates.
-        key_of: `[draws]`: places in `keys`.
-        keys: `[2, keys]`: depth and index of their decisions. Siblings' subtrees share them, for a walk comes by one of
-            them only.
-        later: the other runs, tree row by tree row in the order of their draws.
-        rounds: most runs that a walk sees rejected.
-        joint: tree rows with one independent draw alone; see `is_joint`.
+        probs: number of draft distributions.
+        draws: `[4, draws]`: row, column, node and distribution of the draws of first runs; the distribution is -1 for
+            candidates.
+        key_of: `[draws]`: indices into `keys`.
+        keys: `[2, keys]`: depth and index of the decisions. Siblings' subtrees share them, because a walk visits only
+            one.
+        later: the other runs, by tree row and then by draw.
+        rounds: most runs that a walk can reject.
+        joint: tree rows for which `is_joint` is true.
     """
 
     shape: TreeShape
@@ -126,7 +124,7 @@ def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -
 
 @lru_cache(maxsize=1024)
 def _children_layout(shape: TreeShape) -> _Layout:
-    """That of a tree all of whose nodes are candidates, judged in their order."""
+    """The layout of a tree with only deterministic candidates, judged in order."""
     columns = [place for nodes in shape.children for place in range(len(nodes))]
     nodes = np.array([node for nodes in shape.children for node in nodes], np.int64)
     rows = np.array(shape.parents, np.int64)[nodes] + 1
@@ -135,7 +133,6 @@ def _children_layout(shape: TreeShape) -> _Layout:
 
 
 def _keys(shape: TreeShape, draws: Ints) -> tuple[Ints, Ints]:
-    """`key_of` and `keys` of a layout with these draws."""
     depths = np.array((0, *shape.depths), np.int64)
     width = int(draws[1].max(initial=0)) + 1
     found, key_of = np.unique(depths[draws[0]] * width + draws[1], return_inverse=True)
@@ -143,33 +140,31 @@ def _keys(shape: TreeShape, draws: Ints) -> tuple[Ints, Ints]:
 
 
 class WalkPlan:
-    """Where everything of a batch stands.
+    """Indices of a batch.
 
     Attributes:
-        requests: how many there are.
-        rows: of each request.
-        first_rows: of each request the tree row where its walk begins.
-        depths: of each tree row.
-        joint: tree rows with one independent draw alone; see `is_joint`.
-        drafts: whether anything is drawn.
-        doublings: steps of two, four, ... nodes that reach the deepest one.
-        rounds: most runs that a walk sees rejected; 0 where nothing is drafted.
+        rows: number of tree rows of each request.
+        first_rows: the root's tree row of each request.
+        depths: one for each tree row.
+        joint: tree rows for which `is_joint` is true.
+        drafts: whether there are any draws.
+        doublings: pointer doublings that reach the deepest node.
+        rounds: most runs that a walk can reject; 0 where nothing is drafted.
         width: most candidates of a tree row.
-        draws: of each request, how many draws its tree rows are judged by first.
+        draws: of each request, number of draws of first runs.
         keys: of the decisions about these draws, then about later runs.
         roots: `[requests]`: `first_rows`.
         own: `[rows]`: their numbers.
         draw_rows: tree rows of the draws of first runs; `draw_row` `[draws]` as an array.
-        draw_column: `[draws]`: their numbers there.
+        draw_column: `[draws]`: their indices in the row.
         draw_node: `[draws]`: their nodes.
-        draw_child: `[draws]`: the tree rows of these.
-        draw_key: `[draws]`: places in `keys`.
-        sampled_draws: `[sampled]`: which of the draws are from a distribution.
-        sampled_dist: `[sampled]`: distributions of these.
-        is_drawn: `[rows]` bool: where there are draws.
-        dist: `[runs]`: numbers of draft distributions; -1 for candidates, and where nothing is drawn.
+        draw_child: `[draws]`: the tree rows of these nodes.
+        draw_key: `[draws]`: indices into `keys`.
+        sampled_draws: `[sampled]`: indices of the draws from a distribution.
+        sampled_dist: `[sampled]`: their distributions.
+        is_drawn: `[rows]` bool: whether the row has draws.
+        dist: `[runs]`: numbers of draft distributions; -1 for candidates, and for rows without draws.
         has_candidates: whether there are runs of deterministic candidates.
-        device: where the numbers are.
     """
 
     def __init__(self, layouts: Sequence[_Layout], device: torch.device) -> None:
@@ -212,7 +207,7 @@ class WalkPlan:
 
     @cached_property
     def parents(self) -> list[int]:
-        """Of each tree row the tree row above; -1 of a root."""
+        """The tree row above each tree row; -1 for a root."""
         return [up for each, first in self._placed for up in (-1, *(node + 1 + first for node in each.shape.parents))]
 
     def _first_draws(self) -> Ints:
@@ -226,11 +221,11 @@ class WalkPlan:
         return np.stack([row + shift[0], column, node + shift[1], np.where(dist >= 0, dist + shift[2], -1)])
 
     def _add_later_runs(self, first_dist: Ints) -> None:
-        """The tables of all runs, where tree rows have several: those of first runs, then those of later ones.
+        """Build the tables of all runs, first runs before later ones, if tree rows have several.
 
         Sets `dist`; `following` `[runs]`, the next run of the tree row or -1; `run_node`, `run_child` and `run_key`
-        `[runs]`, of first runs any; `later` `[runs]`, their numbers, -1 of first runs; `is_reduced` `[runs]` bool and
-        `removed` `[runs, tokens]`, nodes whose tokens were taken out of the distribution, filled up with the first;
+        `[runs]`, arbitrary for first runs; `later` `[runs]`, their numbers, -1 for first runs; `is_reduced` `[runs]`
+        bool and `removed` `[runs, tokens]`, nodes with tokens removed from the distribution, padded with the first;
         `reduces`, whether there are any.
         """
         rows = len(first_dist)
@@ -265,7 +260,6 @@ class WalkPlan:
         self.has_candidates = self.has_candidates or any(run.dist < 0 for each in self._layouts for run in each.later)
 
     def array(self, numbers: NDArray[np.generic]) -> Tensor:
-        """Numbers where those of the batch are."""
         return transfers.upload(numbers, self.device)
 
 
@@ -273,17 +267,15 @@ _plan = lru_cache(maxsize=512)(WalkPlan)
 
 
 def walk_plan(proposals: Sequence[Proposal], device: torch.device) -> WalkPlan:
-    """The plan of a batch; batches alike in trees and draws share one."""
+    """The plan of a batch, shared by batches with equal trees and draws."""
     layouts = (_layout(own.tree.shape, own.draws, 0 if own.probs is None else len(own.probs)) for own in proposals)
     return _plan(tuple(layouts), device)
 
 
 def jump_table(plan: WalkPlan, stays: Tensor) -> Tensor:
-    """Where a walk ends that comes to a tree row, `[rows]`, if it follows the first draw of each first run that stays.
+    """The row `[rows]` where a walk from each tree row ends that follows the first accepted draw of each first run.
 
-    Args:
-        plan: of the batch.
-        stays: `[draws]` bool: which draws of first runs would stay.
+    `stays` `[draws]`, bool, are the draws of first runs that would be accepted.
     """
     columns = torch.where(stays, plan.draw_column, plan.width)  # [draws]
     first = plan.own.new_full((len(plan.own),), plan.width).scatter_reduce(0, plan.draw_row, columns, "amin")
@@ -297,18 +289,15 @@ def jump_table(plan: WalkPlan, stays: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Batch:
-    """Proposals that are being judged, and all that is looked at.
+    """Proposals under verification, and their tables.
 
     Attributes:
-        plan: where it stands.
-        proposals: one for each request.
-        noise: of each request.
         p: `[rows, vocab]`: the target's distributions.
-        q: `[dists, vocab]`: those that were drafted from.
+        q: `[dists, vocab]`: the draft's distributions.
         dtype: in which p and q are compared.
         tokens: `[nodes]`.
-        uniforms: `[keys]`, float64: the numbers that accept.
-        weights: `[rows]`, float64: what a rule scales p by, where it does.
+        uniforms: `[keys]`, float64: the numbers that decide acceptance.
+        weights: `[rows]`, float64: factors of p, or None.
     """
 
     plan: WalkPlan
@@ -334,7 +323,7 @@ class Batch:
         return cls(plan, proposals, noise, torch.cat(list(probs)), q, dtype, tokens, numbers)
 
     def first_looks(self) -> tuple[Tensor, Tensor]:
-        """p and q `[draws]`, float64, of the draws of first runs; q is 1 where it is one-hot."""
+        """p and q `[draws]`, float64, of the draws of first runs; q is 1 for a one-hot distribution."""
         plan = self.plan
         tokens = self.tokens[plan.draw_node]
         q_x = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
@@ -342,7 +331,8 @@ class Batch:
         return _entries(self.p, plan.draw_row, tokens), q_x
 
     def without_repeated(self, table: Tensor) -> Tensor:
-        """A table `[rows, width]` of the draws of first runs with 0 where an earlier one of the row has its token."""
+        """A table `[rows, width]` of the draws of first runs, set to 0 where an earlier one of the row has the same
+        token."""
         plan = self.plan
         tokens = (-1 - torch.arange(plan.width, device=table.device)).repeat(len(table), 1)  # [rows, width]
         tokens[plan.draw_row, plan.draw_column] = self.tokens[plan.draw_node]
@@ -350,16 +340,16 @@ class Batch:
         return torch.where(same.tril(-1).any(-1), 0.0, table)
 
     def target(self, rows: Tensor) -> Tensor:
-        """The target's distributions at some tree rows `[rows, vocab]`, scaled where the rule does so."""
+        """The target's distributions at some tree rows `[rows, vocab]`, scaled by `weights`."""
         p = self.p.index_select(0, rows).to(self.dtype)
         return p if self.weights is None else p * self.weights[rows][:, None].to(self.dtype)
 
     def draft(self, runs: Tensor, removed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What the tokens of some runs were drawn from, `[runs, vocab]`; for candidates 1 at each of them.
+        """The draft distributions of some runs, `[runs, vocab]`; for candidates 1 at each of them.
 
         Args:
             runs: `[runs]`.
-            removed: takes tokens `[runs, tokens]` out of distributions `[runs, vocab]`.
+            removed: removes tokens `[runs, tokens]` from distributions `[runs, vocab]`.
         """
         plan = self.plan
         dist = plan.dist[runs]
@@ -386,7 +376,7 @@ class Batch:
     def final_uniforms(self, ends: Tensor) -> Tensor:
         """The numbers that draw the tokens at the ends of the walks, `[requests]` float64.
 
-        Only the host makes such numbers, and it does not know the ends: it makes all that may serve.
+        Only the host makes such numbers, without the ends, so it makes all that may be needed.
         """
         table: list[float] = []
         for own, proposal in zip(self.noise, self.proposals, strict=True):
@@ -398,7 +388,7 @@ class Batch:
 
 
 def _entries(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Numbers of a table `[rows, columns]`, float64, at some places: a row and a column `[n]` each."""
+    """Entries of a table `[rows, columns]`, float64, at a row and a column `[n]` each."""
     return table.take(torch.add(columns, rows, alpha=table.shape[-1])).double()
 
 
@@ -412,9 +402,8 @@ def walks_ended(
     """The verdicts of walks.
 
     Args:
-        first_rows: of each request the number of its root.
-        proposals: of each.
-        numbers: the tree row where each walk ends, whose node and those above it are accepted; and the last tokens.
+        first_rows: the root's tree row of each request.
+        numbers: the tree row where each walk ends (its node and those above it are accepted), and the last tokens.
     """
     return [
         verdict_at(proposal, proposal.tree.shape.path(int(end) - root - 1), int(final))

@@ -1,4 +1,4 @@
-"""Other engines, asked from outside: the same proof for whatever answers token ids or text."""
+"""Certification of other engines over their interface, from token ids or text."""
 
 from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.engines.against import compare_engines

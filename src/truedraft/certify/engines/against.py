@@ -1,11 +1,11 @@
-"""Two engines compared without anybody's weights: do they answer alike?
+"""Comparison of two engines without the model's weights: do they answer alike?
 
-Pairs of answers to one prompt, one of each engine. If both draw from the same distribution, the two answers of a pair
-may as well have come the other way round. So whoever guesses which is whose, from the pairs before, gains nothing on
-average: 2 times the probability that was given to the right order is an e-value of a pair, and the product over pairs
-an e-process, whatever the distributions are. It is assumed that each engine draws its answers independently of each
-other: two that share their noise among their own answers in the same way may seem apart. The guess is made from counts
-behind equal beginnings.
+Each pair holds two answers to one prompt, one from each engine. If both engines sample from the same distribution, the
+order within a pair carries no information, so a guess of the order from earlier pairs gains nothing on average. 2 times
+the probability that was given to the right order is an e-value of a pair, and the product over pairs is an e-process,
+whatever the distributions are. It is assumed that each engine draws its answers independently of each other: two
+engines that share noise among their own answers in the same way may seem different. The guess is made from counts of
+tokens after equal beginnings.
 """
 
 from __future__ import annotations
@@ -51,17 +51,16 @@ def compare_engines(
     tokens: int = TOKENS,
     tell: Tell = lambda part, done: None,
 ) -> Report:
-    """Check that two engines answer alike, without anybody's weights: the same prompts, asked of both.
+    """Check that two engines answer the same prompts alike, without the model's weights.
 
-    Sampled answers by a two-sample test over repeated beginnings, greedy ones by comparison.
-
-    Args and errors are those of `certify_engine`; each engine is asked for half of the tokens.
+    Sampled answers are compared by a two-sample test over repeated beginnings, greedy ones token by token. Args and
+    errors are those of `certify_engine`; each engine generates half of the tokens.
     """
     check_run(prompts, math.inf, together, seconds)
     for each in (peer, other):
         refuse_unusable(each, params)
     began, deadline = now(), Deadline(seconds)
-    # Seeds of the second engine lie elsewhere, so that equal noise does not make answers alike.
+    # The second engine gets other seeds, so that equal noise does not make answers alike.
     elsewhere = params if params.seed is None else replace(params, seed=params.seed + (1 << 31))
     both = [AskedEngine(peer, prompts, params, together), AskedEngine(other, prompts, elsewhere, together)]
     findings = [_alike_greedily(both, tokens, deadline)]
@@ -78,7 +77,8 @@ def _alike_sampled(both: Sequence[AskedEngine], deadline: Deadline, tokens: int,
     while sum(each.tokens for each in both) < tokens and not deadline.over:
         beginning = next(beginnings)
         answers = [each.ask([each.open(beginning, REPEATED_TOKENS) for _ in range(each.together)]) for each in both]
-        # What is left of one engine's answers is a choice among them, and ids of a text are not those of another's.
+        # The answers that one engine did not drop are a selection, and ids read from text may differ from another
+        # engine's.
         spoiled = spoiled or any(each.dropped or any(each.unsure.values()) for each in both)
         for (_, one), (_, two) in zip(*answers, strict=False):
             samples.add(beginning, one.token_ids, two.token_ids)
@@ -103,9 +103,9 @@ def _alike_sampled(both: Sequence[AskedEngine], deadline: Deadline, tokens: int,
 
 
 def _alike_greedily(both: Sequence[AskedEngine], tokens: int, deadline: Deadline) -> Finding:
-    """Greedy answers of both; where they part, their own log-probabilities tell near ties."""
+    """Compare greedy answers; the engines' own log-probabilities identify near ties where they diverge."""
     answers = [greedy_answers(each, tokens // 2, deadline) for each in both]
-    others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, on either side
+    others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, for either engine
     pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
     same = ties = 0
     apart: list[str] = []
@@ -118,7 +118,7 @@ def _alike_greedily(both: Sequence[AskedEngine], tokens: int, deadline: Deadline
             (i for i, (a, b) in enumerate(zip(one.token_ids, two.token_ids, strict=False)) if a != b),
             min(len(one.token_ids), len(two.token_ids)),
         )
-        # Where one has ended, the other tells how near going on was.
+        # If one has ended, the other shows how likely it was to continue.
         margins = [each for each in (_margin(one, place), _margin(two, place)) if each is not None]
         where = f"token {place} of a prompt of {len(question.prompt)} tokens"
         if margins and margins[0] <= _TIE:
@@ -130,35 +130,33 @@ def _alike_greedily(both: Sequence[AskedEngine], tokens: int, deadline: Deadline
     summary = f"{same} of {total} greedy answers are the same, {ties} part at a near tie, {len(elsewhere)} elsewhere"
     if not total:
         status = Status.NOT_ENOUGH
-    else:  # without margins one cannot tell a tie from a fault
+    else:  # without margins a tie cannot be distinguished from a fault
         status = Status.FAILS if apart else Status.MEASURED if unknown else Status.HOLDS
     facts = {"answers": total, "same": same, "near_ties": ties, "apart": elsewhere[:5]}
     return Finding(Part.AGAINST, "greedy answers are the same", status, summary, facts)
 
 
 _TIE = 0.25
-"""Log-probabilities of the two likeliest tokens that lie nearer may change places by rounding: two steps of bfloat16
-for logits of 16 to 32."""
+"""Two log-probabilities that are nearer may change places by rounding: two steps of bfloat16 for logits of 16 to 32."""
 
 
 def _margin(reply: Reply, place: int) -> float | None:
-    """How far the likeliest token is from the next one, as the engine tells; None where it does not."""
+    """Difference of the two largest log-probabilities that the engine returned; None if it returned none."""
     if reply.top_logprobs is None or place >= len(reply.top_logprobs):
         return None
     rivals = sorted(reply.top_logprobs[place].values(), reverse=True)
     return rivals[0] - rivals[1] if len(rivals) > 1 else None
 
 
-# ---------------------------------------------------------------------------------------- the test
+# ---------------------------------------------------------------------------------------- test
 
 
 class TwoSamples:
-    """Guesses which answer is whose.
+    """Guesses which answer is from which engine.
 
     Attributes:
-        pairs: so far.
-        different: pairs whose answers differ.
-        process: the evidence, when so many pairs were seen.
+        different: number of pairs with differing answers.
+        process: the evidence, by number of pairs.
     """
 
     def __init__(self) -> None:
@@ -168,13 +166,7 @@ class TwoSamples:
         self.process = EProcess(guesses=1.0)
 
     def add(self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> None:
-        """Guess a pair, then learn from it.
-
-        Args:
-            prompt: of both.
-            one: the first engine's answer.
-            other: the second's.
-        """
+        """Guess a pair, then learn from it."""
         self.pairs += 1
         if list(one) != list(other):
             self.different += 1
@@ -190,7 +182,7 @@ class TwoSamples:
                     self._counts[number][_node(prompt, answer[:place], kind)][token] += 1
 
     def _odds(self, prompt: Sequence[int], answer: Sequence[int], trust: float, kind: int) -> float:
-        """How much likelier an answer is from the first engine than from the second: a logarithm."""
+        """Log-odds that an answer is from the first engine rather than from the second."""
         found = 0.0
         for place, token in enumerate(answer):
             node = _node(prompt, answer[:place], kind)
@@ -205,7 +197,7 @@ class TwoSamples:
 
 
 def _node(prompt: Sequence[int], before: Sequence[int], kind: int) -> tuple[int, ...]:
-    """What a token stands behind: the whole text, or its last token wherever that stands."""
+    """The context that a token's counts are kept under: the whole text, or its last token at any position."""
     if kind == _BEGINNING:
         return (*prompt, -1, *before)
     return (before[-1] if before else prompt[-1],)

@@ -1,4 +1,4 @@
-"""How far rounding may put an engine's log-probabilities off from the judge's: measured, or stated."""
+"""How far rounding may move an engine's log-probabilities from the judge's: measured, or given."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from truedraft.models.base import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How far a sound engine's log-probabilities may lie from the judge's, at temperature 1.
+    """How far a correct engine's log-probabilities may be from the judge's, at temperature 1.
 
     Attributes:
-        log_ratio: whatever sums over many tokens gains no more than if each were off by that: bets, and events.
-        edge: most of |log p' - log p| of any one token: what decides on which side of a filter's edge it lies.
-        told: in words, where it comes from.
+        log_ratio: bound for sums over many tokens (bets and events), as if each log-probability were off by it.
+        edge: largest |log p' - log p| of any single token, which decides on which side of a filter's edge it is.
+        told: the origin, in words.
     """
 
     log_ratio: float
@@ -30,22 +30,22 @@ class Allowance:
     told: str
 
     def at(self, params: SamplingParams) -> float:
-        """The log ratio of the distributions that options make; greedy compares logits as they are."""
+        """The log ratio under the options' temperature and penalties; greedy requests compare logits as they are."""
         return min(self.log_ratio * stretch(params) / (1.0 if params.greedy else params.temperature), FAR)
 
 
 FAR = 300.0
-"""Log ratio from which on nothing can be said; more would overflow."""
+"""Largest log ratio; more would overflow, and from here on there is no evidence."""
 EXACT = Allowance(0.0, 0.0, "nothing is rounded")
 
 
 def stretch(params: SamplingParams) -> float:
-    """How much more of an error there is in logits behind penalties: those of repetition multiply."""
+    """Factor by which penalties increase an error in logits; the repetition penalty multiplies them."""
     return max(params.repetition_penalty, 1.0 / params.repetition_penalty)
 
 
 def judging_logits(model: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """A model's logits before each token behind prompts, one text after another, where they are judged: on the CPU."""
+    """A model's logits before each token after the prompts, on the CPU, where they are judged."""
     return [rows.cpu() for rows in plain_logits(model, texts)]
 
 
@@ -54,22 +54,22 @@ def measured_allowance(
     rounded: LanguageModel | None,
     answered: Sequence[tuple[Question, Reply]],
 ) -> tuple[Allowance, Tensor | None]:
-    """How far an engine's kernels may put log-probabilities off, from a few answers.
+    """Measure how far an engine's kernels may move log-probabilities, from a few answers.
 
-    Where the engine tells log-probabilities of its tokens, one and a half times what 99 % of them differ by from the
-    judge's. Where that is more than four times what rounding the same weights to `rounded`'s dtype does to likeliest
-    tokens it is no rounding, and where the engine tells none nothing is known: then one and a half times that of
-    `rounded`. At the edges of filters one token decides, and the largest error of a row is more than that of its
-    likeliest token: by so much as in `rounded`, too.
+    If the engine returns log-probabilities of its tokens, the allowance is 1.5 times the 99 % quantile of their
+    differences from the judge's. If that quantile is more than four times the effect of rounding the same weights to
+    `rounded`'s dtype on the most likely tokens, it is not rounding; then, and if the engine returns none, the allowance
+    is 1.5 times the effect of `rounded`. At filter edges a single token decides, so the ratio of a row's largest error
+    to that of its most likely token is measured, too.
 
     Args:
         judge: the target, in the dtype that judges.
-        rounded: the same weights as coarse as the engine may hold them; None where there is none, then what the engine
-            tells is taken up to what the judge's own dtype does at most.
-        answered: greedy answers, with raw log-probabilities if the engine tells them.
+        rounded: the same weights in the engine's likely precision. With None, the engine's log-probabilities are
+            accepted up to the largest effect of the judge's own dtype.
+        answered: greedy answers, with raw log-probabilities if the engine returns them.
 
     Returns:
-        The allowance, and the differences of told log-probabilities `[tokens]`, ours taken off; None without any.
+        The allowance, and the engine's log-probabilities minus ours `[tokens]`; None without any.
     """
     measured = None if rounded is None else _rounding(judge, rounded, answered)
     typical, spread = measured or (_UNMEASURED[(rounded or judge).dtype], _SPREAD)
@@ -78,7 +78,7 @@ def measured_allowance(
     if len(differences) >= _FEWEST:
         seen = _most(differences.abs())
         words = f"{_MARGIN:g} times {seen:.2g}, by which the engine's own log-probabilities differ"
-        if seen > limit:  # what is no rounding allows for nothing
+        if seen > limit:  # what is not rounding adds no allowance
             seen = typical
             words = f"{_MARGIN:g} times {seen:.2g}; its own log-probabilities differ by more than rounding does"
     else:
@@ -91,7 +91,7 @@ def measured_allowance(
 
 
 def _told_differences(judge: LanguageModel, answered: Sequence[tuple[Question, Reply]]) -> Tensor:
-    """Log-probabilities as the engine tells them less the judge's, of all tokens that have any, `[tokens]`."""
+    """The engine's log-probabilities minus the judge's, of all tokens that have any, `[tokens]`."""
     told = [(question, reply) for question, reply in answered if _tells(reply)]
     rows = judging_logits(judge, [(question.prompt, reply.token_ids) for question, reply in told])
     found = [torch.empty(0, dtype=torch.float64)]
@@ -103,7 +103,6 @@ def _told_differences(judge: LanguageModel, answered: Sequence[tuple[Question, R
 
 
 def _tells(reply: Reply) -> bool:
-    """Whether there is a log-probability of each token, and a number."""
     values = reply.logprobs or ()
     return bool(values) and len(values) == len(reply.token_ids) and all(map(math.isfinite, values))
 
@@ -111,9 +110,9 @@ def _tells(reply: Reply) -> bool:
 def _rounding(
     judge: LanguageModel, rounded: LanguageModel, answered: Sequence[tuple[Question, Reply]]
 ) -> tuple[float, float] | None:
-    """What 99 % of the likeliest tokens' log-probabilities differ by in two dtypes, and by how much more a row's do.
+    """The 99 % quantile of the most likely tokens' differences between two dtypes, and a row's largest relative to it.
 
-    Over prompts and answers, for an engine that answers nothing must not seem exact; None where even these are short.
+    It includes prompts, so that an engine that answers nothing does not seem exact; None with too few tokens.
     """
     texts = []
     for question, reply in answered:
@@ -134,11 +133,11 @@ def _rounding(
 
 _MARGIN = 1.5
 _FINEST = 1e-4
-"""What other kernels may do in float32."""
+"""The least effect of other kernels in float32."""
 _UNMEASURED = {torch.float64: 0.01, torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.15}
-"""What is taken for rounding by a dtype where none can be measured: two to three times what we saw."""
+"""Rounding by dtype where it cannot be measured: two to three times what we observed."""
 _SPREAD = 2.5
-"""By how much the largest error of a row exceeds that of its likeliest token, where it cannot be measured: 2.1 seen."""
+"""Ratio of a row's largest error to that of its most likely token where it cannot be measured; we observed 2.1."""
 _FEWEST = 32
 _FROM_PROMPTS = 64
 _NOTABLE = 1e-3
@@ -147,5 +146,4 @@ _QUANTILE = 0.99
 
 
 def _most(differences: Tensor) -> float:
-    """What 99 % of them do not exceed."""
     return float(differences.quantile(_QUANTILE))

@@ -1,7 +1,7 @@
-"""What faulty engines draw their tokens from: distributions that bets are placed on, each with the fault that it names.
+"""Alternative distributions that faulty engines sample from; bets on them name the fault.
 
-Each is a function of what stands before a token alone. Faults of judging drafts need the draft's distributions: those
-of a draft model that is named, or candidates copied from the text as n-gram speculation does.
+Each depends only on the text before a token. Faults of draft verification need the draft's distributions: those of a
+named draft model, or candidates copied from the text as in n-gram speculation.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from truedraft.core.params import SamplingParams
 from truedraft.measure.peers import FILTERS
 
 COPIED = "copied from the text"
-"""The name of candidates that are copied as n-gram speculation does."""
+"""Name of the candidates that are copied as in n-gram speculation."""
 _NGRAM = 3
 _CUTS = (0.05, 0.15, 0.3, 0.5)
 _JUDGED_AT = 2.0
 _BEHIND = 2
-"""Tokens behind which a state that was not rolled back may show."""
+"""Tokens after which a state that was not rolled back may show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A distribution that a faulty engine may draw from.
+    """A distribution that a faulty engine may sample from.
 
     Attributes:
-        name: of the alternative.
-        fault: the class of fault that it stands for.
-        probs: float64, from answers and drafts, folded (`AnswerProbs.folded`); a row that is p bets nothing.
+        fault: the class of fault that it represents.
+        probs: float64, folded (`AnswerProbs.folded`), from an answer and its drafts; a row that equals p bets nothing.
     """
 
     name: str
@@ -42,12 +41,9 @@ class Alternative:
 
 
 def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Sequence[str]) -> list[Alternative]:
-    """Those that differ from the target's distribution under some options.
+    """The alternatives that differ from the target's distribution under some options.
 
-    Args:
-        params: the request's.
-        filters: the engine's order.
-        drafts: names of the drafts that are known; their distributions come with each answer.
+    `filters` is the engine's order; `drafts` are the names of drafts with distributions for each answer.
     """
     found = _of_state()
     if not params.greedy:
@@ -66,7 +62,7 @@ def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[st
 
 
 def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
-    """Other temperatures; twice, not at all, and greedy are faults that somebody made."""
+    """Other temperatures; temperature applied twice, ignored, and greedy decoding are known faults."""
     t = params.temperature
     found = [
         Alternative(
@@ -94,7 +90,6 @@ def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alte
 
 
 def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
-    """Filters left out, off by one token, or in another order."""
     found = []
     if params.top_p < 1.0:
         found += [
@@ -137,7 +132,7 @@ def _acts(name: str, params: SamplingParams) -> bool:
 
 
 def _of_state() -> list[Alternative]:
-    """Distributions of another text than the one that was answered."""
+    """Distributions at another text than the answered one."""
     fault = "state of another text"
     return [
         Alternative("one token behind", fault, lambda own, drafts: own.folded(_earlier(own.probs, 1))),
@@ -148,7 +143,7 @@ def _of_state() -> list[Alternative]:
 
 
 def _of_judging(draft: str) -> list[Alternative]:
-    """Drafts accepted, rejected or replaced by a wrong rule. Tokens that no draft stood at bet nothing."""
+    """Drafts accepted, rejected or replaced by a wrong rule. Tokens without a draft bet nothing."""
 
     def by(fault: faults.Fault) -> Alternative:
         return Alternative(
@@ -158,10 +153,10 @@ def _of_judging(draft: str) -> list[Alternative]:
         )
 
     found = [by(each) for each in (faults.KEEPS_ALL, faults.RESIDUAL_IS_P, faults.ONE_NUMBER)]
-    if draft == COPIED:  # nothing was drawn, so nothing of the drawing can be wrong
+    if draft == COPIED:  # nothing was drawn, so there is no fault of drawing
         return found
     drawing = (faults.ONE_GUMBEL, faults.draft_judged_at(_JUDGED_AT), *map(faults.dropped_below, _CUTS))
-    # Sums of many small cells are what is lost in bfloat16, so all of them are looked at.
+    # Bfloat16 loses sums of many small cells, so all tokens are kept.
     fine = faults.IN_BFLOAT16
     whole = Alternative(
         f"{draft}: {fine.detail}",
@@ -171,11 +166,11 @@ def _of_judging(draft: str) -> list[Alternative]:
     return [*found, *map(by, drawing), whole]
 
 
-# ---------------------------------------------------------------------------------------- what they draw from
+# ---------------------------------------------------------------------------------------- their distributions
 
 
 def _judged(fault: faults.Fault, p: Tensor, q: Tensor) -> Tensor:
-    """What is emitted of a draft by a faulty rule; where there is no draft, and behind the prompt's own forward, p."""
+    """Distribution under a faulty rule; p where there is no draft, and at the first token, which the prefill draws."""
     drafted = q.sum(dim=-1, keepdim=True) > 0.5
     drafted[0] = False
     return torch.where(drafted, fault.emitted(p, torch.where(drafted, q, p)), p)
@@ -186,7 +181,7 @@ def _one_hot(probs: Tensor) -> Tensor:
 
 
 def _resized(answer: AnswerProbs, filters: Sequence[str], more: int) -> Tensor:
-    """The nucleus with a token more, or without the one that crosses; of one token nothing is taken."""
+    """The nucleus with one token more or less; it keeps at least one."""
     wide = answer.under(replace(answer.question.params, top_p=1.0), filters)
     sizes = ((answer.probs > 0.0).sum(dim=-1, keepdim=True) + more).clamp_min(1)
     values, order = wide.topk(min(int(sizes.max()), wide.shape[-1]), dim=-1)
@@ -195,12 +190,11 @@ def _resized(answer: AnswerProbs, filters: Sequence[str], more: int) -> Tensor:
 
 
 def _earlier(probs: Tensor, tokens: int) -> Tensor:
-    """The distributions of places before; p itself where there are none."""
+    """The distributions of `tokens` positions before; p itself at the first ones."""
     return torch.cat([probs[:tokens], probs[:-tokens]])[: len(probs)] if len(probs) > tokens else probs
 
 
 def _running_mean(probs: Tensor) -> Tensor:
-    """The mean of the distributions of all places before."""
     if len(probs) <= _BEHIND:
         return probs
     counts = torch.arange(1, len(probs), dtype=probs.dtype)[:, None]
@@ -216,9 +210,9 @@ def _last_again(answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> Tensor:
 
 
 def ngram_candidates(answer: AnswerProbs) -> Tensor:
-    """Of each token what stood behind the last place where the text before it ends alike: one-hot, or no mass at all.
+    """For each token the one after the last match of the text before it: one-hot, or no mass at all.
 
-    The longest of the last three tokens down to one is looked for, the latest place first, as n-gram speculation does.
+    The longest of the last three tokens down to one is matched, the latest position first, as in n-gram speculation.
     """
     text, first = answer.text, len(answer.question.prompt)
     found = torch.zeros_like(answer.probs)

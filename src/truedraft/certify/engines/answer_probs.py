@@ -1,10 +1,10 @@
-"""What a target says of each token of an engine's answer, under the request's options, and how far rounding reaches.
+"""The target's distribution at each token of an engine's answer, under its options, and the effect of rounding.
 
-Another engine's kernels round otherwise than ours, so its probability of a token may differ from ours by a factor: each
-engine whose log-probabilities lie within an allowance of ours is sound. Filters cut where a sum or a rank crosses a
-bound, and there rounding decides: a token that may lie on either side is doubtful. Nothing is asked of doubtful tokens;
-whether those of mass a are kept or not moves the others by a factor of 1 / (1 - a) at most. All of that depends on the
-text before a token and never on the token. A token that no rounding lets through is outside.
+Another engine's kernels round differently from ours, so its probability of a token may differ from ours by a factor:
+each engine with log-probabilities within an allowance of ours is correct. Filters cut where a sum or a rank crosses a
+bound, and there rounding decides: a token that may be on either side is doubtful. Doubtful tokens are not tested;
+whether those of mass a are kept or not changes the others by a factor of at most 1 / (1 - a). All of that depends on
+the text before a token and never on the token. A token that no rounding keeps is outside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from truedraft.measure.peers import Question, Reply
 from truedraft.models.base import LanguageModel
 
 _NUCLEUS = 1e-6
-"""How far a sum of float64 probabilities that came from float32 logits may be off."""
+"""Largest error of a sum of float64 probabilities that came from float32 logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,14 @@ class AnswerProbs:
     """The target's distributions at the tokens of one answer.
 
     Attributes:
-        question: what was asked.
-        tokens: of the answer, an end of text included; several ids that end a text count as the first of them.
+        tokens: of the answer, including an end of text; all end-of-text ids are mapped to the first.
         logits: `[tokens, vocab]`, float64: after penalties and biases, before temperature and filters.
         probs: `[tokens, vocab]`, float64: what each token should have been drawn from.
         doubtful: `[tokens, vocab]`, bool: tokens that rounding within the allowance may keep or not.
-        outside: `[tokens]`, bool: whether the token lies where no such rounding lets it through.
-        gain: `[tokens]`: what rounding may give a bet at most, for each unit of total variation between what it is
-            on and p; infinite where nothing can be said.
-        likeliest: `[tokens, kept]`: the ids that are told apart for bets; None where all are. A bet may take tokens
-            together, as long as which ones hangs on the text before alone: it gains no more by rounding, then.
+        outside: `[tokens]`, bool: whether no such rounding keeps the token.
+        gain: `[tokens]`: the most that rounding may give a bet, per unit of total variation; infinite if unbounded.
+        likeliest: `[tokens, kept]`: ids that bets distinguish; None is all. Merging tokens by the text before them adds
+            no gain.
         ends: ids that end a text.
     """
 
@@ -56,29 +54,28 @@ class AnswerProbs:
 
     @property
     def sure(self) -> Tensor:
-        """Rows without a doubtful token of which something can be said, `[tokens]`, bool."""
+        """Rows without a doubtful token and with a bounded gain, `[tokens]`, bool."""
         return ~self.doubtful.any(dim=-1) & self.gain.isfinite()
 
     @property
     def text(self) -> list[int]:
-        """Prompt and answer."""
         return [*self.question.prompt, *self.tokens]
 
     def under(self, params: SamplingParams, filters: Sequence[str]) -> Tensor:
-        """The distributions that other options, or another order of filters, would make: `[tokens, vocab]`."""
+        """The distributions under other options, or another order of filters: `[tokens, vocab]`."""
         return with_one_end(filtered(self.logits, params, filters).probs, self.ends)
 
     def folded(self, values: Tensor) -> Tensor:
-        """Masses of tokens `[tokens, vocab]` as those of the likeliest and, last, of all others together."""
+        """Masses of tokens `[tokens, vocab]` as those of `likeliest` and, last, of all others together."""
         if self.likeliest is None:
             return values
         others = values.scatter(-1, self.likeliest, 0.0).sum(dim=-1, keepdim=True)
         return torch.cat([values.gather(-1, self.likeliest), others], dim=-1)
 
     def places(self) -> Tensor:
-        """Where the tokens of the answer stand in what is folded, `[tokens]`.
+        """The column of each answer token in folded masses, `[tokens]`.
 
-        With ids (7, 2) told apart, the tokens 2, 7 and 5 stand at 1, 0 and 2.
+        With `likeliest` (7, 2), the tokens 2, 7 and 5 are at 1, 0 and 2.
         """
         tokens = torch.tensor(list(self.tokens))
         if self.likeliest is None:
@@ -92,8 +89,7 @@ class Judge:
 
     Args:
         target: the model that the engine is said to run.
-        filters: the order in which the engine makes a distribution, as `PeerFacts.filters`.
-        allowance: for rounding.
+        filters: the engine's order, as in `PeerFacts.filters`.
         drafts: draft models that the engine may use, by name.
     """
 
@@ -110,7 +106,7 @@ class Judge:
         self.drafts = dict(drafts or {})
 
     def answer_probs(self, answered: Sequence[tuple[Question, Reply]]) -> list[AnswerProbs]:
-        """One for each answer; those of equal length share forwards.
+        """One result for each answer; answers of equal length share forwards.
 
         Raises:
             TruedraftError: the target failed.
@@ -135,7 +131,7 @@ _TOLD_APART = 8192
 
 
 def with_one_end(values: Tensor, ends: Sequence[int]) -> Tensor:
-    """Masses of tokens, or whether something is said of them, `[rows, vocab]`, with all ends of a text as the first."""
+    """Masses or flags of tokens `[rows, vocab]`, with all end-of-text ids merged into the first."""
     if len(ends) < 2:
         return values
     one = values.clone()
@@ -146,10 +142,10 @@ def with_one_end(values: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def ended_tokens(target: LanguageModel, question: Question, reply: Reply) -> list[int]:
-    """The tokens of an answer that the target's distribution decided: with the end of text, without what is behind it.
+    """The tokens of an answer that the target's distribution decided: up to and including the first end of text.
 
-    An answer that stopped by itself drew an end of text, whatever its engine calls that. Where stop texts were asked
-    for it may have stopped by these, so none is counted.
+    An answer that stopped by itself drew an end of text, whatever reason its engine gives. With stop texts in the
+    request it may have stopped by these, so no end is added.
     """
     ends, tokens = list(target.eos_token_ids), list(reply.token_ids)
     first = next((place for place, token in enumerate(tokens) if token in ends), None)
@@ -171,21 +167,21 @@ def unknown_end(target: LanguageModel, reply: Reply) -> int | None:
 
 
 _CUT = ("length", "abort", "aborted", "cancelled", "content_filter", "error", "timeout")
-"""Words for the end of an answer that did not end by itself; engines call an end of text what they like."""
+"""Finish reasons of answers that did not end by themselves; engines use various names for an end of text."""
 
 
-# ---------------------------------------------------------------------------------------- distributions and their edges
+# ---------------------------------------------------------------------------------------- filters and their edges
 
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """What filters make of logits.
+    """Filtered distributions and the effect of rounding on them.
 
     Attributes:
         probs: `[rows, vocab]`.
         doubtful: `[rows, vocab]`, bool: tokens that rounding may keep or not.
         within: `[rows, vocab]`, bool: tokens that some rounding keeps.
-        gain: `[rows]`: as `AnswerProbs.gain`.
+        gain: `[rows]`: as in `AnswerProbs.gain`.
     """
 
     probs: Tensor
@@ -195,13 +191,12 @@ class Filtered:
 
 
 def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], allowance: Allowance = EXACT) -> Filtered:
-    """Distributions made by filters in an order, and where rounding might have cut otherwise.
+    """Distributions after filters in an order, and the tokens that rounding might have kept or removed.
 
     Args:
         logits: `[rows, vocab]`, float64.
-        params: temperature, top-k, top-p and min-p; greedy takes the likeliest token, ties to the lowest id.
-        filters: names of `FILTERS`, in their order; those missing are not applied.
-        allowance: how far log-probabilities may be off.
+        params: greedy takes the most likely token, ties to the lowest id.
+        filters: names from `FILTERS`, in their order; missing ones are not applied.
     """
     off, edge = (min(each * stretch(params), FAR) for each in (allowance.log_ratio, allowance.edge))
     if params.greedy:
@@ -217,10 +212,10 @@ def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], all
         found = _EDGES[name](scores, params, edge)
         if found is not None:
             kept, may, must = found
-            lost |= (within & ~surely).any(dim=-1)  # what this filter sees hangs on an earlier doubt
+            lost |= (within & ~surely).any(dim=-1)  # what this filter sees depends on an earlier doubt
             within, surely = within & may, surely & must
             scores = scores.masked_fill(~kept, -math.inf)
-    # Behind an earlier doubt a filter may have looked at other tokens than ours did: none is surely forbidden there.
+    # After an earlier doubt a filter may have seen other tokens than ours: none is surely forbidden there.
     within = within | (lost[:, None] & finite)
     doubtful = within & ~surely
     gain = _gain(logits, params, doubtful, within, off).masked_fill(lost, math.inf)
@@ -228,7 +223,7 @@ def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], all
 
 
 def _greedy(logits: Tensor, edge: float) -> Filtered:
-    """Where no rounding makes another token the likeliest an engine has no choice, and rounding gives a bet nothing."""
+    """If no rounding makes another token the most likely, an engine has no choice, and rounding gives a bet nothing."""
     near = logits >= logits.amax(dim=-1, keepdim=True) - 2.0 * edge
     tied = near.sum(dim=-1) > 1
     probs = torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
@@ -236,14 +231,14 @@ def _greedy(logits: Tensor, edge: float) -> Filtered:
 
 
 def _gain(logits: Tensor, params: SamplingParams, doubtful: Tensor, within: Tensor, off: float) -> Tensor:
-    """What rounding may give a bet at most, for each unit of total variation, `[rows]`.
+    """The most that rounding may give a bet, per unit of total variation, `[rows]`.
 
-    A bet on a pays (a - p) / p, and of the tokens that are not doubtful a has the mass that p has. The engine's own
-    distribution there is p e^d / Z with |d| <= x: sum (a - p) e^d is 2 sinh(x) TV at most. Z is e^-x at least, and less
+    A bet on a pays (a - p) / p, and over the tokens that are not doubtful a and p have the same mass. The engine's own
+    distribution there is p e^d / Z with |d| <= x: sum (a - p) e^d is at most 2 sinh(x) TV. Z is at least e^-x, and less
     by the doubtful tokens, of mass A of all that may be kept, which the engine may have left out: e^-x (1 - A). So it
     gains expm1(2 x) / (1 - A) TV.
     """
-    if not bool(doubtful.any()):  # a large vocabulary has many without
+    if not bool(doubtful.any()):  # many rows of a large vocabulary have none
         return torch.full((len(logits),), math.expm1(2.0 * off), dtype=torch.float64)
     whole = torch.softmax((logits / params.temperature).masked_fill(~within, -math.inf), dim=-1)
     left = (whole * ~doubtful).sum(dim=-1)
@@ -252,7 +247,7 @@ def _gain(logits: Tensor, params: SamplingParams, doubtful: Tensor, within: Tens
 
 LEAST_SURE = 0.5
 _Edge = tuple[Tensor, Tensor, Tensor]
-"""Which tokens are kept, which may be, and which surely are."""
+"""Tokens that are kept, that may be kept, and that surely are."""
 
 
 def _top_k(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
@@ -260,15 +255,15 @@ def _top_k(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
         return None
     best = scores.topk(params.top_k + 1, dim=-1).values
     least, following = best[:, -2:-1], best[:, -1:]
-    # Which of equals stay is the engine's own affair.
+    # The engine chooses which of equals stay.
     return scores >= least, scores >= least - 2.0 * off, scores > following + 2.0 * off
 
 
 def _top_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
-    """A token is kept where the mass before it is less than p.
+    """A token is kept if the mass before it is less than p.
 
-    At the least that is the mass of tokens that are likelier by more than rounding, at the most that of all that may
-    be; and where each probability may be off by a factor of e^d, so may a mass's odds by e^2d.
+    At least, that is the mass of tokens that are more likely by more than rounding; at most, of all that may be. If
+    each probability may be off by a factor of e^d, the odds of a mass may be off by e^2d.
     """
     if params.top_p >= 1.0:
         return None
@@ -279,12 +274,12 @@ def _top_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
 
 
 def _nucleus(probs: Tensor, p: float, off: float, count: int) -> _Edge | None:
-    """The same looking at so many of the likeliest tokens alone; None where they are too few."""
+    """`_top_p` on the `count` most likely tokens; None if these are too few."""
     every = count >= probs.shape[-1]
     ordered, order = probs.sort(dim=-1, descending=True, stable=True) if every else probs.topk(count, dim=-1)
     sums = torch.nn.functional.pad(ordered.cumsum(dim=-1), (1, 0))
     kept = sums[:, :-1] < p
-    factor, rising = math.exp(2.0 * off), -ordered  # rising is what `searchsorted` needs
+    factor, rising = math.exp(2.0 * off), -ordered  # `searchsorted` needs rising values
     least = sums.gather(-1, torch.searchsorted(rising, rising * factor))
     most = sums.gather(-1, torch.searchsorted(rising, rising / factor, right=True)) - ordered
     may = least / (least + (1.0 - least).clamp_min(0.0) * factor) < p + _NUCLEUS
@@ -297,7 +292,7 @@ def _nucleus(probs: Tensor, p: float, off: float, count: int) -> _Edge | None:
 
 
 _FIRST = 4096
-"""Likeliest tokens that are sorted at first: a vocabulary may be forty times as large."""
+"""Tokens that are sorted at first: a vocabulary may be forty times as large."""
 
 
 def _min_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:

@@ -1,4 +1,4 @@
-"""What an engine is asked, and what came back: rounds of questions, counted, dropped answers kept in mind; a report."""
+"""Requests sent to an engine under test, the usable replies with counts of dropped ones, and the report."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from truedraft.errors import OptionError, PeerError
 from truedraft.measure.peers import Peer, PeerFacts, Question, Reply
 
 BEGINNING = 12
-"""Tokens of a prompt that is asked many times."""
+"""Tokens of a prompt that is sent many times."""
 REPEATED_TOKENS = 4
 STREAM_TOKENS = 48
 TOKENS = 8000
-"""Sampled tokens that are asked for, if no other number is wanted."""
+"""Default number of sampled tokens."""
 REPEATED_PROMPTS = 3
 GREEDY_PROMPTS, _GREEDY_TOKENS = 6, 32
 _RIVALS = 2
-"""Likeliest tokens that are asked for, so that one sees near ties."""
+"""Top log-probabilities requested per token, to see near ties."""
 _STREAMS = 3
-"""Least answers of a round that go on for long, beside those of repeated prompts, which are as many tokens together."""
+"""Minimum number of long answers per round; the repeated prompts get as many tokens."""
 _WHOLE = 4
 _DROPPED = 0.5
 
@@ -37,21 +37,16 @@ Tell = Callable[[Part, float], None]
 
 @dataclass
 class AskedEngine:
-    """An engine, asked.
+    """An engine under test, with counts of its replies.
 
     Args:
-        peer: the engine.
-        prompts: token ids.
-        params: how it is asked. Its seed is that of the first question that is sent one; the next ones count up. None
-            sends none.
-        together: questions that are asked at once.
-        vocab_size: of the model that judges; answers with other ids are of no use. None takes all.
+        params: sampling options. Requests get consecutive seeds from `params.seed` on; None sends none.
+        together: requests per call.
+        vocab_size: of the judging model. Answers with larger ids are dropped; None accepts all.
 
     Attributes:
-        tokens: of all answers so far.
-        answers: so far.
-        dropped: answers that could not be used, by reason.
-        unsure: answers whose ids the engine did not tell itself, by reason.
+        dropped: number of unusable answers, by reason.
+        unsure: number of answers with token ids that the engine did not return itself, by reason.
     """
 
     peer: Peer
@@ -68,17 +63,17 @@ class AskedEngine:
         self._seeds = itertools.count(self.params.seed or 0)
 
     def open(self, prompt: Sequence[int], length: int, **more: object) -> Question:
-        """The user's options for an answer of at most so many tokens, that stops at no text; with a seed of its own."""
+        """A question with the user's options, up to `length` tokens, no stop texts and its own seed."""
         plain = replace(self.params, max_tokens=length, stop=(), stop_token_ids=(), logprobs=None)
         asked = replace(plain, **more)  # type: ignore[arg-type]
         unseeded = self.params.seed is None or asked.greedy
         return Question(tuple(prompt), replace(asked, seed=None if unseeded else next(self._seeds)))
 
     def ask(self, questions: Sequence[Question]) -> list[Answered]:
-        """Ask so many at once as are to be asked together; answers that could not be used are counted and left out.
+        """Send the questions in groups of `together`. Unusable answers are counted and left out.
 
         Raises:
-            PeerError: most of what was asked so far could not be used.
+            PeerError: most answers so far were unusable.
         """
         found: list[Answered] = []
         for first in range(0, len(questions), self.together):
@@ -100,7 +95,7 @@ class AskedEngine:
         return found
 
     def _unusable(self, reply: Reply) -> str:
-        """Why an answer cannot be judged; "" where it can."""
+        """Why an answer cannot be judged; "" if it can."""
         most = max(reply.token_ids, default=0)
         if self.vocab_size is None or most < self.vocab_size:
             return ""
@@ -108,10 +103,10 @@ class AskedEngine:
 
 
 def refuse_unusable(peer: Peer, params: SamplingParams) -> None:
-    """Refuse what cannot be asked.
+    """Raise if the options cannot be certified on this engine.
 
     Raises:
-        OptionError: options that the engine does not take.
+        OptionError: options that the engine does not support.
     """
     if params.structured or params.bad_words:
         raise OptionError("an engine is certified without structured answers and bad words; leave them out")
@@ -121,7 +116,7 @@ def refuse_unusable(peer: Peer, params: SamplingParams) -> None:
 
 
 def greedy_answers(asked: AskedEngine, tokens: int, deadline: Deadline) -> list[Answered]:
-    """Greedy answers, with log-probabilities if the engine tells them; where greedy is what is certified, many."""
+    """Greedy answers, with log-probabilities if the engine returns them; many if the user's options are greedy."""
     cold = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if asked.params.greedy else GREEDY_PROMPTS
     told = {"logprobs": _RIVALS} if asked.peer.facts.logprobs else {}
@@ -131,7 +126,7 @@ def greedy_answers(asked: AskedEngine, tokens: int, deadline: Deadline) -> list[
         if deadline.over and len(found) >= GREEDY_PROMPTS:
             break
         answered = asked.ask(questions[first : first + asked.together])
-        if told and not first and not answered:  # there are servers that offer log-probabilities and refuse them
+        if told and not first and not answered:  # some servers offer log-probabilities and then reject them
             asked.dropped.clear()
             questions = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
             answered = asked.ask(questions[: asked.together])
@@ -140,7 +135,7 @@ def greedy_answers(asked: AskedEngine, tokens: int, deadline: Deadline) -> list[
 
 
 def groups(asked: AskedEngine) -> Iterator[tuple[list[Question], bool]]:
-    """Questions that are asked together, and whether their prompt is one that is asked many times; without an end."""
+    """Endless groups of questions to send together, each with whether its prompt is one that is repeated."""
     turns = itertools.cycle(beginnings(asked.prompts, 2 * BEGINNING, _WHOLE))
     several = max(_STREAMS, asked.together)
     for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in asked.prompts[:REPEATED_PROMPTS]]):
@@ -153,18 +148,11 @@ def groups(asked: AskedEngine) -> Iterator[tuple[list[Question], bool]]:
             yield [asked.open(next(turns), STREAM_TOKENS) for _ in range(count)], False
 
 
-# ---------------------------------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------------------------------- report
 
 
 def engine_report(findings: Sequence[Finding], asked: Sequence[AskedEngine], seconds: float, **more: Any) -> Report:
-    """What came of an engine.
-
-    Args:
-        findings: all checks, part by part.
-        asked: the engine, asked; then what it was compared with.
-        seconds: that it took.
-        more: further facts for the record.
-    """
+    """The report on an engine, with its findings in order; `asked` may include the engine that it was compared with."""
     engine, params, together = asked[0].peer.facts, asked[0].params, asked[0].together
     tokens = sum(each.tokens for each in asked)
     dropped, unsure = (sum((getattr(each, name) for each in asked), Counter[str]()) for name in ("dropped", "unsure"))
@@ -185,7 +173,7 @@ def engine_report(findings: Sequence[Finding], asked: Sequence[AskedEngine], sec
 
 
 def facts_of(engine: PeerFacts) -> dict[str, Any]:
-    """What is known of an engine, for the record."""
+    """Name, version and further facts of an engine, for the record."""
     return {"name": engine.name, "version": engine.version, **engine.more}
 
 

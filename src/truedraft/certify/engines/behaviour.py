@@ -1,4 +1,4 @@
-"""What an engine promises beside its distribution: lengths, stop texts, ends of text, seeds, log-probabilities."""
+"""Engine behaviour other than its distribution: lengths, stop texts, ends of text, seeds, log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from truedraft.text import REPLACEMENT, Tokenizer
 
 _STOP_TOKENS = 24
 _STOP_PLACES = (3, 6, 10)
-"""Tokens of an answer at which a stop text begins: inside of blocks that speculation accepts as a whole, too."""
+"""Token positions at which a stop text begins; some are inside blocks that speculation accepts as a whole."""
 _SEED_TOKENS = 24
 _SEED_PROMPTS = 3
 _SHOWN = 60
 
 
 def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding]:
-    """No answer is longer than asked for, goes on behind an end of text, or ends early without a reason."""
+    """Check that no answer exceeds `max_tokens`, continues after an end of text, or ends early without a reason."""
     long, behind, short = [], [], []
     ends, unknown = set(target.eos_token_ids), Counter[int]()
-    # An engine's context may be shorter than the model's: where it is full, answers end.
+    # An engine's context may be shorter than the model's: answers end where it is full.
     full = max((len(question.prompt) + len(reply.token_ids) for question, reply in answered), default=0)
     for question, reply in answered:
         count, most = len(reply.token_ids), question.params.max_tokens
@@ -61,13 +61,13 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
 
 
 def stop_questions(asked: AskedEngine, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
-    """Questions whose answers hold a stop text at known places: greedy ones again, with a text that stood in them."""
+    """The greedy questions again, each with a stop text from the middle of its first answer."""
     found = []
     for question, reply in greedy:
         for place in _STOP_PLACES:
             text = tokenizer.decode(reply.token_ids)
             behind = tokenizer.decode(reply.token_ids[place : place + 1])
-            # Half a character stands in no text, so no engine can look for it.
+            # Half a character is in no text, so no engine can search for it.
             usable = behind.strip() and behind in text and REPLACEMENT not in behind
             if place < len(reply.token_ids) and usable and "stop" in asked.peer.facts.takes:
                 params = replace(question.params, stop=(behind,), max_tokens=_STOP_TOKENS)
@@ -79,13 +79,11 @@ def stop_questions(asked: AskedEngine, tokenizer: Tokenizer, greedy: Sequence[An
 def stops(
     answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: Tokenizer, judge: Judge
 ) -> Finding:  # fmt: skip
-    """Answers end before their stop text, and not earlier.
+    """Check that answers end before their stop text, and not earlier.
 
     Args:
-        answered: with stop texts.
-        greedy: the same prompts without; an answer is compared with its beginning where it is the same up to there.
-        tokenizer: of the target.
-        judge: says whether an answer may as well have ended where it did.
+        answered: answers with stop texts.
+        greedy: answers to the same prompts without. They are compared as far as the two agree.
     """
     whole = {question.prompt: tokenizer.decode(reply.token_ids) for question, reply in greedy}
     wrong: list[str] = []
@@ -108,18 +106,18 @@ def stops(
 
 
 def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
-    """Whether an end of text, as greedy decoding finds it up to rounding, stands behind the answer."""
+    """Whether greedy decoding, up to rounding, ends the text after the answer."""
     plain = replace(question.params, stop=(), max_tokens=len(reply.token_ids) + 1)
     answer = next(iter(judge.answer_probs([(Question(question.prompt, plain), reply)])), None)
     return answer is not None and len(answer.tokens) > len(reply.token_ids) and not bool(answer.outside[-1])
 
 
 def seeds(asked: AskedEngine) -> list[Finding]:
-    """Whether a seed gives the same answer again, and with neighbours; measured, for few engines promise it."""
+    """Whether a seed reproduces its answer, also in a batch. Only measured, because few engines promise it."""
     if asked.params.greedy or "seed" not in asked.peer.facts.takes or asked.params.seed is None:
         return []
     questions = [asked.open(prompt, _SEED_TOKENS) for prompt in asked.prompts[:_SEED_PROMPTS]]
-    # Each with counts of its own, so that an engine that fails at last is known to.
+    # Separate counts, so that failures here are not outweighed by earlier answers.
     alone, company = (
         AskedEngine(asked.peer, asked.prompts, asked.params, together, asked.vocab_size)
         for together in (1, asked.together + 1)
@@ -146,11 +144,10 @@ def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Fin
 
 
 def logprobs(differences: Tensor | None, allowance: Allowance, judged: bool) -> Finding:
-    """Log-probabilities that the engine tells, against the target's own.
+    """Compare the engine's log-probabilities with the target's.
 
     Args:
-        differences: the engine's less ours, `[tokens]`; None where it tells none.
-        allowance: for rounding.
+        differences: the engine's minus ours, `[tokens]`; None if it returns none.
         judged: whether rounding was measured, so that larger differences are a fault.
     """
     name = "told log-probabilities are the target's"
@@ -165,7 +162,7 @@ def logprobs(differences: Tensor | None, allowance: Allowance, judged: bool) -> 
         "largest": float(sizes.max()),
     }
     summary = f"{len(sizes)} tokens: they differ by {median:.2g} in the median and {most:.2g} at 99 %"
-    # Half of them beyond what nearly all should keep is no accident of single tokens.
+    # A median above the allowance, which nearly all tokens should keep, is no accident of single tokens.
     if judged and median > allowance.log_ratio:
         return Finding(
             Part.LOGPROBS, name, Status.FAILS, f"{summary}; {allowance.log_ratio:.2g} passes for rounding", facts
@@ -174,7 +171,7 @@ def logprobs(differences: Tensor | None, allowance: Allowance, judged: bool) -> 
 
 
 def _counted(name: str, wrong: Sequence[str], of: int) -> Finding:
-    """Holds if nothing is wrong; each thing that is wrong contradicts the promise by itself."""
+    """FAILS on any wrong answer, because each contradicts the promise by itself."""
     facts = {"answers": of, "wrong": len(wrong)}
     if not of:
         return Finding(Part.BEHAVIOUR, name, Status.DOES_NOT_APPLY, "nothing could be asked", facts)

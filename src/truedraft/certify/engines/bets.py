@@ -3,9 +3,9 @@
 For an alternative a and a weight w, fixed before the token is seen, (1 - w) p + w a over p is a likelihood ratio. Its
 mean is 1 if the token follows p. If it follows a p' that rounding made of p, its mean is at most 1 + w g TV(a, p) with
 the gain g of `AnswerProbs`. Nothing is bet on doubtful tokens: a is p there. Divided by that, the products are
-e-processes (Ville): the mean over alternatives and weights ever reaches 1/a with probability a at most, whenever one
-stops. Of alternatives the product is largest, in the long run, for the one nearest to what the engine does: so it names
-the fault.
+e-processes (Ville): the mean over alternatives and weights ever reaches 1/a with probability at most a, whatever the
+stopping time. In the long run the product is largest for the alternative nearest to the engine's distribution, so it
+names the fault.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from truedraft.certify.engines.answer_probs import LEAST_SURE, AnswerProbs
 
 WEIGHTS = (0.1, 0.3, 0.6, 0.9, 0.99)
 _FLOOR = 1e-4
-"""Stands for p where p has no mass: so one token on a filter's edge does not decide alone."""
+"""Replaces p where p has no mass, so that one token on a filter's edge does not decide by itself."""
 _FORBIDDEN = 1e-6
-"""Mass that a sound engine may have where p has none."""
+"""Mass that a correct engine may have where p has none."""
 _SUMMING = 1e-6
 _TRUST = (15.0, 60.0, 250.0)
 _SAME = (0.1, 0.4)
@@ -34,14 +34,13 @@ _SAME = (0.1, 0.4)
 
 @dataclass(frozen=True, slots=True)
 class Bet:
-    """What came of one alternative.
+    """Result of one alternative.
 
     Attributes:
-        name: of the alternative.
-        fault: that it stands for.
+        fault: the class of fault that it represents.
         log_evidence: logarithm of its e-value.
-        weight: the part of tokens for which it did best.
-        mean_tv: mean total variation between p and what that part would make of it.
+        weight: w with the largest evidence.
+        mean_tv: mean total variation between p and its mixture with the alternative at that weight.
     """
 
     name: str
@@ -52,22 +51,12 @@ class Bet:
 
 
 def _grown(weights: Tensor, ratio: Tensor, allowed: Tensor) -> Tensor:
-    """The logarithms by which bets grow at a token: of 1 - w + w a/p, less what rounding may give that.
-
-    Args:
-        weights: w.
-        ratio: a/p of the token.
-        allowed: what rounding may give a bet of weight 1.
-    """
+    """Log growth of bets at a token: of 1 - w + w a/p, minus the largest effect of rounding."""
     return torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)
 
 
 class Bets:
-    """Bets on several alternatives over one stream of tokens.
-
-    Args:
-        alternatives: at least one.
-    """
+    """Bets on several alternatives over one stream of tokens."""
 
     def __init__(self, alternatives: Sequence[Alternative]) -> None:
         self._alternatives = list(alternatives)
@@ -76,37 +65,32 @@ class Bets:
         self._tokens = 0
 
     def add(self, answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> None:
-        """Go on with the tokens of an answer.
-
-        Args:
-            answer: with its distributions.
-            drafts: by name the draft's distributions `[tokens, vocab]`; a row without mass is no draft.
-        """
+        """Update with an answer, and each draft's distributions `[tokens, vocab]`; a row without mass is no draft."""
         self._tokens += int(answer.gain.isfinite().sum())
         p, doubtful = answer.folded(answer.probs), answer.folded(answer.doubtful.double()) > 0.0
         for number, alternative in enumerate(self._alternatives):
             self._logs[number] += self._growth(answer, p, alternative.probs(answer, drafts), ~doubtful, number)
 
     def lose(self, tokens: int, log_ratio: float) -> None:
-        """Pay for tokens that were drawn and are not known, so that what is left gains nothing by the choice.
+        """Pay for dropped tokens, which are unknown, so that their selection gives the rest no gain.
 
-        A bet that is lost leaves 1 - w, and what rounding may give is taken off as where it is most.
+        A lost bet leaves 1 - w, and the largest possible effect of rounding is subtracted.
         """
         weights = torch.tensor(WEIGHTS, dtype=torch.float64)
         most = math.expm1(2.0 * log_ratio) / LEAST_SURE + _FORBIDDEN / _FLOOR
         self._logs += tokens * (torch.log1p(-weights) - torch.log1p(weights * most + _SUMMING))
 
     def _growth(self, answer: AnswerProbs, p: Tensor, a: Tensor, sure: Tensor, number: int) -> Tensor:
-        """The logarithms by which bets on one alternative grow over an answer, `[weights]`."""
+        """Log growth of bets on one alternative over an answer, `[weights]`."""
         tokens = answer.places()[:, None]
-        # Of the tokens that are not doubtful it has the mass that p has there.
+        # Its mass on the tokens that are not doubtful is set to p's there.
         sizes = [(each * sure).sum(dim=-1, keepdim=True) for each in (p, a)]
         a = torch.where(sure & (sizes[1] > 0.0), a * (sizes[0] / sizes[1].clamp_min(1e-300)), p)
         distance = 0.5 * (a - p).abs().sum(dim=-1)
         own, other = (each.gather(-1, tokens)[:, 0] for each in (p, a))
         ratio = torch.where(own > 0.0, other / own, other / _FLOOR)
-        ratio = torch.where(sure.gather(-1, tokens)[:, 0], ratio, 1.0)  # also of a doubtful one that has no mass in p
-        # What is forbidden is paid for less than it may come.
+        ratio = torch.where(sure.gather(-1, tokens)[:, 0], ratio, 1.0)  # also for a doubtful token without mass in p
+        # Pays for forbidden tokens that a correct engine may emit.
         allowed = answer.gain * distance + _FORBIDDEN / _FLOOR * (a * (p == 0.0)).sum(dim=-1)
         weights = torch.tensor(WEIGHTS, dtype=torch.float64)
         usable = answer.gain.isfinite()
@@ -116,11 +100,10 @@ class Bets:
 
     @property
     def log_evidence(self) -> float:
-        """Logarithm of the mean e-value so far."""
         return log_mean(self._logs)
 
     def results(self) -> list[Bet]:
-        """What came of each alternative, the most convincing first."""
+        """Results of all alternatives, the largest evidence first."""
         each = torch.logsumexp(self._logs, dim=-1) - math.log(len(WEIGHTS))
         found = []
         for number, alternative in enumerate(self._alternatives):
@@ -134,13 +117,12 @@ class Bets:
 
 
 class Repeated:
-    """Bets on counts behind equal beginnings, for the same few prompts that are asked many times.
+    """Bets on counts after equal beginnings, for a few prompts that are sent many times.
 
-    At a beginning that came n times, (counts + c p) / (n + c) is what the next token is expected to follow if the
-    engine has a distribution of its own there: a Dirichlet prior around p with c tokens' worth of trust. Whatever an
-    engine does to the joint distribution of the first tokens shows at some beginning, also where it is no known fault.
-    Other bets are on a token that the last answer had at the same place: answers have it in common if they share their
-    noise.
+    At a beginning that came n times, (counts + c p) / (n + c) is the predicted distribution of the next token if the
+    engine has its own distribution there: a Dirichlet prior around p with concentration c. Whatever an engine does to
+    the joint distribution of the first tokens shows at some beginning, even if it is no known fault. Other bets are on
+    the token that the last answer had at the same place: answers share it if they share their noise.
     """
 
     def __init__(self) -> None:
@@ -149,7 +131,6 @@ class Repeated:
         self._logs = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
 
     def add(self, answer: AnswerProbs) -> None:
-        """Go on with an answer."""
         for place, token in enumerate(answer.tokens):
             beginning = (*answer.question.prompt, -1, *answer.tokens[:place])
             if bool(answer.gain[place].isfinite()) and not bool(answer.doubtful[place, token]):
@@ -158,7 +139,7 @@ class Repeated:
                 self._counts[beginning][token] += 1
 
     def _of_counts(self, beginning: tuple[int, ...], answer: AnswerProbs, place: int) -> Tensor:
-        """The steps of all bets at one token, of those that are not doubtful; they share the mass that p has there."""
+        """Log growth of all bets at one token, on tokens that are not doubtful, with p's mass there."""
         counts, p, token = self._counts[beginning], answer.probs[place], answer.tokens[place]
         total, gain = sum(counts.values()), float(answer.gain[place])
         if not total:
@@ -176,10 +157,9 @@ class Repeated:
 
     @property
     def log_evidence(self) -> float:
-        """Logarithm of the mean e-value so far."""
         return log_mean(self._logs)
 
     @property
     def log_shared(self) -> float:
-        """The same of the bets that answers are alike."""
+        """Logarithm of the mean e-value of the bets that answers are alike."""
         return log_mean(self._logs[len(_TRUST) :])

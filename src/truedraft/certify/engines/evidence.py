@@ -1,4 +1,4 @@
-"""All evidence that tokens give against an engine, in one number that may be looked at at any time."""
+"""All evidence of tokens against an engine, in one number that is valid at any stopping time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from truedraft.certify.sampling import Decision, Scored
 from truedraft.core.params import SamplingParams
 
 _OUTSIDE = 1e-6
-"""Tokens outside what options allow that a sound engine may emit, as a part of all."""
+"""Share of tokens outside the options' support that a correct engine may emit."""
 _FIRM = math.log(20.0)
 
 
 class Evidence:
-    """Tests of a stream of answers: bets on faults, events as in our own certificates, counts of repeated beginnings.
+    """Tests of a stream of answers: bets on faults, events as in stack certificates, counts of repeated beginnings.
 
     Args:
-        vocab: size of the vocabulary.
-        params: options that all answers share.
         filters: the engine's order.
-        drafts: names of the drafts whose distributions come with answers.
+        drafts: names of the drafts with distributions for each answer.
         slack: the allowance at the request's temperature.
 
     Attributes:
-        process: all of it together; known faults weigh most, a wager that they are likelier than others.
-        dropped: answers so far that were dropped, maybe for what they said: what is left is a choice among all. Bets
-            pay for each as if they had lost on all of its tokens; from the first on the evidence of events and counts
-            stays where it was, and events go on to say only what would have been seen.
+        process: all evidence combined; known faults have the largest weight, because they are assumed to be more
+            likely.
+        dropped: number of dropped answers. They may have been dropped for their content, so the rest is a selection.
+            Bets pay for each as if they had lost on all of its tokens; after the first one the evidence of events and
+            counts is frozen, and events only measure what would have been detected.
     """
 
     def __init__(
@@ -55,30 +54,24 @@ class Evidence:
         self.outside = 0
 
     def add(self, answer: AnswerProbs, drafts: Mapping[str, Tensor], *, repeated: bool) -> None:
-        """Test the tokens of one answer.
-
-        Args:
-            answer: with its distributions.
-            drafts: by name the draft's distributions `[tokens, vocab]`.
-            repeated: whether its prompt is asked many times.
-        """
+        """Test the tokens of one answer; `repeated` is whether its prompt is sent many times."""
         self._answers += 1
         self._bets.add(answer, drafts)
         if repeated and not self.dropped:
             self._repeated.add(answer)
         self._outside.add(torch.full((len(answer.tokens), 1), _OUTSIDE, dtype=torch.float64), answer.outside[:, None])
-        # No draft is known; that is what `coupled` says to the events.
+        # No draft is known, which `coupled` means to the events.
         nothing = [Decision(place, None, ()) for place in range(len(answer.tokens))]
         scored = Scored(answer.probs, answer.tokens, answer.question.prompt, nothing, 0, coupled=True)
         self._events.add(scored, answer.sure, self.dropped / (self._answers + self.dropped))
         self.tokens += len(answer.tokens)
         self.sure += int(answer.sure.sum())
         self.outside += int(answer.outside.sum())
-        # Behind whole answers alone: whether one is dropped hangs on its end.
+        # Only after whole answers, because whether one is dropped depends on its end.
         self.process.see(self.log_parts(), self.tokens)
 
     def lose(self, answers: int, tokens: int) -> None:
-        """Go on without answers of at most so many tokens each, whose ids are not known."""
+        """Account for dropped answers of at most `tokens` tokens each."""
         if answers and self._events_were is None:
             self._events_were = self.log_parts()["events"]
         self.dropped += answers
@@ -93,14 +86,13 @@ class Evidence:
         return parts | {"bets": self._bets.log_evidence, "counts": self._repeated.log_evidence}
 
     def bets(self) -> list[Bet]:
-        """On each alternative, the most convincing first."""
         return self._bets.results()
 
     @property
     def fault(self) -> str:
-        """The class of fault that the evidence names; "" where nothing is firm.
+        """The class of fault that the evidence names; "" if nothing is firm.
 
-        The alternative nearest to what the engine does gains most; answers that are alike name shared noise before it.
+        The alternative nearest to the engine's distribution gains most; answers that are alike name shared noise first.
         """
         best, shared = self.bets()[0], self._repeated.log_shared
         parts = self.log_parts()
@@ -111,11 +103,10 @@ class Evidence:
         return "no known one" if max(parts.values()) > math.log(ALARM) else ""
 
     def smallest_detectable(self) -> float:
-        """Total variation that some test over all tokens finds with probability 0.99, on the event that it is about."""
+        """Total variation that some test over all tokens finds with probability 0.99, on its event."""
         return self._events.smallest_detectable(self.process.share("events") / ALARM)
 
     def facts(self) -> dict[str, Any]:
-        """For the JSON record."""
         return {
             "tokens": self.tokens,
             "tokens_away_from_edges": self.sure,

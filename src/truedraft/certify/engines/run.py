@@ -1,4 +1,4 @@
-"""An engine asked and judged: which questions, in what order, until when."""
+"""Certification of an engine over its interface: which requests are sent, in what order, and until when."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from truedraft.measure.peers import Peer
 from truedraft.models.base import LanguageModel
 
 _LEAST_GREEDY = 32
-"""Greedy tokens away from near ties below which nothing is said."""
+"""Minimum number of greedy tokens away from near ties."""
 
 
 def certify_engine(
@@ -53,25 +53,24 @@ def certify_engine(
     tokens: int = TOKENS,
     tell: Tell = lambda part, done: None,
 ) -> Report:
-    """Check that an engine answers as a model alone would: its tokens under the model's own forward, and its promises.
+    """Check that an engine's tokens follow the model's own forward, and its lengths, stops and seeds.
 
     Args:
         peer: the engine.
-        target: the model that it is said to run, best in float32.
-        prompts: token ids; the more, the better.
-        params: how it is asked: temperature, top-k, top-p, min-p, penalties. With a seed each request is sent one
-            of its own, which count up from it.
-        rounded: the same weights as coarse as the engine may hold them, to measure what rounding does.
-        drafts: draft models that the engine may use, by name, so that faults of judging are named.
-        allowance: how far its log-probabilities may lie from the target's; None measures it.
-        together: requests that are asked at once.
-        seconds: when to stop at the latest, answers under way apart.
-        tokens: of sampled answers that are wanted; less where the evidence is certain before.
-        tell: is told a part and the fraction of it that is done.
+        target: the model that it is said to run, preferably in float32.
+        prompts: token ids; more prompts give more power.
+        params: temperature, top-k, top-p, min-p, penalties. With a seed, requests get consecutive seeds from it on.
+        rounded: the same weights in the engine's likely precision, to measure the effect of rounding.
+        drafts: draft models that the engine may use, by name, so that faults of verification can be named.
+        allowance: largest difference of its log-probabilities from the target's; None measures it.
+        together: concurrent requests.
+        seconds: time limit; answers in progress may exceed it.
+        tokens: number of sampled tokens; fewer if the evidence is certain before.
+        tell: callback with a part and its completed fraction.
 
     Raises:
-        OptionError: unusable options or prompts, or options that the engine does not take.
-        PeerError: the engine could not be asked.
+        OptionError: unusable options or prompts, or options that the engine does not support.
+        PeerError: the engine did not answer.
         TruedraftError: the target failed.
     """
     check_run(prompts, target.context_length - STREAM_TOKENS - 1, together, seconds)
@@ -91,7 +90,7 @@ def certify_engine(
         finding, answers, failed = _sampled(judge, asked, deadline, tokens, tell)
         findings.insert(0, finding)
         if failed is not None and not any(each.status is Status.FAILS for each in findings):
-            raise failed  # what was answered decides nothing
+            raise failed  # too few answers to decide anything
     findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
     findings += _promises(asked, greedy, [*greedy, *answers], judge)
     tell(Part.BEHAVIOUR, 1.0)
@@ -100,7 +99,7 @@ def certify_engine(
 
 
 def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
-    """Answers with the model's own log-probabilities or none: others are behind temperature and filters, or unknown."""
+    """Answers with raw log-probabilities or none: processed ones include temperature and filters, or are unknown."""
     if peer.facts.logprobs == "raw":
         return answered
     return [(question, replace(reply, logprobs=None)) for question, reply in answered]
@@ -110,7 +109,7 @@ def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
 
 
 def _of_greedy(judge: Judge, answered: Sequence[Answered], asked: AskedEngine) -> Finding:
-    """Greedy tokens at their own prefixes: the likeliest one, or one that rounding cannot tell from it."""
+    """Greedy tokens at their own prefixes: the most likely one, or one that rounding cannot separate from it."""
     params = replace(answered[0][0].params, logprobs=None) if answered else SamplingParams()
     evidence = _evidence(judge, params)
     for answer in judge.answer_probs(answered):
@@ -128,7 +127,7 @@ def _of_greedy(judge: Judge, answered: Sequence[Answered], asked: AskedEngine) -
 def _tokens_finding(
     part: Part, name: str, evidence: Evidence, asked: AskedEngine, enough: bool, summary: str, facts: dict[str, Any]
 ) -> Finding:
-    """What evidence comes to: a fault only where the engine told its ids itself."""
+    """The finding for some evidence: FAILS only if the engine returned its token ids itself."""
     status = Status.HOLDS if enough else Status.NOT_ENOUGH
     if ALARM in evidence.process.reached:
         unsure = sum(asked.unsure.values())
@@ -141,7 +140,7 @@ def _tokens_finding(
 def _sampled(
     judge: Judge, asked: AskedEngine, deadline: Deadline, tokens: int, tell: Tell
 ) -> tuple[Finding, list[Answered], PeerError | None]:
-    """Sampled tokens until they are enough, the evidence is certain, the time is over, or the engine fails."""
+    """Sampled tokens until there are enough, the evidence is certain, the time is over, or the engine fails."""
     evidence = _evidence(judge, asked.params)
     kept: list[Answered] = []
     failed: PeerError | None = None
@@ -192,9 +191,9 @@ def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
     for name, model in judge.drafts.items():
         found[name] = torch.zeros_like(answer.probs)
         known = next((place for place, token in enumerate(answer.text) if token >= model.vocab_size), len(answer.text))
-        # A row is of what stands before its token: it may be one that the draft does not have, and must not matter.
+        # A row depends only on tokens before its own, so its own token may be one that the draft does not have.
         first, last = len(answer.question.prompt), min(known + 1, len(answer.text), model.context_length)
-        if known < first or last <= first:  # a draft that cannot read the text guesses nothing
+        if known < first or last <= first:  # a draft that cannot read the text proposes nothing
             continue
         behind = [*answer.text[first : last - 1], 0]  # no row sees the last
         (logits,) = judging_logits(model, [(answer.question.prompt, behind)])
@@ -212,7 +211,7 @@ def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
 def _promises(
     asked: AskedEngine, greedy: Sequence[Answered], answered: Sequence[Answered], judge: Judge
 ) -> list[Finding]:
-    """Lengths, stop texts and seeds; an engine that fails meanwhile loses nothing of what was found before."""
+    """Lengths, stop texts and seeds. If the engine fails during these, earlier findings are kept."""
     found = behaviour.lengths(answered, judge.target)
     tokenizer = judge.target.tokenizer
     try:

@@ -1,4 +1,4 @@
-"""Others' rejection samplers, white box: run on worlds whose exact answer is known; what is wrong is named."""
+"""Certification of users' rejection samplers: run on worlds with a known exact answer; the fault is named."""
 
 from truedraft.certify.samplers.contract import Sampler, load_sampler
 from truedraft.certify.samplers.evidence import DEPENDENT, UNKNOWN

@@ -1,14 +1,15 @@
-"""Somebody's rejection sampler as a function that can be called with rows, and what it may be given and give back.
+"""The interface of a user's rejection sampler: a function of batched rows, with its possible arguments and results.
 
-A function says by the names of its parameters what it wants:
+The function's parameter names select its arguments:
 
 - `draft_tokens`: `[batch, k]`, int64;
-- `draft_probs`: `[batch, k, vocab]`, float32, what they were drawn from; one-hot where a token was not drawn;
+- `draft_probs`: `[batch, k, vocab]`, float32, the distributions they were drawn from; one-hot where a token was not
+  drawn;
 - `target_probs`: `[batch, k + 1, vocab]`, float32; or `target_logits`: the same as logits, -inf where there is no mass;
 - `uniforms`: `[batch, 2 k + 1]`, float64 in [0, 1): the numbers to use; or `generator`: a seeded `torch.Generator`. A
   function that takes neither draws from the global states of torch, numpy and `random`, which are seeded.
 
-It gives back the tokens to emit: `[batch, k + 1]`, integers, filled up with -1; or a list of lists of 1 to k + 1 ids.
+It returns the tokens to emit: `[batch, k + 1]`, integers, padded with -1; or a list of lists of 1 to k + 1 ids.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ARGUMENTS: Mapping[str, Callable[[Rows, int], Any]] = {
     "draft_tokens": lambda rows, seed: rows.draft_tokens.clone(),
     "draft_probs": lambda rows, seed: rows.draft_probs.clone(),
     "target_probs": lambda rows, seed: rows.target_probs.clone(),
-    # Logits are known up to a number for each row: so these are no logarithms of probabilities.
+    # Logits have an arbitrary offset in each row, so these are not logarithms of probabilities.
     "target_logits": lambda rows, seed: rows.target_probs.log() + _OFFSET,
     "uniforms": _uniforms,
     "generator": lambda rows, seed: torch.Generator().manual_seed(seed),
@@ -53,13 +54,7 @@ _OF_TARGET = ("target_probs", "target_logits")
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A rejection sampler that can be called.
-
-    Attributes:
-        name: for reports: `module:function` as it was typed.
-        function: is called with the arguments of its own parameters' names.
-        parameters: those names.
-    """
+    """A user's rejection sampler; `name` is `module:function` as it was typed, for reports."""
 
     name: str
     function: Callable[..., Any]
@@ -67,10 +62,10 @@ class Sampler:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> Sampler:
-        """Read what a function wants.
+        """Read the parameters of a function.
 
         Raises:
-            OptionError: it is nothing that can be called so; says which parameters there are.
+            OptionError: the function does not have the interface; the message lists possible parameters.
         """
         if not callable(function):
             raise _refused(name, f"is a {type(function).__name__}; name a function")
@@ -89,17 +84,17 @@ class Sampler:
         return cls(name, function, tuple(wanted))
 
     def emit(self, rows: Rows, seed: int) -> Tensor:
-        """Call it.
+        """Call the sampler.
 
         Args:
-            rows: what it judges.
-            seed: of its numbers, however it gets them.
+            rows: its input.
+            seed: for its random numbers, however it gets them.
 
         Returns:
-            Emitted tokens `[batch, k + 1]`, int64, filled up with -1.
+            Emitted tokens `[batch, k + 1]`, int64, padded with -1.
 
         Raises:
-            OptionError: it failed, or gave back something else.
+            OptionError: it failed, or returned something else.
         """
         arguments = {name: _ARGUMENTS[name](rows, seed) for name in self.parameters}
         with _seeded(seed):
@@ -127,7 +122,7 @@ class Sampler:
 
 
 def load_sampler(spec: str) -> Sampler:
-    """The sampler `MODULE:FUNCTION`; the module is importable, or lies in the working directory.
+    """The sampler `MODULE:FUNCTION`; the module is importable, or in the working directory.
 
     Raises:
         OptionError: no such module or function, or one that is no sampler.
@@ -148,20 +143,19 @@ def _refused(name: str, why: str) -> OptionError:
 
 
 def _place(error: BaseException) -> str:
-    """Where somebody's code failed: there is no traceback for them to read it from."""
+    """Where the user's code failed, because the error is shown without a traceback."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this file's
     return f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
 
 
 def _tensor(given: Any, batch: int, width: int, name: str) -> Tensor:
-    """What was given back as a tensor `[batch, width]`, int64."""
     shape = f"tokens [batch, k + 1] = [{batch}, {width}] or {batch} lists of 1 to {width} ids"
     if isinstance(given, list | tuple):
         given = _filled(given, batch, width, name, shape)
     if isinstance(given, np.ndarray):
         try:
             given = torch.from_numpy(np.ascontiguousarray(given))
-        except (TypeError, ValueError) as error:  # an array of objects, or of another machine's byte order
+        except (TypeError, ValueError) as error:  # an array of objects, or of foreign byte order
             raise _refused(name, f"gave back an array of {given.dtype} where ids are wanted; give {shape}") from error
     if not isinstance(given, Tensor):
         raise _refused(name, f"gave back a {type(given).__name__}; give {shape}")
@@ -190,11 +184,10 @@ def _filled(rows: list[Any] | tuple[Any, ...], batch: int, width: int, name: str
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """All global states that a sampler may draw from, seeded; afterwards they are as before."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of device: a millisecond
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed checks every kind of device: a millisecond
             if torch.cuda.is_available():
                 torch.cuda.manual_seed_all(seed)
             random.seed(seed)

@@ -1,14 +1,14 @@
-"""Evidence that a sampler's tokens do not have the target's distribution: e-values that may be looked at at any time.
+"""Evidence that a sampler's tokens do not have the target's distribution: e-values, valid at any stopping time.
 
 Under a lossless sampler the cells of a world are independent draws from its joint distribution p. For any other
 distribution r, fixed beforehand or averaged over beforehand, the product over rows of r(cell) / p(cell) is a martingale
-that starts at 1, and so is a mean of such products: it ever reaches 1 / a with probability a at most (Ville's
-inequality), however many worlds, rows and looks there are. Three kinds of r are taken, a share of the mean for each:
+that starts at 1, and so is a mean of such products: it ever reaches 1 / a with probability at most a (Ville's
+inequality), however many worlds, rows and looks there are. The mean has three kinds of r:
 
-- every known fault (`suspects`), as it is and mixed with p, over all worlds together: few rows are enough for these;
+- every known fault (`suspects`), pure and mixed with p, over all worlds together: few rows are enough for these;
 - any distribution at all, world by world: r is averaged over Dirichlet priors around p (`counts`);
 - rows that are not independent: pairs of first tokens, of neighbouring rows of a call and of equal rows of two calls,
-  again over Dirichlet priors.
+  also over Dirichlet priors.
 """
 
 from __future__ import annotations
@@ -33,17 +33,7 @@ DEPENDENT = "rows share their noise"
 
 
 class Evidence:
-    """What the counts of all worlds say.
-
-    Args:
-        worlds: that are tested.
-        suspects: the faults that are known.
-
-    Attributes:
-        suspects: these.
-        tallies: counts of each world.
-        process: the e-value when so many rows were seen.
-    """
+    """Evidence from the counts of all worlds; `process` has the e-value by number of rows."""
 
     def __init__(self, worlds: Sequence[SamplerWorld], suspects: Sequence[Fault]) -> None:
         self.suspects = suspects
@@ -53,11 +43,9 @@ class Evidence:
 
     @property
     def rows(self) -> int:
-        """How many rows were seen in all worlds."""
         return sum(each.rows for each in self.tallies)
 
     def merge(self, other: Evidence) -> None:
-        """Add the rows of another run over the same worlds."""
         for mine, its in zip(self.tallies, other.tallies, strict=True):
             mine.merge(its)
 
@@ -66,7 +54,6 @@ class Evidence:
         return self.process.mean(self.log_parts())
 
     def log_parts(self) -> dict[str, float]:
-        """The logarithm of each kind of r's e-value."""
         return {
             "known": log_mean(self._of_suspects()),
             "any": log_mean(torch.tensor(self.log_e_of_worlds(), dtype=torch.float64)),
@@ -74,12 +61,12 @@ class Evidence:
         }
 
     def log_e_of_worlds(self) -> list[float]:
-        """The logarithm of each world's e-value against its joint distribution, whatever else it follows."""
+        """The logarithm of each world's e-value against its joint distribution, for any alternative."""
         return [log_dirichlet(each.cells, each.world.joint) for each in self.tallies]
 
     def log_dependence(self) -> Tensor:
-        """How much likelier pairs are as pairs than as two rows of any distribution, the logarithm, for each of
-        `PAIRS`: a sampler whose single tokens are wrong already is not called dependent for that."""
+        """Log likelihood ratio of pairs as pairs against two independent rows of any distribution, for each of `PAIRS`,
+        so that a sampler with wrong single tokens is not called dependent."""
         found = self._of_pairs()
         for number, tally in enumerate(self.tallies):
             for kind, pairs in enumerate(tally.pairs.view(-1, tally.world.vocab, tally.world.vocab)):
@@ -88,7 +75,7 @@ class Evidence:
         return found.sum(0)
 
     def log_likelihoods(self) -> Tensor:
-        """Of each suspect `[suspects]`: the likelihood ratio against p in the share of rows that suits it best."""
+        """The likelihood ratio of each suspect `[suspects]` against p, at its best mixture share."""
         return self._of_suspects().amax(-1)
 
     def _of_suspects(self) -> Tensor:
@@ -111,27 +98,26 @@ def _ratios(world: SamplerWorld, suspects: Sequence[Fault]) -> Tensor:
     r = torch.stack([joint_of(each, world) for each in suspects])[:, None]  # [suspects, 1, cells]
     strength = torch.tensor(_STRENGTHS, dtype=torch.float64)[:, None]
     mixed = strength * r + (1.0 - strength) * p
-    # A cell that neither has is as unlikely under both: it says nothing of this suspect.
+    # A cell without mass in both is no evidence on this suspect.
     return torch.where(mixed > 0.0, mixed.clamp_min(1e-300).log() - p.clamp_min(FLOOR).log(), 0.0)
 
 
-# ------------------------------------------------------------------------------------------ what is wrong, by name
+# ------------------------------------------------------------------------------------------ diagnosis
 
 
 def diagnose(evidence: Evidence) -> dict[str, Any]:
     """Name the fault.
 
     Every known fault has a likelihood in closed form, and so has the free fit (a Dirichlet average in each world, which
-    pays for its freedom): the likeliest is named. Rows that depend on each other come first: under them no likelihood
-    of single rows means anything.
+    pays for its freedom): the most likely is named. Rows that depend on each other come first, because under them no
+    likelihood of single rows means anything.
 
     Args:
-        evidence: of all rows.
+        evidence: from all runs.
 
     Returns:
-        The fault, `UNKNOWN` where no known one explains the tokens as well as a free fit of each world; its detail, how
-        or how much; the next fault of another name, and how much less likely the tokens are under that; what else was
-        seen, a sentence each.
+        The fault, or `UNKNOWN` if no known one explains the tokens as well as a free fit of each world; its detail; the
+        next fault of another name, and the log10 likelihood ratio to it; further observations, one sentence each.
     """
     logs = evidence.log_likelihoods()
     order = logs.argsort(descending=True).tolist()
@@ -156,7 +142,6 @@ def diagnose(evidence: Evidence) -> dict[str, Any]:
 
 
 def _notes(evidence: Evidence) -> list[str]:
-    """What can be seen in single rows."""
     strays, forbidden = (sum(getattr(each, name) for each in evidence.tallies) for name in ("strays", "forbidden"))
     rows = evidence.rows
     notes = []

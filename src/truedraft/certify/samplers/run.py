@@ -1,4 +1,4 @@
-"""A sampler, run on worlds whose answer is known until its evidence speaks, and what came of it."""
+"""Certification of a sampler on worlds with a known answer, until its evidence suffices, and the report."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ from truedraft.certify.samplers.worlds import SamplerWorld, sampler_worlds
 from truedraft.errors import OptionError
 
 GOAL = 0.05
-"""A sampler is lossless as far as was tested if a total variation of this size would have been found in every world."""
+"""A sampler is certified if the smallest detectable total variation is at most this in every world."""
 ROWS = 60_000
-"""Of each world, at most."""
+"""Maximum number of rows per world."""
 _FIRST, _GROWTH, _LARGEST = 2, 1.25, 4096  # rows of a call
-_NAMED = 1_000  # of each world, to name a fault
+_NAMED = 1_000  # rows per world, to name a fault
 
 
 @dataclass
 class _Run:
-    """A run under way."""
-
     seeds: random.Random
     evidence: Evidence
     tokens: int = 0
@@ -41,16 +39,15 @@ class _Run:
 
     @property
     def deviates(self) -> bool:
-        """Whether the evidence is such that a second run has to be made, or confirms the first."""
+        """Whether the evidence requires a second run, or confirms the first."""
         return CERTAIN in self.evidence.process.reached
 
     @property
     def rows_of_each(self) -> int:
-        """Rows of each world."""
         return self.evidence.rows // len(self.evidence.tallies)
 
     def go_on(self, sampler: Sampler) -> None:
-        """Two calls in each world, and a look at the evidence."""
+        """Call the sampler twice in each world, and update the evidence."""
         batch = int(self.batch)
         for tally in self.evidence.tallies:
             cells = []
@@ -66,7 +63,6 @@ class _Run:
         self.batch = min(_LARGEST, self.batch * _GROWTH)
 
     def facts(self) -> dict[str, Any]:
-        """What came of it: rows and tokens until each of the e-values, None where it was not reached."""
         reached = self.evidence.process.reached
         found = {f"1e{math.log10(level):.0f}": reached.get(level, (None, None)) for level in (ALARM, CERTAIN)}
         return {
@@ -90,16 +86,15 @@ def certify_sampler(
     """Check that a sampler's tokens, continued by the target, have the target's joint distribution.
 
     Args:
-        sampler: the function.
-        seconds: how long to take at most, a second run included, in which a deviation must be seen again. A fast
-            sampler is done sooner.
-        seed: of drafts and of the sampler's numbers.
-        rows: of each world, after which a run is over at the latest.
+        seconds: maximum duration, including the second run, in which a deviation must repeat. A fast sampler takes
+            less.
+        seed: for drafts and for the sampler's numbers.
+        rows: maximum number of rows per world and run.
         worlds: None is `sampler_worlds`.
-        tell: is told the fraction that is done.
+        tell: callback with the completed fraction.
 
     Raises:
-        OptionError: an unusable time, or the sampler failed or gave back no tokens.
+        OptionError: an unusable time, or the sampler failed or returned no tokens.
     """
     if not 0.0 < seconds < math.inf:
         raise OptionError(f"the time for a sampler must be above 0, got {seconds} seconds")
@@ -128,7 +123,7 @@ def certify_sampler(
 
 
 def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], seconds: float) -> Report:
-    """What the runs come to; those behind the first are merged into it."""
+    """The report on the runs; later ones are merged into the first."""
     facts = [run.facts() for run in runs]
     found = [run.deviates for run in runs]
     evidence = runs[0].evidence
@@ -150,7 +145,7 @@ def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], se
 def _verdict(
     runs: Sequence[Mapping[str, Any]], found: Sequence[bool], worlds: Sequence[Finding], diagnosis: Mapping[str, Any]
 ) -> Finding:
-    """A deviation is one that comes again; without any, how small a one would have been found in every world."""
+    """A deviation must repeat; without one, the smallest that would have been found in every world."""
     least = max(each.facts["smallest_detectable_tv"] for each in worlds)
     log10 = min(run["log10_e"] for run in runs)
     facts = {"log10_evidence": log10, "smallest_detectable_tv": least, **diagnosis}
@@ -182,7 +177,7 @@ def _kept(kept: float, by_rule: float) -> str:
 
 
 def _of_worlds(evidence: Evidence) -> list[Finding]:
-    """Of each world how far tokens are from the exact distribution, and what so many rows would have shown."""
+    """For each world the distance of tokens from the exact distribution, and the smallest detectable one."""
     needed = math.log(CERTAIN * len(evidence.tallies) / evidence.process.share("any"))
     found = []
     for tally, log_e in zip(evidence.tallies, evidence.log_e_of_worlds(), strict=True):

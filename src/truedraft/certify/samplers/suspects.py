@@ -1,8 +1,8 @@
-"""What faulty samplers emit, in closed form: the joint distribution of a world's cells under each known fault.
+"""Closed forms of faulty samplers' output: the joint distribution of a world's cells under each known fault.
 
 A fault changes one thing about speculative sampling: how much of the draft's mass is kept, what is drawn after a
-rejection, or the bonus token. p is the target's distribution, q the draft's, `[texts, vocab]` each. Which fault a
-sampler has is told by which of these distributions its tokens are likeliest under, not by rules about single numbers.
+rejection, or the bonus token. p is the target's distribution, q the draft's, `[texts, vocab]` each. The fault with the
+most likely tokens is named; no rules about single numbers are used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _TYPICAL = f"kept where p is above min({forms.EPSILON:g}, {forms.DELTA:g} exp(-H
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The distributions by which the tokens of one depth are judged.
+    """The distributions for verification at one depth.
 
     Attributes:
         p: `[texts, vocab]`, float64: the target's.
-        q: the draft's.
+        q: `[texts, vocab]`: the draft's.
         before: the target's one position earlier, after the text without its last token.
-        after: `[texts, vocab, vocab]`: the target's one position later, behind each token.
+        after: `[texts, vocab, vocab]`: the target's one position later, after each token.
     """
 
     p: Tensor
@@ -40,11 +40,11 @@ class Level:
 
 
 Step = Callable[[Level], tuple[Tensor, Tensor]]
-"""The mass `[texts, vocab]` of drafted tokens that are kept, and of tokens drawn after a rejection; together 1."""
+"""The mass `[texts, vocab]` of kept drafted tokens, and of tokens drawn after a rejection; together 1."""
 
 
 def suspects() -> list[Fault]:
-    """All faults that can be named; what samplers with them emit says `joint_of`."""
+    """All faults that can be named; `joint_of` gives their output."""
     position, typical, other = "judged at the wrong position", "typical acceptance", "judged at another temperature"
     bonus = "the bonus token is wrong"
     return [
@@ -77,7 +77,7 @@ _SOUND = _judging(forms.sound)
 
 
 def accepted_by_rule(world: SamplerWorld) -> float:
-    """How many drafted tokens of a row speculative sampling keeps on average, token by token."""
+    """Mean number of drafted tokens per row that token-by-token speculative sampling keeps."""
     reach, kept = torch.ones(1, dtype=torch.float64), 0.0
     for p, q in zip(world.target, world.draft, strict=False):
         reach = (reach[:, None] * torch.minimum(p, q)).flatten()
@@ -93,9 +93,9 @@ def _own_bonus(world: SamplerWorld) -> Tensor:
 
 
 def _joint(world: SamplerWorld, step: Step = _SOUND, bonus: Callable[[SamplerWorld], Tensor] = _own_bonus) -> Tensor:
-    """The cells of a rule that judges token by token; `bonus` gives `[texts, vocab]` for texts of k tokens."""
+    """The cells of a token-by-token rule; `bonus` gives `[texts, vocab]` for texts of k tokens."""
     cells = torch.zeros_like(world.joint)
-    reach = torch.ones(1, dtype=torch.float64)  # of each text: that it was drafted, and kept
+    reach = torch.ones(1, dtype=torch.float64)  # probability that each text was drafted and kept
     for depth in range(world.drafted):
         kept, recovered = step(_level(world, depth))
         cells += world.continued((reach[:, None] * recovered).flatten())
@@ -111,7 +111,7 @@ def _level(world: SamplerWorld, depth: int) -> Level:
 
 
 def _one_number_for_all(world: SamplerWorld) -> Tensor:
-    """Given that a text was kept the number is uniform below the least acceptance so far."""
+    """Given that a text was kept, the number is uniform below the least acceptance so far."""
     cells = torch.zeros_like(world.joint)
     reach = torch.ones(1, dtype=torch.float64)
     least = torch.ones(1, dtype=torch.float64)
@@ -148,7 +148,7 @@ _BONUSES: tuple[tuple[str, Callable[[SamplerWorld], Tensor]], ...] = (
 
 
 def _too_late(level: Level) -> tuple[Tensor, Tensor]:
-    """Behind a drafted x: kept with min(1, p'(x) / q(x)), p' the target after x; else from norm(max(0, p' - q))."""
+    """After a drafted x: kept with min(1, p'(x) / q(x)), p' the target after x; else from norm(max(0, p' - q))."""
     own = level.after.diagonal(dim1=-2, dim2=-1)
     kept = level.q * forms.ratio(own, level.q).clamp_max(1.0)
     left = L.residual(level.after, level.q[:, None].expand_as(level.after))  # [texts, drafted, vocab]

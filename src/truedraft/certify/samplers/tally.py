@@ -1,4 +1,4 @@
-"""What is counted of a sampler in one world: cells, pairs, and where it goes wrong (acceptance, places, bad tokens)."""
+"""Counts of a sampler's output in one world: cells, pairs, acceptance, deviations by place, and invalid tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,12 @@ PAIRS = ("neighbouring rows of a call share their noise", "calls repeat the nois
 class Tally:
     """Counts of one world.
 
-    Args:
-        world: that rows are of.
-
     Attributes:
-        world: this.
         cells: `[cells]`, float64: rows by cell.
         pairs: `[kinds of pairs, vocab**2]`: pairs of first tokens, by their kind in `PAIRS`.
-        accepted: drafted tokens that were kept.
-        strays: rows that go on behind a token that was not drafted.
-        forbidden: tokens without target probability.
+        accepted: number of accepted drafted tokens.
+        strays: number of rows that continue after a token that was not drafted.
+        forbidden: number of tokens without target probability.
     """
 
     def __init__(self, world: SamplerWorld) -> None:
@@ -44,16 +40,15 @@ class Tally:
 
     @property
     def rows(self) -> int:
-        """How many rows were seen."""
         return int(self.cells.sum())
 
     @property
     def accepted_by_rule(self) -> float:
-        """Drafted tokens that speculative sampling would have kept of as many rows, token by token."""
+        """Number of drafted tokens that token-by-token speculative sampling would have accepted in as many rows."""
         return self.rows * accepted_by_rule(self.world)
 
     def count(self, calls: Sequence[Tensor]) -> None:
-        """Count the cells `[batch]` of two calls of equal rows."""
+        """Count the cells `[batch]` of two calls with equal rows."""
         vocab = self.world.vocab
         self.cells += torch.cat(list(calls)).bincount(minlength=len(self.cells))
         first, second = (each // vocab**self.world.drafted for each in calls)
@@ -62,7 +57,7 @@ class Tally:
             self.pairs[kind] += (one * vocab + other).bincount(minlength=vocab**2)
 
     def add(self, rows: Rows, emitted: Tensor) -> None:
-        """Look at rows and what a sampler made of them, `[batch, k + 1]`."""
+        """Count acceptance and invalid tokens of a sampler's output `[batch, k + 1]`."""
         world, drafted = self.world, self.world.drafted
         lengths = (emitted >= 0).sum(-1)
         self.accepted += int((lengths - 1).sum())
@@ -81,7 +76,6 @@ class Tally:
             text = text * world.vocab + token
 
     def merge(self, other: Tally) -> None:
-        """Add the rows of another run over the same world."""
         self.cells += other.cells
         self.pairs += other.pairs
         self.accepted += other.accepted
@@ -91,7 +85,7 @@ class Tally:
         self._bonus += other._bonus
 
     def places(self) -> list[Finding]:
-        """How far tokens are from the target, by place; recovered and bonus tokens as speculative sampling has them."""
+        """Distances of tokens from the target by place, with recovered and bonus tokens as in speculative sampling."""
         world = self.world
         found = []
         shape = (world.vocab,) * (world.drafted + 1)
@@ -107,7 +101,7 @@ class Tally:
 
 
 def worst_places(tallies: Sequence[Tally]) -> list[Finding]:
-    """Of each place its worst world, by how much farther tokens are than by chance."""
+    """The worst world for each place, by the ratio of its distance to the one by chance."""
     worst: dict[str, Finding] = {}
     for tally in tallies:
         for place in tally.places():
@@ -121,7 +115,7 @@ def _excess(place: Finding) -> float:
 
 
 def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> Finding:
-    """The tokens of one place in one world: lossless samplers are off as by chance, so many rows give no less."""
+    """The tokens of one place in one world; a lossless sampler's distance is about the one by chance."""
     rows = int(observed.sum())
     facts = {
         "world": world.name,

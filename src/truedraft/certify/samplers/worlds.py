@@ -1,8 +1,8 @@
 """Worlds for rejection samplers: small tables of a target and a draft, rows drawn from them, and the exact answer.
 
-A world drafts k tokens of a vocabulary V, each from its own distribution after the tokens before it. Whatever sampler
-judges them, its tokens, continued to k + 1 by the target's own draws, must have the target's joint distribution: that
-is what "lossless" means for a rule that judges token by token, by blocks, or otherwise.
+A world drafts k tokens of a vocabulary V, each from its own distribution after the tokens before it. For any sampler,
+its tokens, continued to k + 1 by the target's own draws, must have the target's joint distribution: that is what
+"lossless" means for a rule that verifies token by token, by blocks, or otherwise.
 
 A text of d tokens is numbered in base V, the first token first; a *cell* is the number of a text of k + 1 tokens.
 """
@@ -25,7 +25,7 @@ _PEAK = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Drafts to be judged, as a sampler is given them.
+    """Input of a sampler.
 
     Attributes:
         draft_tokens: `[batch, k]`, int64.
@@ -48,7 +48,7 @@ class SamplerWorld:
     Attributes:
         name: for reports.
         target: `[vocab**d, vocab]` for d = 0 to k, float64: the target's distribution after each text of d tokens.
-        draft: the same for d = 0 to k - 1 of the draft.
+        draft: `[vocab**d, vocab]` for d = 0 to k - 1, float64: the draft's.
     """
 
     name: str
@@ -57,12 +57,10 @@ class SamplerWorld:
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are."""
         return self.target[0].shape[1]
 
     @property
     def drafted(self) -> int:
-        """k."""
         return len(self.draft)
 
     @cached_property
@@ -78,7 +76,6 @@ class SamplerWorld:
         return mass
 
     def rows(self, batch: int, generator: torch.Generator) -> Rows:
-        """Draw drafts."""
         text = torch.zeros(batch, dtype=torch.int64)
         tokens, drafts, targets = [], [], [self.target[0][text]]
         for depth in range(self.drafted):
@@ -98,13 +95,13 @@ class SamplerWorld:
 
 
 def drawn(probs: Tensor, generator: torch.Generator) -> Tensor:
-    """A token `[rows]` of each distribution `[rows, vocab]`, float64; never one without mass."""
+    """A token `[rows]` from each distribution `[rows, vocab]`, float64; never one without mass."""
     numbers = torch.rand(len(probs), 1, dtype=torch.float64, generator=generator)
     reached = probs.cumsum(-1)
     return (reached <= numbers * reached[:, -1:]).sum(-1).clamp_max(probs.shape[-1] - 1)
 
 
-# ------------------------------------------------------------------------------------------------------- the worlds
+# ------------------------------------------------------------------------------------------------------- worlds
 
 Probs = Callable[[tuple[int, ...]], Tensor]
 """The distribution `[vocab]`, float64, after a text."""
@@ -114,7 +111,7 @@ def sampler_worlds() -> list[SamplerWorld]:
     """The worlds of a test: two to five tokens, one to three of them drafted.
 
     Distributions without zeros, with zeros on either side, peaked, equal, nearly equal and with ties; and candidates
-    that were not drawn, as n-grams give them.
+    that were not drawn, as from n-grams.
     """
     return [
         *_styled(),
@@ -167,13 +164,11 @@ def _table(name: str, vocab: int, style: str, largest: int = 9) -> Probs:
 
 
 def _near(vocab: int) -> tuple[Probs, Probs]:
-    """A target, and a draft that is nearly the same."""
     target, other = _table("near p", vocab, "dense"), _table("near q", vocab, "dense")
     return target, lambda text: (1.0 - _NEAR) * target(text) + _NEAR * other(text)
 
 
 def _peaked(name: str, vocab: int) -> Probs:
-    """Most of the mass on few tokens, little on the others."""
     table = _table(name, vocab, "dense")
 
     def probs(text: tuple[int, ...]) -> Tensor:
@@ -184,8 +179,6 @@ def _peaked(name: str, vocab: int) -> Probs:
 
 
 def _cut(table: Probs, kept: int) -> Probs:
-    """The likeliest tokens alone."""
-
     def probs(text: tuple[int, ...]) -> Tensor:
         own = table(text)
         left = torch.zeros_like(own).scatter(0, own.topk(kept).indices, 1.0) * own
@@ -195,7 +188,7 @@ def _cut(table: Probs, kept: int) -> Probs:
 
 
 def _candidate(vocab: int, rank: int) -> tuple[Probs, Probs]:
-    """A target, and the token of a rank under another table, without a draw."""
+    """A target, and a draft that always proposes the token of a rank under another table."""
     table = _table(f"candidate {rank}", vocab, "dense")
 
     def probs(text: tuple[int, ...]) -> Tensor:

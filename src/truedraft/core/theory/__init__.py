@@ -1,4 +1,4 @@
-"""Closed forms of speculative decoding, and cost curves to put into them. Plain numbers: needs no torch, no numpy."""
+"""Closed forms of speculative decoding, and cost curves for them. Plain numbers: needs no torch, no numpy."""
 
 from truedraft.core.theory.acceptance_curve import AcceptanceCurve, SizeOption, best_option, size_options
 from truedraft.core.theory.chains import (

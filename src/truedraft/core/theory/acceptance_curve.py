@@ -1,4 +1,4 @@
-"""How many nodes pay: what each further node of a drafter's trees brings, against what it costs."""
+"""The best number of nodes: the gain of each further node of a drafter's trees against its cost."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class AcceptanceCurve:
     Attributes:
         marginal_gains: for each node, in the order in which a budget takes them, the tokens per target call that it
             adds, a fraction: the probability that it is accepted.
-        depths: of the trees of 0, 1, ... nodes; what drafting them costs goes by these.
-        text: on which it was measured, in words; empty where nobody wrote it down. On other text nodes bring more or
-            less.
+        depths: of the trees of 0, 1, ... nodes; drafting costs depend on these.
+        text: a description of the measured text; empty where unknown. Gains differ on other text.
 
     Raises:
         OptionError: a gain outside [0, 1], or depths that are not one more than gains.
@@ -32,7 +31,6 @@ class AcceptanceCurve:
     text: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no such curve."""
         for gain in self.marginal_gains:
             check_share("each marginal gain", gain)
         if len(self.depths) != len(self.marginal_gains) + 1:
@@ -44,18 +42,17 @@ class AcceptanceCurve:
     def fit(
         cls, points: Iterable[tuple[int, float]], depth_of: Callable[[int], int], text: str = ""
     ) -> AcceptanceCurve:
-        """The lowest curve that rises by less and less and is nowhere below the measured (nodes, tokens) and (0, 1).
+        """The lowest concave curve that is not below any measured (nodes, tokens), nor below (0, 1).
 
-        Trees of the best nodes bring less with each node; measured ones scatter about that. They may bring less than 1
-        token, for a step that only finds that an answer is over emits none; the curve does not see that. It is linear
+        Trees of the best nodes gain less with each node; measured ones scatter about that. They may have less than 1
+        token, because a step that only finds the end of an answer emits none; the curve ignores that. It is linear
         between points and ends at the last that rises.
 
         Worked example: 1.5, 1.6 and 1.9 tokens with 1, 2 and 3 nodes make gains of 0.5, 0.2 and 0.2.
 
         Args:
             points: measured, in any order.
-            depth_of: the depth of a tree of so many nodes, 1 or more.
-            text: as kept.
+            depth_of: the depth of a tree with this many nodes, 1 or more.
 
         Raises:
             OptionError: no whole number of nodes, fewer than 0 tokens, or more than one for each node and one beyond.
@@ -77,29 +74,23 @@ class AcceptanceCurve:
 
     @property
     def measured_on(self) -> str:
-        """The text, in words that say so where nobody knows."""
+        """A description of the text, also where it is unknown."""
         return self.text or "text like that of its training"
 
     def tokens(self, nodes: int) -> float:
-        """Tokens per target call with so many nodes; with all of them where there are fewer."""
+        """Tokens per target call with this many nodes, or with all of them if there are fewer."""
         check_whole("nodes", nodes, least=0)
         return 1.0 + math.fsum(self.marginal_gains[:nodes])
 
 
 def _is_below(middle: tuple[int, float], left: tuple[int, float], right: tuple[int, float]) -> bool:
-    """Whether a point lies on or below the line between two others."""
+    """Whether a point is on or below the line between two others."""
     return (middle[1] - left[1]) * (right[0] - left[0]) <= (right[1] - left[1]) * (middle[0] - left[0])
 
 
 @dataclass(frozen=True, slots=True)
 class SizeOption:
-    """One number of nodes, and what it is predicted to gain.
-
-    Attributes:
-        nodes: of the tree, the length of a chain; 0 is plain decoding.
-        expected_tokens: tokens emitted per target call.
-        speedup: predicted factor over plain decoding.
-    """
+    """A number of nodes (0 is plain decoding), tokens per target call, and the predicted factor over plain decoding."""
 
     nodes: int
     expected_tokens: float
@@ -112,13 +103,12 @@ def size_options(
     """For 0, 1, ... nodes tau(n) V(1) / (V(n + 1) + draft cost), tau(n) = 1 + the first n gains.
 
     Worked example: gains (0.6, 0.3), V = 10, 11 and 20 ms for 1, 2 and 3 rows and 1 ms of drafting predict 1.6 * 10 /
-    12 = 1.33 with one node and 1.9 * 10 / 21 = 0.90 with two: one node it is.
+    12 = 1.33 with one node and 1.9 * 10 / 21 = 0.90 with two: one node is best.
 
     Args:
-        curve: what nodes bring.
-        verify_s: V: seconds of the target's forward by the rows of each request; a tree of n nodes takes n + 1.
-        draft_s: seconds of one proposal by the depth of its tree, for heads cost what they cost however many guesses
-            of theirs are used; not asked for 0 nodes, which cost nothing.
+        verify_s: V: seconds of the target's forward by the rows of each request; a tree of n nodes has n + 1.
+        draft_s: seconds of one proposal by the depth of its tree, because the cost of heads does not depend on the
+            number of guesses used; not called for 0 nodes, which cost nothing.
 
     Raises:
         OptionError: a cost is out of range.

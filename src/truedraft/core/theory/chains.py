@@ -1,16 +1,16 @@
-"""What chains and trees of drafted tokens bring: closed forms.
+"""Closed forms for chains and trees of drafted tokens.
 
 Leviathan et al. 2211.17192, section 3: gamma drafted tokens, each accepted with probability alpha, independently. Here
 a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` drops that assumption and
-takes measured costs. Needs no torch.
+uses measured costs. Needs no torch.
 
-Trace replay (docs/planning.md): the first k drafted tokens are accepted with probability sum over x_1..x_k of
-prod min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor
-of a token is min(1, q(x) / p(x)); the overlap sum_x min(p, q) is right on average for one token, but its product is
-not for several. At temperature 0 the factor is 1 or 0 and replay is exact.
+Trace replay (docs/planning.md): the first k drafted tokens are accepted with probability sum over x_1..x_k of prod
+min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor of a
+token is min(1, q(x) / p(x)); the overlap sum_x min(p, q) is right on average for one token, but its product is not for
+several. At temperature 0 the factor is 1 or 0 and replay is exact.
 
-Measured costs must come from curves measured before, without the engine: a prediction that reads the run it predicts
-predicts nothing. What they say is called "predicted" everywhere.
+Costs must come from curves measured before, without the engine: a prediction that reads the run it predicts predicts
+nothing. Results from them are called "predicted" everywhere.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from truedraft.options import check_not_negative, check_positive, check_share, c
 
 
 def replay_factor(p: float, q: float) -> float:
-    """min(1, q / p) for one token of the trace.
-
-    Args:
-        p: its probability under the target, above 0, for the target drew it.
-        q: its probability under the draft.
+    """min(1, q / p) for one token of the trace, with p above 0, because the target drew it.
 
     Raises:
         OptionError: a probability is out of range.
@@ -41,7 +37,7 @@ def replay_factor(p: float, q: float) -> float:
 def expected_tokens(alpha: float, gamma: int) -> float:
     """(1 - alpha^(gamma+1)) / (1 - alpha): tokens emitted per target call, the recovered or bonus token included.
 
-    Equation 1 of the paper. It lies between 1 (nothing accepted) and gamma + 1 (all accepted).
+    Equation 1 of the paper. It is between 1 (nothing accepted) and gamma + 1 (all accepted).
 
     Worked example: alpha = 0.6 and gamma = 2 give 1 + 0.6 + 0.36 = 1.96.
 
@@ -55,7 +51,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     check_share("alpha", alpha)
     check_whole("gamma", gamma, least=0)
     total = reached = 1.0
-    for _ in range(gamma):  # the sum itself, not the quotient: near alpha = 1 the quotient loses its digits
+    for _ in range(gamma):  # the sum itself, not the quotient: near alpha = 1 the quotient loses digits
         reached *= alpha
         total += reached
     return total
@@ -64,12 +60,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 def speedup(alpha: float, gamma: int, c: float) -> float:
     """(1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)): expected factor in wall time over plain decoding.
 
-    Theorem 3.8 of the paper.
-
-    Args:
-        alpha: acceptance rate, a fraction.
-        gamma: drafted tokens, 0 or more.
-        c: time of one draft step over time of one target step.
+    Theorem 3.8 of the paper; c is the time of one draft step over that of one target step.
 
     Raises:
         OptionError: an argument is out of range.
@@ -92,7 +83,7 @@ def pays(alpha: float, c: float) -> bool:
 def least_speedup(alpha: float, c: float) -> float:
     """(1 + alpha) / (1 + c): where it pays, the best gamma gains at least this factor (corollary 3.9 of the paper).
 
-    It is the speed-up of gamma = 1. Where it does not pay, the answer is 1: plain decoding.
+    It is the speed-up of gamma = 1. Where it does not pay, the result is 1: plain decoding.
 
     Raises:
         OptionError: an argument is out of range.
@@ -103,12 +94,7 @@ def least_speedup(alpha: float, c: float) -> float:
 def operations_factor(alpha: float, gamma: int, c_ops: float) -> float:
     """(1 - alpha)(gamma c_ops + gamma + 1) / (1 - alpha^(gamma+1)): arithmetic per emitted token over plain decoding's.
 
-    Theorem 3.11 of the paper.
-
-    Args:
-        alpha: acceptance rate, a fraction.
-        gamma: drafted tokens, 0 or more.
-        c_ops: operations of the draft per token over those of the target.
+    Theorem 3.11 of the paper; c_ops is the draft's operations per token over those of the target.
 
     Raises:
         OptionError: an argument is out of range.
@@ -120,10 +106,7 @@ def operations_factor(alpha: float, gamma: int, c_ops: float) -> float:
 def best_gamma(alpha: float, c: float, limit: int = 64) -> int:
     """The gamma of 0 to `limit` with the largest `speedup`, the smallest of several; 0 where it does not pay.
 
-    Args:
-        alpha: acceptance rate, a fraction.
-        c: time of one draft step over time of one target step.
-        limit: largest gamma to consider; with c = 0 every further token helps, so there must be one.
+    A limit is needed because with c = 0 every further token helps; alpha and c as in `speedup`.
 
     Raises:
         OptionError: an argument is out of range.
@@ -133,7 +116,7 @@ def best_gamma(alpha: float, c: float, limit: int = 64) -> int:
 
 
 def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: float) -> float:
-    """tau V(1) / (V(nodes + 1) + draft cost): the factor over plain decoding that the costs allow.
+    """tau V(1) / (V(nodes + 1) + draft cost): the predicted factor over plain decoding.
 
     Args:
         tau: mean acceptance length: tokens emitted per target call, the recovered or bonus token included.
@@ -154,9 +137,9 @@ def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: floa
 def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Sequence[Sequence[float]]) -> float:
     """1 + the sum over paths of the product of accuracies: tokens per target call if heads erred independently.
 
-    A node of a tree of candidates is a path of ranks from the root, and brings the share of places, on held-out text,
-    where the true continuation follows that very path. Heads err together, which such counts see and the product of
-    accuracies does not; it stands beside the counted length to show by how much.
+    A node of a tree of candidates is a path of ranks from the root. It adds the fraction of places, on held-out text,
+    where the true continuation follows that path. Heads err together, which such counts include and the product of
+    accuracies does not; reports show both.
 
     Worked example: with accuracies 0.6 and 0.2 of the first head's first two ranks and 0.5 of the second head's first
     one, the paths (0), (1) and (0, 0) come to 1 + 0.6 + 0.2 + 0.6 * 0.5 = 2.1.
@@ -166,7 +149,7 @@ def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Seq
         accuracy: `[heads][ranks]`: how often the true token had which rank among each head's guesses, a fraction.
 
     Raises:
-        OptionError: an accuracy lies outside [0, 1], or a path needs one that is not there.
+        OptionError: an accuracy is outside [0, 1], or a path needs one that does not exist.
     """
     for row in accuracy:
         for share in row:

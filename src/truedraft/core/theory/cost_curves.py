@@ -1,6 +1,6 @@
-"""What a forward of the target and a proposal of a drafter cost, in seconds, from measured points.
+"""Costs of a target's forward and of a drafter's proposal, in seconds, from measured points.
 
-Curves are monotone, for more work never costs less, linear in between and beyond the last point.
+Curves are monotone, because more work never costs less, and linear between points and beyond the last point.
 """
 
 from __future__ import annotations
@@ -18,38 +18,33 @@ from typing import NamedTuple
 from truedraft.errors import OptionError
 from truedraft.options import check_not_negative, check_whole
 
-_MOST_SHAPES = 4096  # of forwards, of which it is kept what they take
+_MOST_SHAPES = 4096  # cached values of V
 SETTLED = 40
-"""Plain steps in a row after which they take as long as they go on to take."""
-_SETTLING = 12.0  # steps in which all but 1 / e of the way is made
+"""Plain steps in a row after which their time is constant."""
+_SETTLING = 12.0  # time constant in steps
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
     """Seconds by one size (rows, nodes, depth).
 
-    Between points it is linear, below the first point it is level, beyond the last it goes on as between the last two
-    (level if there is one point).
-
-    Attributes:
-        sizes: of the points, 0 or more, rising.
-        seconds: at the points, 0 or more, not falling.
+    It is linear between points, constant below the first point, and continues the last slope beyond the last (constant
+    if there is one point). Sizes ascend and seconds never descend; both are 0 or more.
 
     Raises:
-        OptionError: points that are none, or out of order.
+        OptionError: no points, or unordered ones.
     """
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is no monotone curve."""
         _check_axis("sizes", self.sizes)
         _check_seconds(self.seconds, len(self.sizes))
 
     @classmethod
     def fit(cls, points: Iterable[tuple[float, float]]) -> CostCurve:
-        """The curve nearest to measured (size, seconds); several of one size count as their mean.
+        """The monotone curve nearest to measured (size, seconds); several of one size count as their mean.
 
         Raises:
             OptionError: no points, or negative or infinite ones.
@@ -64,7 +59,6 @@ class CostCurve:
         return cls(tuple(sizes), tuple(isotonic(means)))
 
     def __call__(self, size: float) -> float:
-        """Seconds at a size."""
         return _between_points(self.sizes, self.seconds, size)
 
 
@@ -72,16 +66,16 @@ class CostCurve:
 class CostSurface:
     """Seconds by rows and context, monotone in both; in each direction as a `CostCurve`.
 
-    Beyond the last rows or context it goes on with the steepest last slope found at a smaller context or fewer rows,
-    so that it stays monotone there too.
+    Beyond the last rows or context it continues with the steepest last slope at any smaller context or fewer rows, so
+    that it stays monotone there too.
 
     Attributes:
-        rows: 0 or more, rising.
-        contexts: cached tokens, 0 or more, rising.
-        seconds: `[rows][contexts]`, not falling along either axis.
+        rows: ascending.
+        contexts: cached tokens, ascending.
+        seconds: `[rows][contexts]`, not descending along either axis.
 
     Raises:
-        OptionError: points that are none, or out of order.
+        OptionError: no points, or unordered ones.
     """
 
     rows: tuple[float, ...]
@@ -89,7 +83,6 @@ class CostSurface:
     seconds: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is no monotone grid."""
         _check_axis("rows", self.rows)
         _check_axis("contexts", self.contexts)
         if len(self.seconds) != len(self.rows):
@@ -117,14 +110,13 @@ class CostSurface:
         return cls(tuple(map(float, rows)), tuple(map(float, contexts)), tuple(map(tuple, grid)))
 
     def __call__(self, rows: float, context: float) -> float:
-        """Seconds at a number of rows and a context."""
         inside_rows = min(rows, self.rows[-1])
         seconds = self._along_contexts(inside_rows, min(context, self.contexts[-1]))
         if context > self.contexts[-1]:
             slope = _between_points(self.rows, self._context_slopes(), inside_rows)
             seconds += (context - self.contexts[-1]) * slope
         if rows > self.rows[-1]:
-            # The slope itself goes on with the context: rows and context multiply.
+            # The slope itself is extrapolated over the context: rows and context multiply.
             seconds += (rows - self.rows[-1]) * _between_points(self.contexts, self._row_slopes(), context)
         return seconds
 
@@ -145,13 +137,7 @@ class CostSurface:
 
 @dataclass(frozen=True, slots=True)
 class BatchPoint:
-    """One measured forward over several requests of one row and equal context.
-
-    Attributes:
-        requests: 2 or more; so many rows, too.
-        context: cached tokens of each.
-        seconds: of the forward.
-    """
+    """Seconds of one measured forward over 2 or more requests of one row each, with equal numbers of cached tokens."""
 
     requests: int
     context: int
@@ -163,15 +149,15 @@ class TargetCost:
     """V(rows, contexts): seconds of one packed forward of a target.
 
     V = base(rows of all requests) + sum over the requests of attention(its rows, its context) + (requests - 1) *
-    request_s. The weights are read once for all rows, the cached keys and values by each request for itself. It never
-    falls when rows are added or a context grows.
+    request_s. The weights are read once for all rows, cached keys and values once per request. V never decreases when
+    rows are added or a context grows.
 
     Attributes:
-        base: by rows, for one request at the smallest context that was measured.
-        attention: what a request adds to that by its rows and its context; 0 at the smallest context.
-        request_s: what each request beyond the first adds by being there.
-        settles_s: what a forward with one row for each request saves where many such follow each other, so that the
-            processor keeps at hand what they read. V is of forwards in that state; other forwards never come to it.
+        base: by rows, for one request at the smallest measured context.
+        attention: additional seconds of a request by its rows and context; 0 at the smallest context.
+        request_s: seconds per request beyond the first.
+        settles_s: seconds that a forward with one row per request saves after many such forwards, because caches of the
+            processor stay warm. V is for that state; other forwards never reach it.
     """
 
     base: CostCurve
@@ -180,7 +166,6 @@ class TargetCost:
     settles_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a negative share."""
         check_not_negative("request_s", self.request_s)
         check_not_negative("settles_s", self.settles_s)
 
@@ -190,7 +175,7 @@ class TargetCost:
 
         Args:
             single: seconds of a forward of one request by (rows, context), for every pair of some rows and contexts.
-            batches: forwards of several requests; without any, a further request costs its rows and attention only.
+            batches: forwards of several requests; without any, a further request costs only its rows and attention.
 
         Raises:
             OptionError: a pair is missing, or there is none.
@@ -212,7 +197,7 @@ class TargetCost:
         """Seconds of a forward.
 
         Args:
-            rows: tokens that are fed, of all requests together; shared evenly among them.
+            rows: tokens of all requests together; shared evenly among them.
             contexts: cached tokens of each request before the forward.
 
         Raises:
@@ -227,7 +212,7 @@ class TargetCost:
         return unsettled_s - self.settles_s if rows == len(contexts) else unsettled_s
 
     def settling_s(self, steps: int) -> float:
-        """What a plain forward takes beyond V, at most, behind so many others, in seconds: ever less.
+        """Upper bound of the seconds beyond V that a plain forward takes after `steps` others; decreasing.
 
         Worked example: of 2 ms that are saved in the end, the first takes 2 ms longer, and the 13th 0.74 ms.
         """
@@ -235,32 +220,26 @@ class TargetCost:
 
 
 class ForwardTable:
-    """V(rows, contexts) in seconds, for contexts to the nearest 64 tokens of their mean: time brings ever other ones.
-
-    Args:
-        forward_s: V, which is asked once for what is looked up often; answers are kept for 4,096 shapes.
-    """
+    """V(rows, contexts) in seconds, cached for 4,096 shapes, with the mean context rounded to 64 tokens, because
+    contexts change at every step."""
 
     def __init__(self, forward_s: Callable[[int, Sequence[int]], float]) -> None:
         self._known = lru_cache(_MOST_SHAPES)(lambda rows, count, each: forward_s(rows, [each] * count))
 
     def __call__(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of a forward."""
         requests = len(contexts)
         return self._known(rows, requests, round(sum(contexts) / requests / 64) * 64)
 
     def __len__(self) -> int:
-        """Shapes whose seconds are kept."""
         return self._known.cache_info().currsize
 
 
 class DraftPoint(NamedTuple):
-    """Measured proposals of one depth.
+    """Measured seconds of `propose` and `observe`, catch-up with the last step's tokens included.
 
     Attributes:
         depth: length of the longest path, 1 or more.
         nodes: drafted nodes, 1 or more.
-        seconds: of `propose`, catch-up with the last step's tokens included, and of `observe`.
     """
 
     depth: int
@@ -272,14 +251,12 @@ class DraftPoint(NamedTuple):
 class DraftCost:
     """Seconds of one proposal of a drafter for one request, catch-up included.
 
-    Attributes:
-        points: measured, one for each depth, in rising order; none for a drafter that never drafts.
+    The measured points are one for each depth, ascending; none for a drafter that never drafts.
     """
 
     points: tuple[DraftPoint, ...]
 
     def __post_init__(self) -> None:
-        """Refuse depths out of order, and what was not measured."""
         for point in self.points:
             check_whole("depth", point.depth, least=1)
             check_whole("nodes", point.nodes, least=1)
@@ -289,7 +266,7 @@ class DraftCost:
             raise OptionError(f"the depths of a draft cost must rise, got {depths}")
 
     def __call__(self, depth: int) -> float:
-        """Seconds of a proposal of this depth, as wide as the drafter makes it; 0 for none.
+        """Seconds of a proposal of this depth, of the drafter's own width; 0 for depth 0.
 
         Raises:
             OptionError: a negative depth.
@@ -298,14 +275,14 @@ class DraftCost:
         return self._curve([(point.depth, point.seconds) for point in self.points], depth)
 
     def guessed(self, share: float, longest: int) -> DraftCost:
-        """The cost by length of chains, where this one is by levels and some tokens take none: a cascade's.
+        """The cost by length of a cascade's chains, where this cost is by levels and some tokens take none.
 
-        Worked example: levels of 2 ms, of the tokens behind the first one half take none. A chain of 5 takes 3 levels,
-        6 ms.
+        Worked example: levels of 2 ms, of the tokens after the first one half take none. A chain of 5 takes 3 levels, 6
+        ms.
 
         Args:
-            share: of the tokens behind a chain's first that take no level, a fraction.
-            longest: length.
+            share: fraction of the tokens after a chain's first that take no level.
+            longest: greatest length.
         """
         points = []
         for length in range(1, longest + 1):
@@ -316,7 +293,7 @@ class DraftCost:
         return DraftCost(tuple(points))
 
     def of_nodes(self, nodes: int) -> float:
-        """Seconds of a proposal with so many nodes, in the shape in which the drafter adds them; 0 for none.
+        """Seconds of a proposal with this many nodes, in the drafter's shape; 0 for none.
 
         A drafter with a limit on nodes may fill it at several depths; the deepest is what it proposes.
 
@@ -333,8 +310,6 @@ class DraftCost:
 
 def isotonic(values: Sequence[float]) -> list[float]:
     """The non-decreasing sequence with the least squared distance, by pooling adjacent violators.
-
-    Values that rise stay as they are; a run that falls becomes its mean.
 
     Worked example: 1, 3, 2, 4 becomes 1, 2.5, 2.5, 4.
     """
@@ -356,19 +331,18 @@ def isotonic(values: Sequence[float]) -> list[float]:
 def isotonic_grid(grid: Sequence[Sequence[float]]) -> list[list[float]]:
     """A grid made non-decreasing along both axes: pooled along the second, then along the first.
 
-    Pooling keeps an order between sequences, so the second pass does not undo the first.
+    Pooling preserves an order between sequences, so the second pass does not undo the first.
     """
     rows = [isotonic(row) for row in grid]
     columns = [isotonic(column) for column in zip(*rows, strict=True)]
     fitted = [list(row) for row in zip(*columns, strict=True)]
     for row in fitted:
         for place in range(1, len(row)):
-            row[place] = max(row[place], row[place - 1])  # rounding alone
+            row[place] = max(row[place], row[place - 1])  # only rounding
     return fitted
 
 
 def _between_points(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
-    """As a `CostCurve` through these points, which are in order."""
     if size <= sizes[0] or len(sizes) == 1:
         return seconds[0]
     right = min(bisect_right(sizes, size), len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""Many tests at once."""
+"""Multiple testing."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""How likely a drafted token is to be accepted where its parent was: a head's probability, calibrated.
+"""Calibrated probability that a drafted token is accepted, given that its parent was.
 
-A head's own probability is no such thing: at temperature 0 the target takes its likeliest token, so where its
-distributions are flat the head's first guess is accepted far more often than the head gives it, and others far less.
-Trees that are chosen by raw probabilities are then too wide and too shallow. So the log odds of acceptance are fitted
-to text of the target, for each depth, as a linear function of the head's own log odds, x = log q / (1 - q):
+A head's own probability is not that: at temperature 0 the target takes its likeliest token, so if its distributions are
+flat, the head's first guess is accepted far more often than the head's probability, and others far less. Trees chosen
+by raw probabilities are then too wide and too shallow. So the log odds of acceptance are fitted to text of the target,
+for each depth, as a linear function of the head's own log odds, x = log q / (1 - q):
 
     of the head's first guess              best + own x(first)
     of its guess of rank r = 1, 2, ...     other + rank log r + own x(guess) + top x(first)
 
-With own = 1 and the rest 0 this is the head's own probability. A guess is never held likelier than one of lower rank.
+With own = 1 and the rest 0 this is the head's own probability. No guess has a higher value than one of lower rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from truedraft.errors import OptionError
 
 _LARGEST = 1000.0
 _HOST = torch.device("cpu")
-_LEAST = 1e-7  # probabilities as near to 0 or 1 are not told apart
+_LEAST = 1e-7  # probabilities closer to 0 or 1 are clamped
 
 
 class Odds(NamedTuple):
-    """What the log odds of acceptance at one depth are made of; see the module."""
+    """Coefficients of the log odds of acceptance at one depth; see the module."""
 
     best: float
     other: float
@@ -49,20 +49,19 @@ RAW = Odds(0.0, 0.0, 0.0, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceOdds:
-    """Log probabilities that guesses are accepted, given that what they continue is.
+    """Log probabilities that guesses are accepted, given that their parents are.
 
     Attributes:
-        depths: for tokens at depth 1, 2, ...; the last serves for deeper ones.
+        depths: for tokens at depth 1, 2, ...; the last is used for deeper ones.
 
     Raises:
-        OptionError: there is no depth; a number is not finite, or above 1,000; or one of lower rank or larger
-            probability would survive less.
+        OptionError: there is no depth; a number is not finite, or above 1,000; or the result would not be monotonic in
+            rank and probability.
     """
 
     depths: tuple[Odds, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what has no order."""
         for odds in self.depths:
             usable = len(odds) == 5 and all(math.isfinite(each) and abs(each) <= _LARGEST for each in odds)
             if not usable or odds.own < 0.0 or odds.rank > 0.0:
@@ -72,10 +71,10 @@ class AcceptanceOdds:
 
     @classmethod
     def of(cls, depths: Sequence[Sequence[float]]) -> AcceptanceOdds:
-        """From lists of numbers.
+        """From lists of five numbers.
 
         Raises:
-            OptionError: they are none, or too many or too few.
+            OptionError: they are invalid.
         """
         try:
             return cls(tuple(Odds(*map(float, odds)) for odds in depths))
@@ -83,19 +82,19 @@ class AcceptanceOdds:
             raise OptionError(f"odds of acceptance are five numbers for each depth, got {depths!r}") from error
 
     def between(self, other: AcceptanceOdds, share: float) -> AcceptanceOdds:
-        """Odds `share` of the way to another's of as many depths; their order stays."""
+        """Odds interpolated by `share` with another's of as many depths; they stay monotonic."""
         pairs = zip(self.depths, other.depths, strict=True)
         return AcceptanceOdds(
             tuple(Odds(*(a + share * (b - a) for a, b in zip(one, two, strict=True))) for one, two in pairs)
         )
 
     def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
-        """Log probabilities of survival: not above 0, not rising along ranks.
+        """Log probabilities of survival: at most 0, and not rising along ranks.
 
-        A row depends on itself alone; nothing waits for a device.
+        A row depends only on itself; nothing waits for a device.
 
         Args:
-            log_probs: `[..., ranks]`, float32: logs of the probabilities that a head gives to its guesses, falling.
+            log_probs: `[..., ranks]`, float32: a head's log probabilities of its guesses, descending.
             depth: of the guesses, 1 or more.
         """
         depths = len(self.depths)
@@ -109,7 +108,7 @@ class AcceptanceOdds:
 
 
 def _survival(log_probs: Tensor, numbers: Tensor) -> Tensor:
-    """Log probabilities of survival of guesses `[..., ranks]`, by the numbers `[..., 1 + 2 ranks]` of `_numbers`."""
+    """Log probabilities of survival of guesses `[..., ranks]`, from the numbers `[..., 1 + 2 ranks]` of `_numbers`."""
     ranks = log_probs.shape[-1]
     own, fixed, top = numbers.split([1, ranks, ranks], dim=-1)
     odds = log_odds(log_probs)
@@ -118,14 +117,16 @@ def _survival(log_probs: Tensor, numbers: Tensor) -> Tensor:
 
 
 def log_odds(log_probs: Tensor) -> Tensor:
-    """log q / (1 - q) of probabilities q that are given by their logs."""
+    """log q / (1 - q) of probabilities q that are given as logs."""
     return torch.logit(log_probs.exp(), eps=_LEAST)
 
 
 @lru_cache(maxsize=256)
 def _numbers(odds: AcceptanceOdds, depths: int, ranks: int, device: torch.device) -> Tensor:
-    """For depth 1, 2, ... how much a guess's own log odds count, what each rank adds, and how much the first guess
-    counts for it: `[depths, 1 + ranks + ranks]`, float32; they recur at every step."""
+    """Per depth: the weight of a guess's own log odds, each rank's offset, each rank's weight of the first guess.
+
+    `[depths, 1 + ranks + ranks]`, float32; cached, as they recur at every step.
+    """
     rows = []
     for depth in range(depths):
         of = odds.depths[min(depth, len(odds.depths) - 1)]
@@ -136,16 +137,11 @@ def _numbers(odds: AcceptanceOdds, depths: int, ranks: int, device: torch.device
 
 
 Scores: TypeAlias = Callable[[Tensor, int], Tensor]
-"""From log probabilities `[requests, ..., ranks]` of guesses and their depth to what paths are chosen by."""
+"""Maps log probabilities `[requests, ..., ranks]` of guesses and their depth to scores of paths."""
 
 
 def scores_for(requests: Sequence[AcceptanceOdds | None], device: torch.device) -> Scores:
-    """What the paths of some requests are chosen by: each one's survival, or the log probabilities where it has none.
-
-    Args:
-        requests: what serves for each.
-        device: of the log probabilities.
-    """
+    """Scores of the paths of requests: each one's survival, or log probabilities if it has none."""
     different = list(dict.fromkeys(requests))
     if len(different) == 1:
         return different[0] or as_they_are
@@ -159,29 +155,24 @@ def scores_for(requests: Sequence[AcceptanceOdds | None], device: torch.device) 
 
 
 def as_they_are(log_probs: Tensor, depth: int) -> Tensor:
-    """What paths are chosen by where nothing was calibrated."""
+    """Scores without calibration."""
     return log_probs
 
 
 class OddsOfRequests:
-    """`Scores` by numbers that each request has of its own, which may change between replays of a recording.
-
-    Args:
-        numbers: `[requests, depths, 2 + 2 ranks]`, as `numbers_of` makes them.
-    """
+    """`Scores` from numbers per request (`numbers_of`), which may change between replays of a recorded graph."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
 
     def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
-        """See `Scores`."""
         own = self._numbers[:, depth - 1]
         own = own.view(len(own), *[1] * (log_probs.dim() - 2), -1)
         return torch.where(own[..., :1] > 0.0, _survival(log_probs, own[..., 1:]), log_probs)
 
 
 def numbers_of(requests: Sequence[AcceptanceOdds | None], depths: int, ranks: int) -> NDArray[np.float32]:
-    """For `OddsOfRequests`: whether a request has odds (1, else 0), and the numbers of these at each depth."""
+    """Input of `OddsOfRequests`: whether a request has odds (1, else 0), and its numbers at each depth."""
     of_each = {
         odds: np.zeros((depths, 2 + 2 * ranks), np.float32) if odds is None else _with_odds(odds, depths, ranks)
         for odds in dict.fromkeys(requests)

@@ -1,4 +1,4 @@
-"""What drafters with heads share: the vector that a head reads of each request, and whether it fits the target."""
+"""The shared part of drafters with heads: the hidden state that a head reads of each request, and target checks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ RunnerT = TypeVar("RunnerT")
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """One way to size a drafter, its number of nodes still open: what planning chooses from.
+    """One choice of a drafter's sizes, except its number of nodes: an option for planning.
 
     Attributes:
-        name: what is chosen beside the nodes, for reports: "8 beams of 4"; empty where nothing is.
-        curve: what nodes bring.
-        timed: a drafter whose proposals cost what this plan's cost, by their depth.
+        name: the sizes without the nodes, for reports: "8 beams of 4"; may be empty.
+        curve: expected tokens by number of nodes.
+        timed: a drafter with proposals of the same cost, by their depth.
         with_nodes: makes the drafter with a number of nodes; 0 drafts nothing.
     """
 
@@ -46,14 +46,13 @@ class SizePlan:
 
 @dataclass(frozen=True, slots=True)
 class TreeFacts:
-    """What is known of the token trees of a drafter whose candidates have ranks, for reports.
+    """Measurements of the token trees of a drafter with ranked candidates, for reports.
 
     Attributes:
-        tree: as many of the counted tree's nodes as are drafted.
-        fixed: whether that tree is what is drafted; otherwise each step chooses one.
-        nodes: most that are drafted.
-        curve: what nodes bring; None where nobody measured it.
-        accuracy: `[heads][ranks]`: how often the true token had which rank for each head; None where nobody counted.
+        tree: the drafted nodes of the counted tree.
+        fixed: whether that tree is drafted; otherwise each step chooses one.
+        curve: expected tokens by number of nodes; None if not measured.
+        accuracy: `[heads][ranks]`: how often the true token had which rank for each head; None if not counted.
     """
 
     tree: RankTree
@@ -64,19 +63,13 @@ class TreeFacts:
 
 
 class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
-    """Drafts with heads on the target's last hidden state; what is made of their guesses is a subclass's matter.
+    """Drafts with heads on the target's last hidden state; subclasses turn their guesses into proposals.
 
-    Heads may end in the target's own LM head and read its embeddings, so the drafter runs with the target that it was
-    last checked against, which an engine does when it is made.
-
-    Args:
-        head: trained for the target; its record names that, where somebody knows.
+    Heads may use the target's LM head and embeddings, so the drafter runs with the target that it was last checked
+    against, which an engine does when it is made.
 
     Attributes:
-        head: as given.
-        sizes: of the head, as the dataclass of its sizes lists them; what a proposal costs depends on them.
-        note: what a user should know of the head.
-        facts: what was found out about it when it was trained.
+        sizes: of the head, as a tuple; a proposal's cost depends on them.
     """
 
     features: Features | None = Features()
@@ -94,27 +87,26 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
 
     @property
     def trees(self) -> Self:  # type: ignore[override]
-        """Those that it drafts."""
         return self
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """What nodes are expected to bring to requests with such options; None where nobody measured it."""
+        """Expected tokens by number of nodes for requests with such options; None if not measured."""
         return None
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
         """Sizes to choose from by measuring, for requests with such options.
 
-        Empty where they were chosen, or where nobody measured what they bring.
+        Empty if they were chosen already, or if expected tokens were not measured.
         """
         return ()
 
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
-        """What is known of the trees for requests with such options; None where it makes none of ranks."""
+        """Measurements of the trees for requests with such options; None if it makes no ranked trees."""
         return None
 
     @abstractmethod
     def _runner_for(self, target: LanguageModel) -> RunnerT:
-        """The head as it runs between two passes of a target that it fits.
+        """The head as it runs with a target that it fits.
 
         Raises:
             CompositionError: the drafter does not fit the target for another reason than its head.
@@ -122,9 +114,9 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         """
 
     def _recorder(self, target: LanguageModel) -> Recorder | None:
-        """What records heads that run between two forwards of a target; None where these are not recorded.
+        """Records heads between two forwards of a target; None if these are not recorded.
 
-        Heads may end in its LM head, and where its forwards are not recorded that may do things on the host.
+        Heads may use its LM head, which may run code on the host if its forwards are not recorded.
         """
         return CudaGraphs(target.device) if target.records_chains and target.device.type == "cuda" else None
 
@@ -132,23 +124,23 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         """Refuse another target than that of the head; from now on drafts with this one.
 
         Raises:
-            CompositionError: names both targets, or what does not fit.
+            CompositionError: names both targets, or the mismatch.
             ModelError: the target has no LM head or embedding that could be shared, or its weights cannot be read.
         """
         if target is self._runs_with:
             return
         refuse_other_target(self.head, target)
         if self.head.reads_tokens:
-            target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises where it cannot
+            target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises if it has none
         self._runner = self._runner_for(target)
         self._runs_with = target
         self.held.request_bytes = self.head.config.width * target.dtype.itemsize
 
     def take(self, head: HeadT) -> None:
-        """Draft with other weights of the same sizes from now on; who holds something of the old ones begins anew.
+        """Draft with other weights of the same sizes from now on; state of the old ones must be dropped.
 
         Raises:
-            CompositionError: it has other sizes.
+            CompositionError: the sizes differ.
         """
         if type(head) is not type(self.head) or head.config != self.head.config:
             raise CompositionError(
@@ -162,10 +154,10 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
             raise
 
     def with_head(self, head: HeadT) -> Self:
-        """The same drafter with other weights of the same sizes, and no requests yet.
+        """The same drafter with other weights of the same sizes, and without requests.
 
         Raises:
-            CompositionError: it has other sizes.
+            CompositionError: the sizes differ.
         """
         other = copy.copy(self)
         other._vectors = {}
@@ -175,7 +167,6 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
 
     @property
     def _running(self) -> tuple[RunnerT, LanguageModel]:
-        """The head as it runs, and the target that it runs with."""
         if self._runner is None or self._runs_with is None:
             raise DrafterError(
                 f"{self.head.plural} need the target's LM head: call check(target) first, as an engine does"
@@ -183,16 +174,15 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         return self._runner, self._runs_with
 
     def begin(self, request: DraftRequest) -> None:
-        self._vectors[request.id] = None  # the first comes with the end of the prompt
+        self._vectors[request.id] = None  # set at the end of the prompt
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Keep the vector from which each request's last token was drawn."""
         for request, outcome in zip(batch, outcomes, strict=True):
             if outcome.hidden is None:
                 self._vectors[request.id] = None
                 continue
-            # A copy: the next forward may write over the rows, and one row should not hold on to all of them. Behind
-            # the entries that heads read there are the zeros of a padded target.
+            # A copy: the next forward may overwrite the rows, and one row should not keep all of them in memory. A
+            # padded target has zeros after the entries that heads read.
             self._vectors[request.id] = outcome.hidden[-1, : self.head.config.width].clone()
 
     def end(self, request: DraftRequest) -> None:
@@ -203,13 +193,13 @@ def refuse_other_target(head: Head, target: LanguageModel) -> None:
     """Refuse a target that a head was not trained for, as far as that is known.
 
     Raises:
-        CompositionError: names both targets, or what does not fit.
+        CompositionError: names both targets, or the mismatch.
         ModelError: the target's weights cannot be read again.
     """
     config, record, what = head.config, head.record, head.plural
     if target.head_width == 0:
         raise CompositionError(f"the target {target.name} has no vectors that heads could read")
-    # It may know more ids than there are, as the rows of a padded embedding.
+    # It may have more ids than the target, as rows of a padded embedding.
     if config.width != target.head_width or config.vocab_size < target.vocab_size:
         trained_for = f" for {record.target_name}" if record.target_name else ""
         raise CompositionError(
@@ -237,14 +227,14 @@ def refuse_other_target(head: Head, target: LanguageModel) -> None:
 
 
 def trees_of(tokens: Tensor, parents: Tensor, counts: Tensor) -> list[TokenTree]:
-    """The tree of each request, by its nodes, a parent before its children.
+    """The tree of each request, from its nodes, a parent before its children.
+
+    Shapes are copied to the host in one transfer; tokens stay on the device.
 
     Args:
         tokens: `[requests, nodes]`, int64.
         parents: `[requests, nodes]`, int64: number of the parent, -1 for the root.
-        counts: `[requests]`, int64: how many of the entries are nodes.
-
-    Their shapes are brought to the host in one transfer; their tokens stay where they are.
+        counts: `[requests]`, int64: number of valid entries.
     """
     numbers, width = transfers.fetch([counts, parents]), parents.shape[1]
     above = list(map(int, numbers[1]))

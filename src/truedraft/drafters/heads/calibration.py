@@ -1,4 +1,4 @@
-"""What was found out about heads on held-out text, as kept with them: how guesses survive, and what nodes bring."""
+"""Measurements of heads on held-out text, as stored with them: survival of guesses, and acceptance curves."""
 
 from __future__ import annotations
 
@@ -14,30 +14,27 @@ from truedraft.errors import ModelError, OptionError
 
 GREEDY, SAMPLED, COUPLED = "greedy", "sampled", "coupled"
 LIKELIEST, COUNTED = "likeliest", "counted"
-"""Trees that are chosen at each step, and the one that was counted for all."""
+"""Trees chosen at each step, and one counted tree for all steps."""
 FACT = "survival"
-"""Among the facts: for each depth the five numbers of `acceptance.Odds`."""
+"""Key of the facts: for each depth the five numbers of `acceptance.Odds`."""
 BEAMS_FACT = "beams"
-"""Among a recurrent head's facts: for "greedy" and "sampled" requests a list of objects with `beams`, `length`, `nodes`
-and `tokens`, the last two lists of equal length."""
+"""Key of a recurrent head's facts: for "greedy" and "sampled" requests a list of objects with `beams`, `length`,
+`nodes` and `tokens`, the last two lists of equal length."""
 PROMISED_ON = "promised_on"
-"""Among the facts: the text on which acceptance curves were measured, in words."""
+"""Key of the facts: the text on which acceptance curves were measured, in words."""
 
 
 def kind_of(params: SamplingParams) -> str:
-    """Which trees and acceptance curves are for requests with such options."""
+    """The kind of trees and acceptance curves for requests with such options."""
     return GREEDY if params.greedy else SAMPLED
 
 
 class Calibration:
     """Odds of acceptance by the kind of requests: "greedy" at temperature 0, "sampled" and "coupled" at temperature 1.
 
-    Between these temperatures, to the nearest hundredth, the odds are taken in between, above 1 they are those of 1.
-    Seeded requests know the target's noise, so their guesses survive otherwise. For kinds that are missing the heads'
-    own probabilities serve.
-
-    Args:
-        kinds: what was fitted, as many depths each.
+    Between these temperatures, to the nearest hundredth, the odds are interpolated; above 1 they are those of 1. Seeded
+    requests share the target's noise, so their guesses survive differently. Missing kinds use the heads' own
+    probabilities.
     """
 
     def __init__(self, kinds: Mapping[str, AcceptanceOdds] | None = None) -> None:
@@ -49,13 +46,13 @@ class Calibration:
         """From lists of numbers by kind, as facts hold them.
 
         Raises:
-            ModelError: they are something else.
+            ModelError: they are invalid.
         """
         with _reading("trees of these heads", "them"):
             return cls({kind: AcceptanceOdds.of(depths) for kind, depths in kept.items()})
 
     def __call__(self, params: SamplingParams) -> AcceptanceOdds | None:
-        """What serves for a request; None where paths are chosen by the heads' own probabilities."""
+        """The odds for a request; None for the heads' own probabilities."""
         if params.greedy:
             return self._kinds.get(GREEDY)
         key = COUPLED if params.seeded else SAMPLED, round(min(params.temperature, 1.0), 2)
@@ -69,20 +66,15 @@ class Calibration:
 
 
 def _raw_like(other: AcceptanceOdds | None) -> AcceptanceOdds:
-    """The heads' own probabilities, for as many depths as another has."""
     assert other is not None
     return AcceptanceOdds((RAW,) * len(other.depths))
 
 
 def tree_curves(facts: Mapping[str, Any], heads: int) -> dict[str, AcceptanceCurve]:
-    """The acceptance curves of trees chosen at each step, by the kind of requests; none where nobody measured them.
-
-    Args:
-        facts: what was found out about Medusa heads when they were trained.
-        heads: that guess.
+    """Acceptance curves of Medusa trees chosen at each step, by the kind of requests; {} if not measured.
 
     Raises:
-        ModelError: there is something else in their place.
+        ModelError: the facts are damaged.
     """
     with _reading("trees of these heads", "them"):
         kept = {kind: tree[LIKELIEST] for kind, tree in facts.get("trees", {}).items() if LIKELIEST in tree}
@@ -91,7 +83,7 @@ def tree_curves(facts: Mapping[str, Any], heads: int) -> dict[str, AcceptanceCur
 
 @dataclass(frozen=True, slots=True)
 class BeamCurve:
-    """The acceptance curve of trees of so many beams of one length."""
+    """The acceptance curve of trees of `beams` beams of one length."""
 
     beams: int
     length: int
@@ -99,19 +91,15 @@ class BeamCurve:
 
 
 def beam_curves(facts: Mapping[str, Any], params: SamplingParams) -> list[BeamCurve]:
-    """The acceptance curves of beams for requests with such options; none where nobody measured them.
-
-    Args:
-        facts: what was found out about a recurrent head when it was trained.
-        params: of the requests.
+    """The acceptance curves of beams for requests with such options; [] if not measured.
 
     Raises:
-        ModelError: there is something else in their place.
+        ModelError: the facts of the recurrent head are damaged.
     """
     found = []
     with _reading("beams of this head", "it"):
         for each in facts.get(BEAMS_FACT, {}).get(kind_of(params), []):
-            length = each["length"]  # the search takes that many steps, however few nodes are kept of it
+            length = each["length"]  # the search takes so many steps, even if few nodes are kept
             found.append(BeamCurve(each["beams"], length, _curve_of(facts, each, _always(length))))
     return found
 
@@ -121,18 +109,17 @@ def _always(depth: int) -> Callable[[int], int]:
 
 
 def _curve_of(facts: Mapping[str, Any], kept: Mapping[str, Any], depth_of: Callable[[int], int]) -> AcceptanceCurve:
-    """From `nodes` and `tokens`, lists of equal length."""
     points = zip(kept["nodes"], kept["tokens"], strict=True)
     return AcceptanceCurve.fit(points, depth_of, str(facts.get(PROMISED_ON, "")))
 
 
 def fixed_for(facts: Mapping[str, Any]) -> frozenset[str]:
-    """Kinds of requests for which the counted tree brought more on held-out text than trees chosen at each step.
+    """Kinds of requests for which the counted tree had the most tokens per call on held-out text.
 
-    With heads whose training did not compare them, what both were expected to bring is compared here.
+    If training did not compare both kinds of trees, their expected tokens are compared here.
 
     Raises:
-        ModelError: there is something else in the place of what was measured.
+        ModelError: the measurements are damaged.
     """
     with _reading("trees of these heads", "them"):
         trees = facts.get("trees", {}).items()
@@ -140,7 +127,7 @@ def fixed_for(facts: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _expected_better(tree: Mapping[str, Any]) -> str:
-    """Which trees bring more, over the numbers of nodes at which both were replayed."""
+    """Which trees have more expected tokens, over the numbers of nodes at which both were replayed."""
     chosen = tree.get(LIKELIEST, {"nodes": (), "tokens": ()})
     tokens = dict(zip(chosen["nodes"], chosen["tokens"], strict=True))
     gains = [each["replayed"] - tokens[each["nodes"]] for each in tree.get("promises", ()) if each["nodes"] in tokens]
@@ -149,7 +136,6 @@ def _expected_better(tree: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _reading(what: str, whom: str) -> Iterator[None]:
-    """Say what is damaged, and whom to fetch again."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, OptionError) as error:

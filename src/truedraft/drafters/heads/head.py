@@ -1,8 +1,8 @@
-"""What heads of all kinds are: modules on the target's last vector, what is known about them, and how they lie on disk.
+"""The base of all heads: modules on the target's last hidden state, their record, and their files.
 
-A kind of heads is a subclass of `Head` with a dataclass of its sizes. On disk heads are one folder: `config.json` holds
-the kind, the sizes and the target, `heads.safetensors` the weights, and another JSON file what was found out about
-them. `config.json` is written last, so that half a checkpoint is none.
+A kind of head is a subclass of `Head` with a dataclass of its sizes. On disk a head is one folder: `config.json` holds
+the kind, the sizes and the target, `heads.safetensors` the weights, and another JSON file measurements. `config.json`
+is written last, so that an incomplete checkpoint is not loaded.
 """
 
 from __future__ import annotations
@@ -34,40 +34,38 @@ from truedraft.models.packed_linear import PackedLinear, can_pack
 Unembed: TypeAlias = Callable[[Tensor], Tensor]
 """The target's LM head: vectors `[rows, width]` to logits `[rows, vocab]`, its scale and soft-cap applied."""
 Product: TypeAlias = Callable[[Tensor], Tensor]
-"""A linear layer as it runs between two passes of the target."""
+"""A linear layer as it runs between two forwards of the target."""
 
 _TINY = 1e-20  # an embedding of zeros stays one
-_AGAIN = "fetch or train the heads again"  # what to do about a damaged file
+_AGAIN = "fetch or train the heads again"  # advice for a damaged file
 _VERSION = 1
 MOST_MODULES = 1024
-"""Layers, blocks or guesses of a head: more are a file that was tampered with, and would take all memory."""
+"""Maximum layers, blocks or guesses of a head: a manipulated file with more could use up all memory."""
 _CONFIG, _WEIGHTS = "config.json", "heads.safetensors"
 
 
 class HeadConfig(Protocol):
-    """Sizes of heads: a dataclass whose fields `config.json` holds."""
+    """Sizes of a head: a dataclass with the fields of `config.json`."""
 
     @property
     def width(self) -> int:
-        """Entries of the vector that enters the target's LM head."""
+        """Entries of the hidden state that enters the target's LM head."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids."""
+        """Number of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRecord:
-    """What is known about heads beside their weights.
+    """What is known about a head in addition to its weights.
 
     Attributes:
-        target_name: what the target was called when they were trained; empty where nobody knows.
-        fingerprint: of that target, by `LanguageModel.fingerprint`; None where nobody knows.
-        trees: trees of ranks that were counted for them: "greedy" for requests at temperature 0, "sampled" for others.
-        facts: whatever was measured of them, for JSON.
-        note: what a user should know of a file that cannot say which target it is for.
-        sample: of that target, by `LanguageModel.sample`, which is found without reading all weights; None where nobody
-            knows.
+        target_name: the target's name at training; "" if unknown.
+        fingerprint: of that target, by `LanguageModel.fingerprint`; None if unknown.
+        trees: trees of ranks that were counted for it: "greedy" for requests at temperature 0, "sampled" for others.
+        note: a note for the user about a file that does not name its target.
+        sample: of that target, by `LanguageModel.sample`, which does not read all weights; None if unknown.
     """
 
     target_name: str = ""
@@ -78,27 +76,21 @@ class HeadRecord:
     sample: str | None = None
 
     def names(self, target: LanguageModel) -> bool:
-        """Whether the target's weights are those of the target that it names, or it names none."""
+        """Whether the target's weights are those of the recorded target, or none is recorded."""
         if self.sample is not None and (sample := target.sample) is not None:
             return self.sample == sample
         return self.fingerprint is None or self.fingerprint == target.fingerprint
 
 
 class Head(nn.Module, ABC):
-    """Guesses `reach` tokens behind the one that was drawn from a vector of the target.
-
-    Args:
-        config: sizes.
+    """Guesses `reach` tokens after the one that was drawn from a hidden state of the target.
 
     Attributes:
-        kind: in `config.json`, of the command that trains such heads, and of the drafter that takes them.
-        noun: what messages call one such set of heads, or one such head.
-        plural: what messages call them in general.
-        place_word: what a training's log calls a place.
-        sizes: the dataclass of their sizes.
-        facts_file: what else is known about them, beside the weights.
-        reads_layers: whether they read vectors of several of the target's layers, those that `config.layers` numbers.
-        record: what is known about them; of new heads nothing.
+        kind: in `config.json`, of the training command, and of the drafter.
+        noun: name of one such head in messages.
+        plural: name of such heads in messages.
+        place_word: name of a position in a training's log.
+        reads_layers: whether it reads several of the target's layers, those in `config.layers`.
     """
 
     kind: ClassVar[str]
@@ -117,7 +109,7 @@ class Head(nn.Module, ABC):
     @property
     @abstractmethod
     def reach(self) -> int:
-        """How many tokens are guessed, behind the one that was drawn from a vector."""
+        """Number of guessed tokens, after the one that was drawn from a hidden state."""
 
     @property
     @abstractmethod
@@ -127,24 +119,21 @@ class Head(nn.Module, ABC):
     @property
     @abstractmethod
     def outputs(self) -> Sequence[nn.Linear | None]:
-        """What each place ends in; None is the target's LM head."""
+        """The output layer of each position; None is the target's LM head."""
 
     @abstractmethod
     def start_from(self, weight: Tensor) -> None:
-        """Let outputs of its own start at the weight `[vocab, width]` of the target's LM head."""
+        """Initialize its own outputs with the weight `[vocab, width]` of the target's LM head."""
 
     def with_record(self, record: HeadRecord) -> Self:
-        """The same weights, of which other things are known."""
         other = copy.copy(self)
         other.record = record
         return other
 
     def save(self, folder: Path | str, record: HeadRecord, *, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write heads into a folder, which is made if need be; what an earlier checkpoint left there is replaced.
+        """Write the head into a folder, created if missing; replaces an earlier checkpoint there.
 
         Args:
-            folder: of the heads.
-            record: names their target, with its fingerprint, and holds what else is kept with them.
             dtype: of the written weights: bfloat16, float16 or float32.
 
         Raises:
@@ -168,42 +157,39 @@ class Head(nn.Module, ABC):
             ) from error
 
     def _kept(self, record: HeadRecord) -> dict[str, Any]:
-        """The content of the file of facts."""
         return dict(record.facts)
 
     @classmethod
     def _read(cls, kept: dict[str, Any]) -> tuple[Mapping[str, RankTree], Mapping[str, Any]]:
-        """Trees and facts in the content of the file of facts."""
         return {}, kept
 
     def reading(self, layers: int) -> Self:
-        """It, for a target with so many layers; those that it reads are settled where its folder does not name them."""
+        """The head for a target with so many layers; sets the layers that it reads if its folder does not name them."""
         return self
 
     @classmethod
     def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        """Heads of this kind that another project published at a path; None where it has none.
+        """A head of this kind that another project published at a path; None if there is none.
 
         Only tensors are read, no code that a file may hold.
 
         Args:
-            path: a folder or a file.
-            ids_in_d2t: a table of ids is read in place of one of offsets, as damaged folders have it.
+            ids_in_d2t: read a table of ids instead of offsets, as in damaged folders.
 
         Raises:
-            ModelError: a file is damaged, or has sizes or options that are not read.
+            ModelError: a file is damaged, or has unsupported sizes or options.
         """
         return None
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
-        """Heads in evaluation mode, without gradients, on the CPU, in the dtype in which they were written.
+        """A head in evaluation mode, without gradients, on the CPU, in the dtype of its file.
 
-        Also those that other projects published, see `load_published`.
+        Also loads those of other projects, see `load_published`.
 
         Raises:
-            ModelNotFoundError: there is no such folder, or no heads in it.
-            ModelError: a file is damaged, does not fit the others, or holds heads of another kind.
+            ModelNotFoundError: there is no such folder, or no head in it.
+            ModelError: a file is damaged, does not fit the others, or holds a head of another kind.
         """
         path = user_path(folder, ModelNotFoundError)
         published = cls.load_published(path)
@@ -219,11 +205,11 @@ class Head(nn.Module, ABC):
         about = _read_json(path / _CONFIG)
         cls._refuse_other_kinds(about, path)
         try:
-            # Fields that came later have defaults, and folders from before lack them.
+            # Newer fields have defaults, and older folders lack them.
             given = {each.name: about[each.name] for each in fields(cls.sizes) if each.name in about or _required(each)}
             config = cls.sizes(**given)
             name, known = str(about["target"]["name"]), about["target"]["fingerprint"]
-            fingerprint = None if known is None else str(known)  # nobody knows it of one that was published
+            fingerprint = None if known is None else str(known)  # published heads have none
             sample = about["target"].get("sample")
             dtype = DTYPES[about["dtype"]]
         except (KeyError, TypeError, OptionError) as error:
@@ -259,16 +245,13 @@ class Head(nn.Module, ABC):
     def with_weights(
         cls, config: HeadConfig, weights: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None
     ) -> Self:
-        """Heads in evaluation mode, without gradients, with all of the weights in a file and no others.
+        """A head in evaluation mode, without gradients, with exactly the weights of a file.
 
         Args:
-            config: their sizes.
-            weights: by their names in the file.
-            file: for messages.
-            names: of the weights here, by those in the file; None where they are the same.
+            names: of the weights here, by those in the file; None if they are the same.
 
         Raises:
-            ModelError: they are not the weights of heads of such sizes.
+            ModelError: they are not the weights of a head of these sizes.
         """
         with torch.device("meta"):
             heads = cls(config)
@@ -299,26 +282,26 @@ class Head(nn.Module, ABC):
 
 
 class VectorHead(Head):
-    """Reads one vector of the target, that from which the last token was drawn, and tokens behind it."""
+    """Reads one hidden state of the target, from which the last token was drawn, and the tokens after it."""
 
     @abstractmethod
     def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What enters the output at each place: `[reach, rows, exit_width]`.
+        """Input of the output layer at each position: `[reach, rows, exit_width]`.
 
         Args:
-            hidden: `[rows, width]`: vectors that entered the target's LM head.
-            embedded: `[reach, rows, width]`: the target's embeddings of the token drawn from each, and of those behind
-                it; place k (from 0) reads at most the first k + 1 and is about the one behind these.
+            hidden: `[rows, width]`: inputs of the target's LM head.
+            embedded: `[reach, rows, width]`: the target's embeddings of the token drawn from each, and of those after
+                it; position k (from 0) reads at most the first k + 1 and predicts the token after these.
         """
 
     def place_logits(self, place: int, vectors: Tensor, lm_head: LmHead) -> Tensor:
-        """Logits `[rows, vocab]` at a place, for what enters its output `[rows, exit_width]`."""
+        """Logits `[rows, vocab]` at a position, from its output layer's input `[rows, exit_width]`."""
         output = self.outputs[place]
         return lm_head(vectors) if output is None else lm_head.finish(output(vectors))
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), with W and b 0 at the start, so that it starts as the identity."""
+    """x + SiLU(W x + b), with W and b initialized to 0, so that it starts as the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -327,7 +310,6 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The vectors `[rows, width]` after the block."""
         return x + functional.silu(self.linear(x))
 
 
@@ -336,12 +318,10 @@ def _required(each: Field[Any]) -> bool:
 
 
 def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:
-    """A weight in a dtype; ids stay what they are."""
     return weight.to(dtype) if weight.is_floating_point() else weight
 
 
 def _kinds(parent: type[Head]) -> Iterator[type[Head]]:
-    """The kinds of heads that were imported."""
     for each in parent.__subclasses__():
         if hasattr(each, "kind"):
             yield each
@@ -354,25 +334,23 @@ def linears_of(blocks: nn.Sequential) -> list[nn.Linear]:
 
 
 def over_whole_vocabulary(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits `[rows, vocab_size]` of those `[rows, guessed]` over some ids `[guessed]`, whose others have no mass; None
-    are the first ids."""
+    """Logits `[rows, vocab_size]` from `[rows, guessed]` of `ids` `[guessed]`, -inf elsewhere; None: the first ids."""
     if ids is None:
         return logits[:, :vocab_size]
     return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, ids, logits)
 
 
 def scaled_embedding(embedded: Tensor) -> Tensor:
-    """Embeddings `[rows, width]` at a root mean square of 1: families differ in their size by orders.
+    """Embeddings `[rows, width]` scaled to a root mean square of 1: their size differs by orders of magnitude.
 
-    In float32 and over next to nothing: torch's own constant beside the mean of squares is 0.008 in bfloat16, more than
-    the mean itself in many tables.
+    In float32 with a tiny epsilon: torch's default is 0.008 in bfloat16, more than the mean of squares of many tables.
     """
     wide = embedded.float()
     return functional.rms_norm(wide, wide.shape[-1:], eps=_TINY).to(embedded.dtype)
 
 
 def placed(weight: Tensor, bias: Tensor | None, target: LanguageModel) -> Product:
-    """A copy of a linear layer in the dtype and on the device of a target, packed where that is faster."""
+    """A copy of a linear layer in the dtype and on the device of a target, packed if that is faster."""
     device, dtype = target.device, target.dtype
     weight = weight.detach().to(device, dtype, copy=True)
     offset = None if bias is None else bias.detach().to(device, dtype, copy=True)
@@ -389,11 +367,11 @@ def placed(weight: Tensor, bias: Tensor | None, target: LanguageModel) -> Produc
 
 
 def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
-    """The tensors of a file by their names; no code that it may hold is run.
+    """The tensors of a file by name; no code in it is run.
 
     Args:
-        file: safetensors, or what torch saved.
-        advice: what to do about one that holds something else.
+        file: safetensors, or a torch checkpoint.
+        advice: for a file that holds something else.
 
     Raises:
         ModelNotFoundError: it is missing.
@@ -406,7 +384,7 @@ def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
             state = {name: in_memory(each) for name, each in load_file(file).items()}
         else:
             state = torch.load(file, "cpu", weights_only=True)
-    except Exception as error:  # a pickle that is none, or names code, ends in errors of many kinds
+    except Exception as error:  # an invalid pickle, or one with code, raises many kinds of errors
         raise ModelError(f"cannot read {str(file)!r} as tensors ({first_line(error)}); {_AGAIN}") from error
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
         raise ModelError(f"{str(file)!r} is no dictionary of tensors; {advice}")
@@ -414,7 +392,7 @@ def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
 
 
 def write_published(folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write a folder as other projects read it: `model.safetensors`, and then `config.json`.
+    """Write a folder in the format of other projects: `model.safetensors`, then `config.json`.
 
     Raises:
         ModelError: it cannot be written.
@@ -433,7 +411,6 @@ def write_published(folder: Path, weights: Mapping[str, Tensor], about: Mapping[
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

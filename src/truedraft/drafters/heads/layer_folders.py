@@ -1,9 +1,9 @@
-"""What folders of other projects have in common that hold heads with layers of their own: EAGLE-3's and block drafters.
+"""Folders of other projects with heads that have decoder layers: the shared part of EAGLE-3 and block drafters.
 
-A `config.json` with tensors beside it, which may bring copies of the target's own, to train with. Where the draft has
-fewer ids, `d2t` is an offset, not an id: the draft's token j is the target's token j + d2t[j].
+A `config.json` with tensors, which may include copies of the target's own for training. If the draft has fewer ids,
+`d2t` is an offset, not an id: the draft's token j is the target's token j + d2t[j].
 
-Only tensors are read, no code that a file may hold. None says for which weights of a target its head is.
+Only tensors are read, no code that a file may hold. No such folder identifies its target's weights.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ _Head = TypeVar("_Head", bound=LayerHead)
 def named_kind(
     path: Path, nested: Mapping[str, type[LayerHead]], flat: Mapping[str, type[LayerHead]]
 ) -> type[LayerHead] | None:
-    """The kind of head that a folder's config.json says it holds; None: none of these.
+    """The kind of head that a folder's config.json names; None if it is not one of these.
 
     Args:
-        path: the folder.
-        nested: kinds by the word that `speculators` has for them.
-        flat: kinds by the architecture that others name.
+        nested: kinds by their names in `speculators`.
+        flat: kinds by the architecture in other projects.
     """
     record = object_of(path / CONFIG)
     architectures = record.get("architectures")
@@ -63,20 +62,17 @@ def load_layer_folder(
     *,
     ids_in_d2t: bool = False,
 ) -> _Head:
-    """A head of another project.
+    """Load a head of another project.
 
     Args:
-        path: the folder.
-        kind: of ours that is wanted.
-        found: that the folder says it holds.
-        sizes: of what config.json holds and the weights.
-        renamed: the name here of a weight there.
-        ids_in_d2t: read a table of ids in place of one of offsets, as damaged folders have it.
+        found: the kind that the folder names.
+        sizes: computes the sizes from config.json and the weights.
+        renamed: maps a weight's name there to the name here.
+        ids_in_d2t: read a table of ids instead of offsets, as in damaged folders.
 
     Raises:
         ModelNotFoundError: there are no weights.
-        ModelError: a file is damaged, it holds a head of another kind, or the weights are not those that config.json
-            names.
+        ModelError: a file is damaged, it holds a head of another kind, or the weights do not match config.json.
     """
     if found is not None and found is not kind:
         raise ModelError(f"{str(path)!r} holds {found.noun}, not {kind.noun}; use {found.kind}:{path}")
@@ -109,12 +105,11 @@ def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Ma
     """Entries of `LayerConfig` that all of these folders have.
 
     Args:
-        record: of config.json.
-        layer: the part of it that is of the layers.
-        weights: whose names say what no configuration does.
+        layer: the part of it about the layers.
+        weights: their names give sizes that are not in config.json.
 
     Raises:
-        KeyError: it says too little.
+        KeyError: an entry is missing.
         OptionError: layers of another kind, or of another width than the target's.
     """
     if layer.get("hidden_act", "silu") != "silu":
@@ -130,7 +125,7 @@ def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Ma
     if record.get("target_hidden_size") not in (None, layer["hidden_size"]):
         raise OptionError(f"it is {layer['hidden_size']} wide, and its target {record['target_hidden_size']}")
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    older = rope.pop("type", "default")  # the name before
+    older = rope.pop("type", "default")  # the older name
     return {
         **{ours: layer[theirs] for theirs, ours in _SIZES.items()},
         "head": layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"],
@@ -144,12 +139,12 @@ def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Ma
 
 
 def _draft_ids(config: LayerConfig, weights: dict[str, Tensor], file: Path, ids_in_d2t: bool) -> Tensor | None:
-    """The target's ids of the draft's, `[draft_vocab]`, from offsets; takes both tables from the weights.
+    """The target's ids of the draft's, `[draft_vocab]`, from offsets; removes both tables from the weights.
 
     Worked example: offsets 3, 3, 5 are the ids 3, 4, 7.
 
     Raises:
-        ModelError: they name no ids, one twice, or others than the target's side says.
+        ModelError: they are invalid or repeated ids, or differ from `t2d`.
     """
     offsets, known = weights.pop("d2t", None), weights.pop("t2d", None)
     if offsets is None:
@@ -168,7 +163,7 @@ def _draft_ids(config: LayerConfig, weights: dict[str, Tensor], file: Path, ids_
 
 
 def layer_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
-    """The configuration of so many layers of a family of transformers'."""
+    """The configuration of `count` layers in transformers' format."""
     return {
         **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
         "model_type": family,
@@ -183,20 +178,18 @@ def layer_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]
 
 
 def flat_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
-    """The same for readers that have a transformers before 5, too, which knows the rotation by other names."""
+    """The same, also for readers with a transformers before 5, which has other names for the rotation."""
     scaling = None if config.rope["rope_type"] == "default" else dict(config.rope)
     rope = {"rope_theta": config.rope["rope_theta"], "rope_scaling": scaling}
     return layer_record(config, count, family) | rope
 
 
 def speculators_record(word: str, reach: int, target: str, family: str) -> dict[str, Any]:
-    """What `speculators` wants to know beside the layers.
+    """Entries that `speculators` needs in addition to the layers.
 
     Args:
-        word: for the kind of head.
-        reach: how many tokens it drafts.
-        target: what the target is called there; "" where nobody knows.
-        family: the target's class, likewise.
+        target: the target's name there; "" if unknown.
+        family: the target's class; "" if unknown.
     """
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": reach, "verifier_accept_k": 1, "accept_tolerance": 0.0,
@@ -228,14 +221,9 @@ def write_speculators(
     """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
 
     Args:
-        head: that is written.
-        folder: of its files, made if need be.
-        word: of `speculators` for its kind.
         architecture: the class that `speculators` loads it with.
         layers: configuration of its layers (`layer_record`).
-        more: what else its kind has.
-        target: as of `speculators_record`, and the following.
-        family: likewise.
+        target: as of `speculators_record`, as is `family`.
 
     Raises:
         ModelError: the files cannot be written.
@@ -251,7 +239,7 @@ def write_speculators(
 
 
 def weights_of(head: LayerHead) -> dict[str, Tensor]:
-    """The head's weights, with both tables where it guesses among fewer ids."""
+    """The head's weights, with both id tables if its vocabulary is reduced."""
     weights = {name: weight for name, weight in head.state_dict().items() if name != "draft_ids"}
     if (ids := head.draft_ids) is not None:
         weights["d2t"] = ids - torch.arange(len(ids), device=ids.device)

@@ -1,4 +1,4 @@
-"""Heads with decoder layers of their own, on vectors of several layers of the target: what they share."""
+"""Heads with decoder layers that read several layers of the target: the shared part."""
 
 from __future__ import annotations
 
@@ -16,40 +16,36 @@ from truedraft.errors import OptionError
 from truedraft.models.llama import RotaryTable, Rotation
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` to what they mix, `[rows, heads * head]`."""
+"""Queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` to the output `[rows, heads * head]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig(ABC):
-    """Sizes of a head with decoder layers of its own.
+    """Sizes of a head with decoder layers.
 
     Attributes:
-        width: entries of the target's vectors.
-        vocab_size: token ids of the target.
-        layers: the target's layers whose output is read, by number, 0 the first. Empty: those that a published folder
-            does not name, see `at_usual_layers`.
-        heads: of queries.
-        kv_heads: of keys and values.
+        width: entries of the target's hidden states.
+        layers: numbers of the target's layers with outputs that it reads, from 0. Empty: a published folder does not
+            name them, see `at_usual_layers`.
+        kv_heads: number of key and value heads.
         head: entries of a head.
         inner: entries inside the MLPs.
-        draft_vocab: ids that it guesses among; 0 is all of the target's.
-        own_output: whether it has an LM head of its own; else it ends in the target's.
-        own_embedding: whether it has an embedding of its own; else it reads the target's.
-        rope: parameters of its rotation, as transformers names them.
-        most_positions: that its rotation is made for.
-        eps: of its norms.
+        draft_vocab: size of a reduced vocabulary; 0 is the target's.
+        own_output: whether it has its own LM head; otherwise it uses the target's.
+        own_embedding: whether it has its own embedding; otherwise it uses the target's.
+        rope: parameters of its rotary embedding, as in transformers.
 
     Raises:
-        OptionError: sizes that make no head.
+        OptionError: invalid sizes.
     """
 
     noun: ClassVar[str]
     counts: ClassVar[tuple[str, ...]]
-    """Names of sizes that are 1 or more, beside those above."""
+    """Names of further sizes that are 1 or more."""
     flags: ClassVar[tuple[str, ...]]
     first_layer: ClassVar[int] = 0
     usual_layers: ClassVar[int]
-    """How many of them are read where none are named."""
+    """Number of layers to read if none are named."""
 
     width: int
     vocab_size: int
@@ -66,7 +62,6 @@ class LayerConfig(ABC):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no head."""
         object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
         for name in ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "most_positions", *self.counts):
             if not is_whole(value := getattr(self, name), 1):
@@ -95,20 +90,19 @@ class LayerConfig(ABC):
 
     @property
     def mask(self) -> int | None:
-        """The id whose embedding stands for tokens that nobody knows yet; None where the head reads none."""
+        """The id with the embedding of unknown tokens; None if the head reads none."""
         return None
 
     @property
     def merged(self) -> int:
-        """How many layers are read."""
         return len(self.layers) or self.usual_layers
 
     @abstractmethod
     def usual_of(self, count: int) -> tuple[int, ...]:
-        """The layers that such heads read of a target with so many, where none are named; () where it has too few."""
+        """The layers that such heads usually read of a target with `count` layers; () if it has too few."""
 
     def at_usual_layers(self, count: int) -> Self:
-        """The same with `usual_of` a target with so many layers, where none are named.
+        """The same sizes, with `usual_of` a target with `count` layers if no layers are named.
 
         Raises:
             OptionError: it has too few.
@@ -126,16 +120,16 @@ class LayerConfig(ABC):
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Whether a value of JSON is a whole number of so much at least; true is none."""
+    """Whether a JSON value is an integer of at least `least`; true is not."""
     return type(value) is int and value >= least
 
 
 class LayerHead(Head):
-    """Decoder layers of its own on vectors of several layers of the target.
+    """Decoder layers on hidden states of several layers of the target.
 
-    Its modules are `embed_tokens` and `lm_head`, None where it takes the target's, and the buffer `draft_ids`, the
-    target's ids among which it guesses, `[draft_vocab]`, None for all. Names of weights are those of published heads,
-    so that a folder says what it holds.
+    Its modules are `embed_tokens` and `lm_head`, None if it uses the target's, and the buffer `draft_ids`, the target's
+    ids of its reduced vocabulary, `[draft_vocab]`, or None. Weight names are those of published heads, so that the kind
+    of a folder is visible.
     """
 
     reads_layers: ClassVar[bool] = True
@@ -146,7 +140,6 @@ class LayerHead(Head):
     draft_ids: Tensor | None
 
     def _add_ends(self) -> None:
-        """The norm before the LM head, and what is the head's own of embedding, LM head and ids."""
         config = self.config
         self.norm = nn.RMSNorm(config.width, config.eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width) if config.own_embedding else None
@@ -177,10 +170,10 @@ class LayerHead(Head):
             self.lm_head.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
 
     def rotary(self, like: Tensor) -> RotaryTable:
-        """What turns heads, by positions, in the dtype and on the device of a tensor.
+        """The rotary embedding, in the dtype and on the device of a tensor.
 
         Raises:
-            OptionError: its parameters make no rotation.
+            OptionError: its parameters are invalid.
         """
         config = self.config
         try:
@@ -190,7 +183,7 @@ class LayerHead(Head):
 
 
 class LayerAttention(nn.Module):
-    """Reads vectors of so many entries; with norms, each head's queries and keys are normed before they are rotated."""
+    """Attention on `entries` numbers per row; with `norms`, queries and keys are normalized per head."""
 
     def __init__(self, config: LayerConfig, entries: int, *, norms: bool) -> None:
         super().__init__()
@@ -204,7 +197,6 @@ class LayerAttention(nn.Module):
         self._head = config.head
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """`[rows, entries]` to `[rows, heads, head]`."""
         query = self.q_proj(x).unflatten(-1, (-1, self._head))
         return rotation(query if self.q_norm is None else self.q_norm(query))
 
@@ -224,13 +216,12 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Vectors `[rows, width]` to the same."""
         made: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return made
 
 
 class DecoderLayer(nn.Module):
-    """As in Llama and, with norms, in Qwen 3, but for what its attention reads: `entries` for each row."""
+    """As in Llama and, with norms, in Qwen 3, except that its attention reads `entries` numbers per row."""
 
     def __init__(self, config: LayerConfig, entries: int, *, norms: bool) -> None:
         super().__init__()
@@ -240,7 +231,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMlp(config.width, config.inner)
 
     def run(self, x: Tensor, entering: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """The residual stream `[rows, width]` behind the layer, of that before it and what its attention reads."""
+        """The residual stream `[rows, width]` after the layer, from that before it and the attention's input."""
         attention = self.self_attn
         query, (key, value) = attention.queries(entering, rotation), attention.keys(entering, rotation)
         x = x + attention.o_proj(attend(query, key, value))

@@ -1,6 +1,6 @@
-"""Drafters with keys and values of their own, on vectors of several layers of the target: what they share.
+"""Drafters with a KV cache of their own that read several layers of the target: the shared part.
 
-Their trees grow level by level, whether each level is a forward of its own (EAGLE-3) or all come from one (blocks).
+Their trees grow level by level, whether each level is its own forward (EAGLE-3) or all levels come from one (blocks).
 """
 
 from __future__ import annotations
@@ -48,28 +48,27 @@ from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
 BEAMS = 8
-_LEAST_PACKED = 16  # outputs of a layer whose weights are laid out for its kernels
+_LEAST_PACKED = 16  # outputs of a layer with packed weights, at least
 _FEW_BITS = 4
-_LEAST_QUANTIZED = 4 << 20  # bytes of a head's weights, of which few bits pay
+_LEAST_QUANTIZED = 4 << 20  # bytes of a head's weights from which quantization is faster
 
 
 class LevelRunner(Protocol):
     """A head in the dtype and on the device of a target."""
 
     device: torch.device
-    """Where it computes."""
     pool: CachePool
-    """Where caches of requests come from."""
+    """Source of the requests' caches."""
     token_bytes: int
-    """Of a token's keys and values."""
+    """Bytes of one token's keys and values."""
     layers: int
-    """That have keys and values."""
+    """Number of layers with keys and values."""
     records: bool
-    """Whether whole drafts are one recording."""
+    """Whether a whole draft is one recorded graph."""
 
     @property
     def warmups(self) -> int:
-        """Forwards so far that took longer than others of their shape will."""
+        """Number of forwards so far that were slower than later ones of the same shape."""
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -77,20 +76,18 @@ LevelRunnerT = TypeVar("LevelRunnerT", bound=LevelRunner)
 
 
 class LikeliestTree:
-    """The nodes with the largest products of probabilities, of a search that keeps so many open at each level.
+    """The nodes with the largest products of probabilities, found by a beam search.
 
-    EAGLE-2 (Li et al., arXiv 2406.16858), section 4: each open node brings its likeliest tokens, the best of all of
-    them are opened next, and in the end the best nodes of all levels are kept. A node is never likelier than its
-    parent, so these are a tree. They are chosen, not drawn: candidates, which every rule judges exactly.
+    EAGLE-2 (Li et al., arXiv 2406.16858), section 4: each open node proposes its likeliest tokens, the best of all of
+    them are opened next, and at the end the best nodes of all levels are kept. A node is never likelier than its
+    parent, so these nodes form a tree. They are deterministic candidates, which every rule verifies exactly.
 
-    Worked example, two open at a level: the root brings a of 0.6 and b of 0.3, a brings c of 0.4 and d of 0.2, b brings
-    e of 0.9 and f of 0.1. Products are 0.24, 0.12, 0.27 and 0.03, so c and e are opened, and the best four nodes are a,
-    b, e and c.
+    Worked example, two open nodes per level: the root proposes a with 0.6 and b with 0.3, a proposes c with 0.4 and d
+    with 0.2, b proposes e with 0.9 and f with 0.1. The products are 0.24, 0.12, 0.27 and 0.03, so c and e are opened,
+    and the best four nodes are a, b, e and c.
 
     Args:
-        cache: of the head.
-        request: what is drafted for.
-        budget: its width is how many are open, and how many tokens each brings.
+        budget: its width is the number of open nodes, and of tokens that each proposes.
     """
 
     def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget) -> None:
@@ -98,26 +95,23 @@ class LikeliestTree:
         self.open: Sequence[int] = [-1]
         self._tokens: list[int] = []
         self._parents: list[int] = []
-        self._scores: list[float] = []  # logs of products
+        self._scores: list[float] = []  # log probabilities of paths
         self._depths: list[int] = []
         self._fed: list[int] = []
         self._whole: TokenTree | None = None
 
     @property
     def unfed_parents(self) -> Sequence[int]:
-        """The parent of each node that is opened; -1 is the root."""
+        """The parent of each open node; -1 is the root."""
         return [self._parents[node] for node in self.open]
 
     def keep_open(self, nodes: Sequence[int]) -> None:
-        """Hang nothing below open nodes but these."""
         self.open = nodes
 
     def open_paths(self) -> list[tuple[int, ...]]:
-        """The tokens from the root to each open node."""
         return [tuple(self._tokens[each] for each in path_to(node, self._parents)) for node in self.open]
 
     def grow(self, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> None:
-        """Hang the likeliest tokens of each open node below it, and open the best of them."""
         first = len(self._tokens)
         for parent, tokens, logs in zip(self.open, ids, log_probs, strict=True):
             above, depth = (self._scores[parent], self._depths[parent]) if parent >= 0 else (0.0, 0)
@@ -132,7 +126,6 @@ class LikeliestTree:
         self.open = sorted(best) if grows else ()
 
     def segment(self) -> Segment:
-        """The open nodes, with logits at each."""
         written = len(self._fed)
         self._fed += self.open
         place = {node: number for number, node in enumerate(self._fed)} | {-1: -1}
@@ -141,11 +134,10 @@ class LikeliestTree:
         return Segment(self.cache, tokens, shape, range(len(self.open)), written)
 
     def take_tree(self, tree: TokenTree) -> None:
-        """All of a tree that was found at once; its first nodes are those that a smaller budget would have got."""
+        """Take a tree that was found at once; its first nodes are those of a smaller budget."""
         self._whole, self.open = tree.first(self.budget.nodes), ()
 
     def proposal(self) -> Proposal:
-        """The best nodes, the likeliest first."""
         if self._whole is not None:
             return Proposal.deterministic(self._whole)
         order = sorted(range(len(self._tokens)), key=lambda node: (-self._scores[node], self._depths[node]))
@@ -160,13 +152,11 @@ class LikeliestTree:
 def grow_likeliest(
     trees: Sequence[LikeliestTree], logits: Tensor, ids: DraftIds | None, likeliest: Callable[[Tensor, int], TopK]
 ) -> list[LikeliestTree]:
-    """Grow trees by a level; returns those that grow on.
+    """Grow trees by one level; returns those that continue.
 
     Args:
-        trees: some.
-        logits: `[nodes, guessed]`, the trees' open nodes one behind another.
-        ids: that they are about; None for all of the vocabulary.
-        likeliest: as `TopK.of`, of such logits.
+        logits: `[nodes, guessed]`, the open nodes of all trees in order.
+        ids: the token ids of the logits' columns; None for the whole vocabulary.
     """
     counts = [len(tree.open) for tree in trees]
     if any(tree.request.shaping is not None for tree in trees):
@@ -187,16 +177,14 @@ def grow_likeliest(
 
 
 class TextPath(LikeliestTree):
-    """A chain whose tokens are a text's, with what they would have been drawn from.
+    """A chain along a given text, with the distributions that its tokens would have been drawn from.
 
     Args:
-        cache: of the head.
-        request: what is drafted for.
-        budget: its depth is how far, where the text goes on so far.
-        text: tokens behind the request's own.
+        budget: its depth limits the chain, as does the length of the text.
+        text: tokens after the request's own.
 
     Attributes:
-        probs: `[vocab]` of each token.
+        probs: `[vocab]` per token.
     """
 
     def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget, text: Sequence[int]) -> None:
@@ -206,7 +194,7 @@ class TextPath(LikeliestTree):
 
 
 def follow_texts(paths: Sequence[TextPath], logits: Tensor, ids: DraftIds | None = None) -> list[TextPath]:
-    """Let paths go on by a token, whose distributions come from logits `[paths, guessed]`; those that go on further."""
+    """Extend paths by one token, with distributions from logits `[paths, guessed]`; returns those that continue."""
     for path, own in zip(paths, _whole(logits, ids).split(1), strict=True):
         shaping = path.request.shaping
         shaped = own if shaping is None else shaping.of_paths(own, path.open_paths())
@@ -216,7 +204,6 @@ def follow_texts(paths: Sequence[TextPath], logits: Tensor, ids: DraftIds | None
 
 
 def _whole(logits: Tensor, ids: DraftIds | None) -> Tensor:
-    """Logits `[rows, vocab]` of those about some ids or all."""
     return logits if ids is None else ids.whole(logits)
 
 
@@ -224,7 +211,7 @@ Tree = TypeVar("Tree", TreeBuilder, LikeliestTree, TextPath)
 
 
 def copied(head: HeadT, target: LanguageModel) -> HeadT:
-    """A copy of a head in the dtype and on the device of a target; ids stay what they are."""
+    """A copy of a head in the dtype and on the device of a target; integer tensors keep their dtype."""
     weights = {
         name: each.to(target.device, target.dtype if each.is_floating_point() else each.dtype, copy=True)
         for name, each in head.state_dict().items()
@@ -236,10 +223,9 @@ def copied(head: HeadT, target: LanguageModel) -> HeadT:
 
 
 def bits_for(head: Head) -> int:
-    """Bits of a weight while a head drafts; 0 where they are what they were.
+    """Bits of the weights of a head while it drafts; 0 to keep them unquantized.
 
-    Few bits change what is drafted and no answer: draws are judged by the distribution that they come from, which is
-    that of the head with few bits.
+    Quantization changes what is drafted but no answer: draws are verified with the distribution of the quantized head.
     """
     weights = [each.weight for each in head.modules() if isinstance(each, nn.Linear)]
     if sum(each.nbytes for each in weights) < _LEAST_QUANTIZED or weights[0].device.type != "cpu":
@@ -248,7 +234,7 @@ def bits_for(head: Head) -> int:
 
 
 def packed(head: HeadT, bits: int) -> HeadT:
-    """A head whose linear layers are laid out for their kernels, with so many bits; those without weights stay."""
+    """The head with its linear layers packed for their kernels, quantized to `bits` if not 0."""
     layers = {
         name: layer
         for name, layer in head.named_modules()
@@ -266,18 +252,18 @@ def packed(head: HeadT, bits: int) -> HeadT:
 
 
 def running(head: HeadT, target: LanguageModel) -> HeadT:
-    """A copy of a head as it drafts beside a target."""
+    """A copy of a head as it runs with a target."""
     own = copied(head, target)
     return packed(own, bits_for(own))
 
 
 @lru_cache
 def drawn_tree(nodes: int, depth: int) -> RankTree:
-    """The draws that bring most, of so many and so deep at most, the best ones first (as in Sequoia, 2402.12374).
+    """The most valuable draws, at most `nodes` of them and `depth` deep, the best first (as in Sequoia, 2402.12374).
 
-    A draw of rank r is the first of its node that is accepted with probability `_chance(r)`, whatever its depth. A path
-    is worth the product over its ranks, and no path more than the one that it continues. Worked example: the best four
-    are (0), (0, 0), (0, 0, 0) and (1), of 0.48, 0.23, 0.11 and 0.10.
+    A draw of rank r is the first accepted one at its node with probability `_chance(r)`, at any depth. The value of a
+    path is the product over its ranks, so no path has a larger value than its prefix. Worked example: the best four are
+    (0), (0, 0), (0, 0, 0) and (1), of 0.48, 0.23, 0.11 and 0.10.
     """
     worth: dict[RankPath, float] = {}
     waiting: list[tuple[float, RankPath]] = [(-_chance(0), (0,))]
@@ -297,23 +283,21 @@ def _chance(rank: int) -> float:
 
 
 class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
-    """Drafts with a head that has a cache of its own, on vectors of several layers of the target.
+    """Drafts with a head that has its own KV cache, on hidden states of several layers of the target.
 
-    What it drafted is dropped after each verdict, and committed tokens are read with the target's own vectors. Requests
-    get a chain, or a tree of so many draws at each node; with `nodes` greedy ones get the likeliest tree
-    (`LikeliestTree`), and sampled ones a tree of draws of that size (`drawn_tree`). What sampled requests get is drawn
-    from the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it never guesses have
-    no probability there.
+    After each verification drafted entries are dropped, and accepted tokens are read with the target's own hidden
+    states. Requests get a chain, or with `branching` a tree with so many draws per node. With `nodes`, greedy requests
+    get the likeliest tree (`LikeliestTree`), and sampled ones a tree of draws of that size (`drawn_tree`). Draws come
+    from the head's distribution. With a reduced vocabulary this is still exact, as the other ids have probability 0.
 
-    It reads the target's vectors at all tokens of a prompt; what requests begin with alike it reads once (`HeadTexts`).
+    It reads the target's hidden states at all tokens of a prompt, and shared prefixes once (`HeadTexts`).
 
     Args:
-        head: trained for the target.
         num_speculative_tokens: length of a chain; ignored when `branching` is given; None is what it was trained for.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token that the head gave less than this; the token stays.
-        nodes: of the likeliest tree, and at most of a tree of draws.
-        beams: nodes of it that are open at each level, and tokens that each brings.
+        nodes: size of the likeliest tree, and the maximum for a tree of draws.
+        beams: open nodes per level of the likeliest tree, and tokens that each proposes.
 
     Raises:
         OptionError: an option is out of range.
@@ -321,7 +305,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     observes_lazily = False
     walks_along = True
-    _reads_pairs = True  # of a vector and the token behind it; else of vectors alone
+    _reads_pairs = True  # of a hidden state and the next token; otherwise hidden states only
 
     def __init__(
         self,
@@ -354,7 +338,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self.limits = Budget(depth, widest, most, min_probability)
         self._shared = self._new_texts()
         self._ids: DraftIds | None = None
-        self._grows: dict[Choose | None, Grow] = {}  # by how they draw; None: the likeliest
+        self._grows: dict[Choose | None, Grow] = {}  # by way of drawing; None: the likeliest tree
         self.held = Held(noted=[self._texts], tokens=self._held_tokens, shared=[self._shared])
 
     @property
@@ -362,7 +346,6 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return self._running[0].warmups
 
     def _features(self) -> Features:
-        """What the head reads of the target, as far as is known without it: by default vectors of layers."""
         config: Any = self.head.config
         if min(config.layers, default=-1) < 0 or getattr(config, "layers_unsettled", False):
             raise OptionError(
@@ -372,8 +355,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return Features("kept", layers=config.layers)
 
     def _observed(self, outcome: StepOutcome) -> Tensor | None:
-        """The target's vectors at tokens that stay, `[rows, layers * width]`; None where there are none."""
-        width = self.head.config.width  # behind it a padded target has zeros
+        """The target's hidden states at accepted tokens, `[rows, layers * width]`; None if there are none."""
+        width = self.head.config.width  # a padded target has zeros after it
         return torch.cat([each[:, :width] for each in outcome.layers], dim=-1) if outcome.layers else None
 
     @property
@@ -412,7 +395,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     def take(self, head: HeadT) -> None:
         super().take(head)
-        self._shared.prefixes.trim(0)  # of other weights
+        self._shared.prefixes.trim(0)  # made by other weights
 
     def _new_texts(self) -> HeadTexts:
         return HeadTexts(self._read, self._reads_pairs, lambda: self._running[0].pool)
@@ -422,30 +405,26 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return self._shared.texts
 
     def _heads(self) -> list[HeadCaches]:
-        """Its caches, where they lie in one block."""
         runner = self._running[0]
         return [HeadCaches(runner.pool, self._shared.caches, self._most_drafted)] if runner.records else []
 
     @property
     def _most_drafted(self) -> int:
-        """Tokens that are written behind a text at the most."""
         return max(self.limits.nodes, self.limits.depth * (self._beams if self._chooses else 1))
 
     def _replaced(self, target: LanguageModel) -> LevelRunnerT | None:
-        """The runner of other weights beside the same target, whose pages a new one goes on with."""
+        """The previous runner for the same target, so that a new one can reuse its pages."""
         return self._runner if target is self._runs_with else None
 
     def _held_tokens(self) -> int:
-        """Tokens that keys or vectors are held of."""
         return sum(text.cache.length + text.behind for text in list(self._texts.values()))
 
     def _likeliest(self, logits: Tensor, count: int) -> TopK:
-        """As `TopK.of`, of logits that the runner gave."""
         return TopK.of(logits, count)
 
     @abstractmethod
     def _new_runner(self, target: LanguageModel) -> LevelRunnerT:
-        """The head as it runs beside a target that has its layers and ids."""
+        """The head as it runs with a target that has its layers and ids."""
 
     def hint(self, request: DraftRequest) -> Hint:
         text = self._texts.get(request.id)
@@ -457,7 +436,6 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self._shared.begin(request)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Drop what was drafted, and keep the vectors of tokens that stay."""
         for request, outcome in zip(batch, outcomes, strict=True):
             text = self._texts[request.id]
             text.settle()
@@ -471,7 +449,6 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Read what was committed since the last proposal, then draw level by level."""
         chosen: list[LikeliestTree] = []
         drawn: list[TreeBuilder] = []
         trees: list[LikeliestTree | TreeBuilder] = []
@@ -514,11 +491,11 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     @property
     def _drafts_at_once(self) -> bool:
-        """Whether drafts are one recording, as far as the host need not look at what is drafted meanwhile."""
+        """Whether a draft is one recorded graph, as long as the host need not read tokens in between."""
         return self._running[0].records
 
     def _choose_at_once(self, trees: Sequence[LikeliestTree]) -> list[LikeliestTree]:
-        """Find the likeliest trees in one recording; returns those of requests whose options shape logits."""
+        """Find the likeliest trees in one recorded graph; returns the trees of requests with logits options."""
         chosen = [tree for tree in trees if tree.request.shaping is None]
         if chosen:
             target = self._running[1]
@@ -535,7 +512,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return [tree for tree in trees if tree not in chosen]
 
     def _draw_at_once(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
-        """Draw chains whose lengths nothing decides, in one recording for each way of drawing; returns the others."""
+        """Draw chains of fixed length, in one recorded graph per way of drawing; returns the other builders."""
         for choose, alike in chains_alike(builders).items():
             chains, numbers = zip(*alike, strict=True)
             levels = max(chain.length for chain in chains)
@@ -550,26 +527,21 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     def _run_at_once(
         self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
     ) -> Outputs:
-        """Read what trees stand behind and draft them, in one recording; arguments as `GraphPairs.run_trees` has them.
-
-        Where `_drafts_at_once` is never true nobody calls it."""
+        """Read the unread tokens and draft all trees in one recorded graph; arguments as of `GraphPairs.run_trees`."""
         raise NotImplementedError
 
     @abstractmethod
     def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
-        """Read the next rows of a text, and commit them.
+        """Read and commit the next rows of a text.
 
         Args:
-            cache: of the text.
-            tokens: behind each row's.
-            vectors: the target's at these rows, `[rows, layers * width]`.
+            tokens: the token after each row's.
+            vectors: the target's hidden states of these rows, `[rows, layers * width]`.
         """
 
     @abstractmethod
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
-        """Read what trees stand behind, then grow them level by level.
+        """Read the unread tokens of trees that are not empty, then grow the trees level by level.
 
-        Args:
-            level: trees that have something to draw.
-            grow: from logits `[nodes, guessed]` of their open nodes, one behind another, to those that grow on.
+        `grow` maps logits `[nodes, guessed]` of all open nodes in order to the trees that continue.
         """

@@ -1,4 +1,4 @@
-"""The texts that a head with a cache of its own reads, and what requests share of them."""
+"""The texts that a head with its own KV cache reads, and the prefixes that requests share."""
 
 from __future__ import annotations
 
@@ -19,30 +19,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LayerText:
-    """What the head knows of a request: keys and values of pairs that it read, and vectors that it did not read yet.
+    """A head's state of a request: keys and values of rows that it read, and hidden states that it has not read yet.
 
-    Vectors count as unread until the step is over: a step that fails is done again, with the same draws.
+    Hidden states stay unread until the step is over: a failed step is repeated with the same draws.
     """
 
     cache: RequestCache
-    unread: list[Tensor] = field(default_factory=list)  # of each layer side by side, [rows, layers * width]
+    unread: list[Tensor] = field(default_factory=list)  # layers concatenated, [rows, layers * width]
     length: int = 0  # of the cache before these
 
     @property
     def behind(self) -> int:
-        """Rows that were not read."""
         return sum(map(len, self.unread))
 
     def vectors(self) -> Tensor:
-        """Of these rows, `[rows, layers * width]`."""
         return torch.cat(self.unread)
 
     def start(self) -> None:
-        """Drop what a proposal wrote, whose step was not over."""
+        """Drop what the proposal of an unfinished step wrote."""
         self.cache.rollback(min(self.length, self.cache.length))
 
     def settle(self) -> None:
-        """The step is over: what was drafted is dropped, and rows count as read if all of them were."""
+        """The step is over: drafted entries are dropped, and rows count as read if all of them were."""
         if self.cache.length == self.length + self.behind:
             self.length = self.cache.length
             self.unread.clear()
@@ -50,15 +48,12 @@ class LayerText:
 
 
 class PairTokens(Sequence[int]):
-    """The token behind each of a text, which a pair's keys and values depend on; -1 behind the last.
+    """The next token for each token of a text, which a pair's keys and values depend on; -1 after the last.
 
-    Parts of it are of neighbours.
+    Slices must be contiguous.
 
     >>> PairTokens([5, 6, 7])[:], PairTokens([5, 6, 7])[1:2]
     ([6, 7, -1], [7])
-
-    Args:
-        tokens: the text, which somebody else owns and grows.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -79,22 +74,18 @@ class PairTokens(Sequence[int]):
 
 
 class HeadTexts:
-    """The texts of a head's requests by id, and what these begin with alike.
+    """The texts of a head's requests, and their shared prefixes.
 
-    A row of a head's cache depends on the target's vectors up to its token, and of pairs on the token behind. So what
-    one request's rows are serves another that begins alike, where the target need not compute these vectors either.
+    A row of a head's cache depends on the target's hidden states up to its token, and for pairs on the next token. So
+    requests with a common prefix share rows, and the target need not compute these hidden states again.
 
     Args:
-        read: reads so many tokens behind a cache's, given the tokens behind these and the target's vectors
-            `[rows, layers * width]` at them, and commits them.
-        pairs: whether rows are of pairs of a vector and the token behind it.
-        pool: where caches come from.
+        read: appends rows to a cache and commits them; called with the tokens after these rows and the target's hidden
+            states `[rows, layers * width]`.
+        pairs: whether a row reads a hidden state and the next token.
 
     Attributes:
-        texts: of requests, by id.
-        caches: theirs.
-        prefixes: what is kept of earlier requests.
-        layers: that have keys and values.
+        layers: number of layers with keys and values.
     """
 
     def __init__(
@@ -108,16 +99,14 @@ class HeadTexts:
         self.texts: dict[int, LayerText] = {}
         self.caches: dict[int, RequestCache] = {}
         self.prefixes = PrefixCache()
-        self._shared: dict[int, DraftRequest] = {}  # whose rows are all there, from their text's first token on
+        self._shared: dict[int, DraftRequest] = {}  # requests with all rows of their text
 
     @property
     def pool(self) -> CachePool:
-        """Where caches come from now."""
         return self._pool()
 
     def begin(self, request: DraftRequest) -> None:
-        """A request starts. Nobody shares a rehearsal, or a text of which the target read some before: these rows are
-        missing."""
+        """A request starts. Synthetic requests, and texts that the target has partly read, are not shared."""
         cache = self.caches[request.id] = self.pool.acquire()
         self.texts[request.id] = LayerText(cache)
         if request.kept and request.cache is not None and not request.cache.length and request.tokens:
@@ -127,31 +116,29 @@ class HeadTexts:
             self._shared[request.id] = request
 
     def available(self, number: int) -> int | None:
-        """How many of a request's first tokens need not be read, once those that began alike read theirs; None where it
-        is not shared."""
+        """Number of leading tokens to skip, after requests with the same prefix read theirs; None if not shared."""
         if number not in self._shared:
             return None
         try:
             for other in self.prefixes.alike(number) if self.prefixes.shares else ():
                 self._read_unread(other)
-        except Exception as error:  # which costs no answer: the target reads the prompt again
+        except Exception as error:  # harmless: the target reads the prompt again
             _log.warning("a head failed to read what requests begin with alike (%s)", first_line(error))
             return 0
         return self.prefixes.available(number)
 
     def take(self, number: int, tokens: int) -> None:
-        """The target's cache was filled up to so many tokens, and so is the head's."""
+        """The target's cache was filled up to `tokens`; fill the head's cache too."""
         text = self.texts[number]
         try:
             self.prefixes.fill(number, most=tokens)
         except Exception as error:
             _log.warning("a head failed to copy what requests begin with alike (%s)", first_line(error))
         text.length = text.cache.length
-        if text.length != tokens:  # what was kept went, to make room: rows are missing
+        if text.length != tokens:  # kept rows were evicted, so rows are missing
             self._leave(number)
 
     def end(self, request: DraftRequest) -> None:
-        """A request is over: what it began with is kept, and its cache given back."""
         cache = self.caches.get(request.id)
         try:
             if request.id in self._shared and self.prefixes.most_bytes and request.inputs is None:
@@ -169,7 +156,7 @@ class HeadTexts:
         self.prefixes.leave(number)
 
     def _read_unread(self, number: int) -> None:
-        """Read what is unread of a text, but for the last row, which the next draft stands behind."""
+        """Read the unread rows of a text except the last, which the next draft needs."""
         text, request = self.texts[number], self._shared[number]
         text.start()
         if text.behind > 1:

@@ -1,4 +1,4 @@
-"""Drafting from n-gram tables: what usually followed the last few tokens, at next to no cost."""
+"""Drafting from n-gram tables: what usually followed the last few tokens, at almost no cost."""
 
 from __future__ import annotations
 
@@ -19,24 +19,21 @@ from truedraft.models.base import LanguageModel
 
 _GRADES = 8
 _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
-"""Hints are of one kind where the likeliest token is about equally likely."""
+"""A hint's kind is the probability of the likeliest token, in eighths."""
 
-_Path: TypeAlias = tuple[tuple[int, ...], float, float]  # tokens, how likely they are together, and chance so far
+_Path: TypeAlias = tuple[tuple[int, ...], float, float]  # tokens, their joint probability, and chance so far
 
 
 class NgramDrafter(CandidateDrafter):
     """Drafts from a table of n-grams (a negligible-cost drafter, Leviathan et al. 2211.17192, section 3).
 
-    Requests are given a tree of the table's likeliest continuations, chosen anew at each step: a table is seldom sure,
-    so several guesses of the next token bring more than a long chain. With the token before them seven nodes are eight
-    rows, which cost a forward about as much as one. Nothing is kept for a request, so it takes up any
-    text at any place.
+    A proposal is a tree of the table's likeliest continuations: a table is seldom sure, so several guesses of the next
+    token are more useful than a long chain. With the last token, seven nodes are eight rows, which cost about as much
+    as one row. It keeps no state for a request.
 
     Args:
-        table: is read, also by others at the same time.
         num_speculative_tokens: longest path.
-        nodes: most nodes of a tree.
-        order: longest n-grams that are looked at, the drafted token included; None are all of the table's.
+        order: longest n-grams to read, including the drafted token; None is the table's order.
 
     Raises:
         OptionError: an option is out of range.
@@ -60,7 +57,7 @@ class NgramDrafter(CandidateDrafter):
         """Refuse a target with another tokenizer than the table's.
 
         Raises:
-            VocabularyMismatchError: says which.
+            VocabularyMismatchError: the tokenizers differ.
         """
         facts, theirs = self.table.facts, target.tokenizer
         if theirs is not None and facts.tokenizer and facts.tokenizer != theirs.fingerprint:
@@ -76,12 +73,11 @@ class NgramDrafter(CandidateDrafter):
         self._vocab = target.vocab_size
 
     def hint(self, request: DraftRequest) -> Hint:
-        """How likely the likeliest next token is makes the kind."""
+        """The kind is the probability of the likeliest next token."""
         _, likely = self.table.best(self._context(request.tokens))
         return _FOUND[int(_GRADES * likely)]
 
     def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
-        """A tree of likeliest tokens."""
         context, most = self._context(request.tokens), min(budget.width, budget.nodes)
 
         def following(path: tuple[int, ...]) -> list[tuple[int, float]]:
@@ -102,16 +98,15 @@ class NgramDrafter(CandidateDrafter):
         return probs
 
     def _context(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The end of a text, as much as is looked at."""
         return tokens[max(0, len(tokens) - self._read) :]
 
 
 def tree_of(following: Callable[[tuple[int, ...]], Sequence[tuple[int, float]]], within: Budget) -> TokenTree:
-    """The likeliest nodes, each as likely as all the tokens of its path together.
+    """The nodes with the largest products of probabilities along their paths.
 
     Args:
-        following: tokens behind a path and their probabilities, the likeliest ones; those without any are left out.
-        within: limits. Nothing is drafted below a token that is less likely than they say.
+        following: the likeliest tokens after a path and their probabilities; those of probability 0 are dropped.
+        within: limits. Nothing is drafted below a token that is less likely than they allow.
     """
 
     def below(

@@ -1,14 +1,14 @@
-"""N-gram tables: how often which token followed which, on disk and mapped into memory, read by any number of processes.
+"""N-gram tables: how often which token followed which, on disk and memory-mapped, read by any number of processes.
 
 An n-gram is a node of a trie: level 1 holds the tokens of the vocabulary, and the children of a node at level k are the
 n-grams of k + 1 tokens that begin with it, sorted by their last token. A node stores the probability of its last token
-after the ones before it, and, as a context, what share it leaves to the shorter context (Katz's form of an interpolated
-model, as in ARPA files):
+after the ones before it, and, as a context, the share that it leaves to the shorter context (Katz's form of an
+interpolated model, as in ARPA files):
 
     P(w | h) = probs[h w]                       where h w is in the table,
     P(w | h) = backoff[h] * P(w | h without its first token)   elsewhere.
 
-The file is a header (magic, version, JSON) and arrays behind it, each at a multiple of 64 bytes and with a checksum.
+The file is a header (magic, version, JSON), then arrays, each at a multiple of 64 bytes and with a checksum.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class Level:
     Attributes:
         probs: `[n-grams]`, float32: of the last token after the ones before it, shorter contexts included.
         tokens: `[n-grams]`, int32: the last tokens; empty at level 1, where they are 0, 1, 2, ...
-        first: `[n-grams one shorter + 1]`, int64: where the n-grams that begin with each of those start; empty at
-            level 1.
-        backoff: `[n-grams]`, float32: as contexts, what is left to the shorter one; empty at the last level.
-        best: `[n-grams]`, int32: the likeliest token behind each; likewise.
-        best_probs: `[n-grams]`, float32: how likely it is; likewise.
+        first: `[n-grams one shorter + 1]`, int64: start of the n-grams that begin with each of those; empty at level 1.
+        backoff: `[n-grams]`, float32: as contexts, the share left to the shorter one; empty at the last level.
+        best: `[n-grams]`, int32: the likeliest next token; empty at the last level.
+        best_probs: `[n-grams]`, float32: its probability; empty at the last level.
     """
 
     probs: NDArray[np.float32]
@@ -74,11 +73,7 @@ _FIELDS: Mapping[str, str] = {
 
 
 def table_bytes(ngrams: Sequence[int]) -> int:
-    """Bytes of the arrays of a table.
-
-    Args:
-        ngrams: how many there are of 1, 2, ... tokens; of one token as many as ids.
-    """
+    """Bytes of the arrays of a table with `ngrams` n-grams of 1, 2, ... tokens; the first is the number of ids."""
     child, context = 4 + 4, 4 + 4 + 4 + 8  # probs and tokens; backoff, best, its probability, and where children start
     longest = len(ngrams) - 1
     return sum(number * (child + context * (length < longest)) for length, number in enumerate(ngrams))
@@ -86,13 +81,13 @@ def table_bytes(ngrams: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """What a table says of itself.
+    """Metadata of a table.
 
     Attributes:
-        vocab_size: ids that it knows.
-        tokenizer: `Tokenizer.fingerprint` of those ids; empty where nobody said what they mean.
-        counted_tokens: of the text that it was counted in.
-        min_count: how often an n-gram of three tokens and more occurred at the least, to be in it.
+        vocab_size: number of its token ids.
+        tokenizer: `Tokenizer.fingerprint` of those ids; "" if unknown.
+        counted_tokens: number of tokens in the counted text.
+        min_count: minimum count of its n-grams of three or more tokens.
     """
 
     vocab_size: int
@@ -105,7 +100,6 @@ class NgramTable:
     """A table of n-grams, from a file or from arrays.
 
     Args:
-        facts: what is said of it.
         levels: the n-grams of 1, 2, ... tokens.
         name: for messages.
     """
@@ -118,7 +112,7 @@ class NgramTable:
         top = int(np.argmax(self._unigrams))
         self._top = top, float(self._unigrams[top])
         self._ranked = np.argsort(-self._unigrams, kind="stable").astype(np.int32)
-        # A number of a memoryview costs a third of one of an array, and a chain looks at some dozens of them.
+        # Reading a number of a memoryview takes a third of the time of an array's, and a chain reads dozens.
         self._tokens = [level.tokens.data for level in self.levels]
         self._first = [level.first.data for level in self.levels]
         self._best = [level.best.data for level in self.levels]
@@ -126,12 +120,11 @@ class NgramTable:
 
     @property
     def order(self) -> int:
-        """Tokens of its longest n-grams."""
         return len(self.levels)
 
     @property
     def ngrams(self) -> tuple[int, ...]:
-        """How many n-grams of 1, 2, ... tokens it holds."""
+        """Number of n-grams of 1, 2, ... tokens."""
         return (int(np.count_nonzero(self._unigrams)), *(len(level.tokens) for level in self.levels[1:]))
 
     def probs(self, context: Sequence[int]) -> NDArray[np.float32]:
@@ -145,7 +138,6 @@ class NgramTable:
         return found
 
     def best(self, context: Sequence[int]) -> tuple[int, float]:
-        """The likeliest token after a context, and how likely it is."""
         nodes = self._nodes(context)
         if not nodes:
             return self._top
@@ -153,10 +145,10 @@ class NgramTable:
         return self._best[length][nodes[-1]], self._best_probs[length][nodes[-1]]
 
     def likeliest(self, context: Sequence[int], count: int) -> list[tuple[int, float]]:
-        """The `count` likeliest tokens after a context, or all of the vocabulary, and how likely each is, falling.
+        """The `count` likeliest tokens after a context, at most the vocabulary, with their probabilities, descending.
 
-        A token has what the longest context that knows it says, and shorter contexts, backed off to, say less: so the
-        likeliest ones are among the likeliest of each context, and no distribution is spread over the vocabulary.
+        A token's probability comes from the longest context that has it, and is smaller from shorter contexts with
+        backoff. So the likeliest tokens are among the likeliest of each context, and no full distribution is computed.
         """
         ranked = self._ranked[:count]
         pieces = [(ranked, self._unigrams[ranked])]
@@ -181,12 +173,11 @@ class NgramTable:
         for length in range(1, min(self.order - 1, len(context)) + 1):
             node = self._find(context[len(context) - length :])
             if node is None:
-                break  # what begins with an unknown context ends with none that is known
+                break  # a longer context of an unknown one is unknown too
             found.append(node)
         return found
 
     def _find(self, ngram: Sequence[int]) -> int | None:
-        """The node of an n-gram; None where it is not in the table."""
         node = ngram[0]
         if not 0 <= node < self.facts.vocab_size:
             return None
@@ -200,13 +191,13 @@ class NgramTable:
 
     @classmethod
     def open(cls, path: str | Path) -> NgramTable:
-        """Map a table into memory, after a look at every byte of it.
+        """Map a table into memory, after verifying all checksums.
 
         Args:
             path: of the file, or of the folder that a training wrote.
 
         Raises:
-            ModelError: there is none, it is cut off or damaged, or of another version; says which.
+            ModelError: it is missing, truncated, damaged, or of another version.
         """
         file = user_path(path, ModelError)
         file = file / TABLE if file.is_dir() else file
@@ -225,7 +216,7 @@ class NgramTable:
         return cls(facts, _levels(file, content, header["levels"], start), str(file))
 
     def write(self, path: Path) -> None:
-        """Write the table so that a reader finds the old file or the new one, and whoever maps the old one keeps it.
+        """Write the table atomically; existing mappings of an old file stay valid.
 
         Raises:
             OSError: it cannot be written.
@@ -249,11 +240,7 @@ class NgramTable:
 
 
 def _header(file: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:
-    """The header, and where the arrays start.
-
-    Raises:
-        ModelError: it is none, or not one that this version reads.
-    """
+    """The header, and the start of the arrays; refuses a damaged file or another version."""
     if content[: len(_MAGIC)] != _MAGIC[: len(content)]:
         _refuse(file, "begins as no n-gram table does", "name a file or folder that truedraft train ngram wrote")
     if len(content) < _PREFIX.size:
@@ -273,11 +260,7 @@ def _header(file: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:
 
 
 def _levels(file: Path, content: mmap.mmap, listed: Sequence[Mapping[str, Any]], start: int) -> list[Level]:
-    """The arrays, which stay in the file.
-
-    Raises:
-        ModelError: a checksum differs.
-    """
+    """The arrays, which stay in the file; refuses wrong checksums."""
     levels = []
     for number, about in enumerate(listed, start=1):
         arrays = {}

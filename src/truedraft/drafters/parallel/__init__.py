@@ -1,4 +1,4 @@
-"""Drafting while the target verifies: a draft model in a process of its own writes on behind the likeliest outcome."""
+"""Drafting while the target verifies: a draft model in another process drafts after the likeliest outcome."""
 
 from truedraft.drafters.parallel.ahead import AheadDrafter, ahead_drafter
 from truedraft.drafters.parallel.drafter import ParallelDraft

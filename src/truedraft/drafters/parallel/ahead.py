@@ -1,9 +1,9 @@
-"""A draft model that drafts ahead: what lives in the other process, and what the two processes tell each other.
+"""Drafting ahead: the part that runs in the other process, and the messages between the two processes.
 
-The likeliest outcome of a chain that is being judged is that all of it stays, with the draft's own next token behind
-it. That is taken to be the text, and the next chain is drafted behind it, by the same code as any other, with the noise
-and the budget of the next step. It is used if the next step asks for just that, a *hit*; otherwise the chain is drafted
-anew. So drafting ahead changes when a token is drafted, and never which one.
+The likeliest outcome of verification is that the whole chain is accepted, and that the bonus token is the draft's own
+next token. The other process assumes this outcome, and drafts the next chain after it with the same code, and with the
+noise and the budget of the next step. The chain is used if the next step requests exactly it (a *hit*); otherwise the
+chain is drafted again. So drafting ahead changes when a token is drafted, never which token.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from truedraft.models.base import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that a chain is asked for.
+    """A request for one chain.
 
     Attributes:
-        id: of the request.
-        params: its options; they change no logits of single tokens.
-        tokens: that its text gained since the last call; all of it at the first one.
-        budget: of the chain; not zero.
-        noise: its key, see `KeyedNoise.key`.
-        limit: of its cache, in tokens.
+        params: sampling options; they do not change the logits of single tokens.
+        tokens: new tokens of the text since the last call; in the first call the whole text.
+        budget: not zero.
+        noise: see `KeyedNoise.key`.
+        limit: of the request's cache, in tokens.
     """
 
     id: int
@@ -45,13 +44,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What was drafted.
+    """The chains, one per call.
 
     Attributes:
-        chains: one for each call.
-        hits: how many of them had been drafted ahead.
-        ahead_tokens: drafted ahead so far, used or not.
-        cache_bytes: that are held for requests.
+        hits: number of these chains that had been drafted ahead.
+        ahead_tokens: number of tokens drafted ahead so far, used or not.
+        cache_bytes: total size of all requests' caches.
     """
 
     chains: list[Proposal]
@@ -65,13 +63,12 @@ class _Text:
     """A request.
 
     Attributes:
-        request: as the draft model sees it.
-        tokens: its text as far as it was told, and behind that what is taken to follow.
-        told: how many it was told.
-        chain: that it was answered with.
+        tokens: the received text, then the tokens that are assumed to follow.
+        told: number of received tokens.
+        chain: the last chain that was sent.
         noise: key of that chain's noise.
-        budget: that the next chain is taken to have, cut to what the draft may do.
-        ahead: the chain behind what is taken to follow; None where there is none.
+        budget: assumed for the next chain, within the draft's limits.
+        ahead: the chain after the assumed tokens; None if there is none.
     """
 
     request: DraftRequest
@@ -83,7 +80,7 @@ class _Text:
     ahead: Proposal | None = None
 
     def follow(self, new: Sequence[int]) -> int:
-        """Take in the tokens that really follow; with how many of its tokens the text still begins."""
+        """Replace the assumed tokens by the real ones; returns how many leading tokens of the text are unchanged."""
         pairs = enumerate(zip(self.tokens[self.told :], new, strict=False))
         known = min(len(self.tokens) - self.told, len(new))
         same = self.told + next((place for place, (one, other) in pairs if one != other), known)
@@ -92,15 +89,15 @@ class _Text:
         return same
 
     def key(self, further: int, step: int = 0) -> NoiseKey:
-        """Of the noise so many tokens and steps behind that of the chain."""
+        """The noise key `further` positions and `step` steps after that of the chain."""
         root, position, steps, member, shared = self.noise
         return root, position + further, steps + step, member, shared
 
 
 class _Verdicts(KeyedNoise):
-    """The noise of verdicts, with which the draft draws the token behind a chain just as the bonus token is drawn.
+    """The noise of verification, with which the draft draws the token after a chain as the bonus token is drawn.
 
-    That decides nothing: which token the target draws with that number depends on the target's distribution alone.
+    This decides nothing: which token the target draws with this number depends on the target's distribution only.
     """
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
@@ -108,27 +105,24 @@ class _Verdicts(KeyedNoise):
 
 
 class AheadDrafter:
-    """Drafts chains, and, asked to, what the next step will likeliest ask for.
+    """Drafts chains, and on request the chains that the next step most likely needs.
 
-    Args:
-        drafter: drafts chains; its model carries no states from token to token.
+    Its model must not carry recurrent state from token to token.
     """
 
     def __init__(self, drafter: DraftModel) -> None:
         self.drafter = drafter
         self._texts: dict[int, _Text] = {}
-        self._open: list[_Text] = []  # that were answered and not drafted ahead of
+        self._open: list[_Text] = []  # answered, and not yet drafted ahead
         self._ahead_tokens = 0
 
     def end(self, request: int) -> None:
-        """A request is over."""
         text = self._texts.pop(request, None)
         if text is not None:
             self._open = [each for each in self._open if each is not text]
             self.drafter.end(text.request)
 
     def propose(self, calls: Sequence[Call]) -> Reply:
-        """A chain for each call: what was drafted ahead for it, or drafted now."""
         chains = {place: chain for place, call in enumerate(calls) if (chain := self._take(call)) is not None}
         hits = len(chains)
         missed = [place for place in range(len(calls)) if place not in chains]
@@ -146,9 +140,9 @@ class AheadDrafter:
         return Reply(replied, hits, self._ahead_tokens, self.drafter.held.n_bytes)
 
     def _take(self, call: Call) -> Proposal | None:
-        """Read on to where a request is now; the chain that was drafted ahead for it, if one was.
+        """Update a request to its current text; returns the chain that was drafted ahead for it, or None.
 
-        It shares what it begins with with nobody: nobody here knows who may.
+        Its prefix is not shared: this process does not know which requests may share.
         """
         text = self._texts.get(call.id)
         if text is None:
@@ -171,7 +165,6 @@ class AheadDrafter:
         return ahead if text.budget == budget else _shortened(ahead, budget, text.budget)
 
     def draft_ahead(self) -> None:
-        """Draft for the likeliest outcome of the step that judges what was handed out last, all requests together."""
         texts, self._open = [text for text in self._open if text.chain], []
         for text in texts:
             cache = self.drafter.caches[text.request.id]
@@ -193,13 +186,7 @@ class AheadDrafter:
 def ahead_drafter(
     load: Callable[[], LanguageModel], num_speculative_tokens: int, min_probability: float
 ) -> AheadDrafter:
-    """What drafts in the other process.
-
-    Args:
-        load: the model; each call loads it anew.
-        num_speculative_tokens: length of a chain.
-        min_probability: draft no further below a token that the draft itself gave less than this.
-    """
+    """The drafter of the other process; `load` loads its model."""
     return AheadDrafter(DraftModel(load(), num_speculative_tokens, min_probability=min_probability))
 
 
@@ -209,13 +196,7 @@ def _verdict(text: _Text) -> KeyedNoise:
 
 
 def _shortened(chain: Proposal, given: Budget, wanted: Budget) -> Proposal | None:
-    """What a budget would have drafted of a chain; None where that is more, or a matter of probabilities.
-
-    Args:
-        chain: that was drafted.
-        given: its budget.
-        wanted: of the same draft with the same noise.
-    """
+    """The chain drafted with budget `wanted` instead of `given`; None if it is longer, or depends on probabilities."""
     length = min(wanted.depth, wanted.nodes)
     if given.looks or wanted.looks or length > len(chain.tree):
         return None

@@ -1,4 +1,4 @@
-"""A draft model that drafts in a process of its own, ahead of what it is asked for while the target verifies."""
+"""A draft model that drafts in another process, ahead of the next step, while the target verifies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from truedraft.models.base import LanguageModel
 
 
 class ParallelDraft(Drafter):
-    """Chains of a draft model, drafted by another process, which drafts on while the target verifies.
+    """Drafts chains with a draft model in another process, which drafts ahead while the target verifies.
 
-    What it proposes is what `draft` alone would: same tokens, same distributions, same noise (see
-    `truedraft.drafters.parallel.ahead`); only the time differs. Requests that the process cannot serve (whose options
-    change logits by what was written, with pictures or sounds, or with noise that is no `KeyedNoise`) are drafted for
-    here, by `draft`. So are all, from then on and with a warning, once the process is gone.
+    Proposals are the same as those of `draft`: same tokens, distributions and noise (see
+    `truedraft.drafters.parallel.ahead`); only the time differs. `draft` itself serves the requests that the process
+    cannot: requests with context-dependent logits options, with pictures or sounds, or with noise that is not a
+    `KeyedNoise`. If the process ends, `draft` serves all requests from then on, after a warning.
 
     Args:
-        draft: drafts chains in this process, of the same model and with the same options.
-        worker: drafts in the other one.
+        worker: drafts in the other process, with the same model and options.
 
     Raises:
         OptionError: `draft` makes trees.
@@ -45,8 +44,8 @@ class ParallelDraft(Drafter):
         self.model: LanguageModel = draft.model
         self._here = draft
         self._worker = worker
-        self._told: dict[int, int] = {}  # tokens of each request that the process knows
-        # In a cache lie at most a chain, a token, and the chain drafted ahead.
+        self._told: dict[int, int] = {}  # number of tokens of each request sent to the process
+        # A cache holds at most a chain, a token, and the chain drafted ahead.
         self.held = Held([each.ahead(1 + self.limits.depth) for each in draft.held.models], [self._told])
         self._last: Reply | None = None
         self._proposals = 0
@@ -58,17 +57,17 @@ class ParallelDraft(Drafter):
 
     @property
     def report(self) -> Mapping[str, float]:
-        """Proposals, what share of them had been drafted ahead, and tokens drafted ahead, used or not."""
+        """Proposals, the share of them drafted ahead, and tokens drafted ahead, used or not."""
         if self._last is None:
             return {}
         hit_rate, tokens = self._hits / self._proposals, self._last.ahead_tokens
         return {"proposals": self._proposals, "ahead_hit_rate": hit_rate, "ahead_tokens": tokens}
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse what the draft refuses, and drafts that the process cannot run ahead.
+        """Refuse what `draft` refuses, and draft models that cannot draft ahead.
 
         Raises:
-            CompositionError: says why.
+            CompositionError: the draft model does not fit.
         """
         self._here.check(target)
         model = self.model
@@ -88,11 +87,10 @@ class ParallelDraft(Drafter):
         hint, told = self._here.hint(request), self._told.get(request.id)
         if told is None:
             return hint
-        # What it drafted lies in its cache. How far probabilities would let a chain go it cannot know ahead.
+        # Drafted tokens are in its cache. Where `min_probability` would end a chain is not known in advance.
         return replace(hint, behind=max(len(request.tokens) - told - self.limits.depth, 1), confident=False)
 
     def begin(self, request: DraftRequest) -> None:
-        """The process is told of a request that it can serve when it is first asked."""
         self._here.begin(request)
         if request.shaping is None and not request.inputs and self._worker.alive:
             self._told[request.id] = 0
@@ -100,7 +98,6 @@ class ParallelDraft(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Ask the process, where it knows a request; draft here for others."""
         asked = list(zip(batch, budgets, noise, strict=True))
         calls = {place: call for place, each in enumerate(asked) if (call := self._call(*each)) is not None}
         drafted = dict(zip(calls, self._ask(list(calls.values())), strict=False)) if calls else {}
@@ -113,7 +110,7 @@ class ParallelDraft(Drafter):
         return [drafted[place] for place in range(len(batch))]
 
     def _call(self, request: DraftRequest, budget: Budget, noise: Noise) -> Call | None:
-        """What the process is asked for a request; None where there is nothing to ask it."""
+        """The call to the process; None if it does not serve the request, or nothing can be drafted."""
         told = self._told.get(request.id)
         if told is None or self._here.within(budget, request).is_zero or type(noise) is not KeyedNoise:
             return None
@@ -122,7 +119,6 @@ class ParallelDraft(Drafter):
         return Call(request.id, request.params, tokens, budget, noise.key, self._here.caches[request.id].limit)
 
     def _ask(self, calls: Sequence[Call]) -> list[Proposal]:
-        """What the process drafted; nothing where it is gone."""
         try:
             reply = self._last = self._worker.propose(calls)
         except DrafterError as error:
@@ -134,17 +130,14 @@ class ParallelDraft(Drafter):
         return reply.chains
 
     def _go_on_here(self, error: DrafterError) -> None:
-        """The process is gone: what it kept is drafted again in this one."""
         self._told.clear()
         self.held.beside = 0
         warnings.warn(f"drafter {self.name!r} goes on without async: {error}", RuntimeWarning, stacklevel=2)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """The process sees from the next call what became of its chain; what was drafted here is kept here."""
         self._here.observe(batch, outcomes)
 
     def end(self, request: DraftRequest) -> None:
-        """Give back what both processes hold for it."""
         self._here.end(request)
         if self._told.pop(request.id, None) is not None:
             try:

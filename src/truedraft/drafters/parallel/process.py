@@ -22,15 +22,14 @@ _MAIN = "from truedraft.drafters.parallel.process import main; main()"
 
 
 class DraftProcess:
-    """Drafts in a process of its own, so that neither the interpreter's lock nor the target's forward holds it up.
+    """Drafts in a separate process, so that neither the interpreter's lock nor the target's forward blocks it.
 
-    The process begins to load its model when this is made, and ends when this is forgotten, when it is closed, or when
-    the process that it serves is gone, however that came about: it reads from a pipe that then ends. It ends by what
-    it raises, too, and where a call is interrupted, as by Ctrl-C.
+    The process starts to load its model at once. It ends when this object is closed or collected, and when the parent
+    process ends, because its pipe then ends. It also ends on an exception of its own, and if a call is interrupted, as
+    by Ctrl-C.
 
     Args:
-        make: makes what drafts, there; it is pickled.
-        threads: that its forwards use.
+        make: called in the process to make its drafter; it is pickled.
     """
 
     def __init__(self, make: Callable[[], AheadDrafter], threads: int = 1) -> None:
@@ -49,28 +48,26 @@ class DraftProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
         return self.close.alive
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     def end(self, request: int) -> None:
-        """A request is over.
+        """Send the end of a request.
 
         Raises:
-            DrafterError: the process is gone.
+            DrafterError: the process has ended.
         """
         with self._talking() as calls:
             pickle.dump(("end", request), calls, protocol=5)
 
     def propose(self, calls: Sequence[Call]) -> Reply:
-        """A chain for each call; behind that it drafts ahead.
+        """Draft one chain per call; after the reply the process drafts ahead.
 
         Raises:
-            DrafterError: the process is gone, as where the draft model cannot be loaded or failed.
+            DrafterError: the process has ended, for example because the draft model cannot be loaded or failed.
         """
         assert self._process.stdout is not None
         with self._talking() as pipe:
@@ -81,19 +78,18 @@ class DraftProcess:
 
     @contextmanager
     def _talking(self) -> Iterator[IO[bytes]]:
-        """The pipe to the process."""
         assert self._process.stdin is not None
         try:
             yield self._process.stdin
             self._process.stdin.flush()
         except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise DrafterError(self._gone()) from error
-        except BaseException:  # half a message, or the answer to it, would be taken for another
+        except BaseException:  # half a message, or its reply, would be read as part of the next
             self.close()
             raise
 
     def _gone(self) -> str:
-        """How the process ended, which it may be about to do where a pipe to it broke."""
+        """How the process ended; a broken pipe may come shortly before its end."""
         status, lines = None, [""]
         if self.alive:
             with suppress(subprocess.TimeoutExpired):
@@ -106,28 +102,27 @@ class DraftProcess:
 
 
 def _end(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-    """End a process, whatever it is at; it holds nothing that is worth keeping."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout, errors):
-        with suppress(OSError):  # what was not yet written to a process that is gone
+        with suppress(OSError):  # data was not yet written when the process ended
             if pipe is not None:
                 pipe.close()
 
 
 def main() -> None:
-    """What the process does: read a call, answer it, draft ahead, until nobody calls any more."""
+    """The main loop of the process: read a call, reply, draft ahead, until the pipe closes."""
     calls, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output that libraries print must not enter the pipe
     threads, make = pickle.load(calls)
     torch.set_num_threads(threads)
     drafter: AheadDrafter = make()
-    with torch.inference_mode(), suppress(EOFError, BrokenPipeError):  # nobody is there any more
+    with torch.inference_mode(), suppress(EOFError, BrokenPipeError):  # the parent process has ended
         while True:
             kind, given = pickle.load(calls)
             try:
                 _serve(drafter, kind, given, replies)
-            except CutShortError as cut:  # the caller drafts the same again by itself, and is told the cause
+            except CutShortError as cut:  # the caller drafts the same again by itself, and reports the cause
                 raise cut.__cause__ or cut from None
 
 

@@ -1,4 +1,4 @@
-"""Suffix decoding: what followed where this ending occurred before, in this text or any that was answered."""
+"""Suffix decoding: what followed where this ending occurred before, in this text or an earlier one."""
 
 from truedraft.drafters.suffix.drafter import SuffixDrafter
 from truedraft.drafters.suffix.file import SuffixFile

@@ -1,4 +1,4 @@
-"""Trees of what followed where a text's ending occurred before, in it or in any that was answered."""
+"""Trees of what followed where a text's ending occurred before, in this text or an earlier one."""
 
 from __future__ import annotations
 
@@ -17,29 +17,26 @@ from truedraft.drafters.suffix.index import END, NO_MATCHES, WINDOW, Matches
 from truedraft.drafters.suffix.store import SuffixStore
 
 _LENGTHS = (4, 8, 16, 32)
-"""Hints are of one kind where the longest match has 2 or 3 tokens, 4 to 7, 8 to 15, 16 to 31, or more, and of others
-where what followed was not always the same."""
+"""A hint's kind is the longest match's length, 2 or 3 tokens, 4 to 7, 8 to 15, 16 to 31, or more, and unanimity."""
 _FOUND = tuple(Hint(kind) for kind in range(2 * (len(_LENGTHS) + 1)))
 _SIZES = range(4, 1, -1)
 _SHORTER = 0.5
-"""What a place counts whose match is shorter by a token than another's."""
+"""Factor of a position's weight per token by which its match is shorter."""
 _LEAST_SHARE = 0.05
-"""Of what counts, behind which no tree goes."""
+"""Minimum share of the total weight for a node."""
 
 
 class SuffixDrafter(CandidateDrafter):
     """Drafts what followed the longest earlier occurrence of a text's ending, as a tree weighted by counts.
 
-    SuffixDecoding (2411.04975): places in the text itself and in those that were answered before count alike. Each
-    place counts by the length of its match and a branch by its places' sum; the tree takes the likeliest nodes.
-    Candidates are deterministic, so every rule judges them exactly.
+    SuffixDecoding (2411.04975): positions in the text itself and in earlier answers count alike. A position's weight
+    depends on its match's length, and a branch has the sum of its positions; the tree has the likeliest nodes.
+    Candidates are deterministic, so every rule verifies them exactly.
 
-    Requests of one scope share what was answered.
+    Requests of one scope share answers.
 
     Args:
-        store: of answered texts; None makes one of a million tokens.
-        num_speculative_tokens: longest path.
-        nodes: most nodes of a tree.
+        store: of finished texts; None makes one of a million tokens.
 
     Raises:
         OptionError: an option is out of range.
@@ -55,14 +52,13 @@ class SuffixDrafter(CandidateDrafter):
         self.limits = Budget(depth=depth, width=nodes, nodes=nodes)
         self._own: dict[int, NgramIndex] = {}
         self.held = Held(noted=[self._own])
-        self._found: dict[int, tuple[int, Matches]] = {}  # by request: for which length of its text, and what
+        self._found: dict[int, tuple[int, Matches]] = {}  # by request: length of its text, and matches
 
     def begin(self, request: DraftRequest) -> None:
         self._own[request.id] = NgramIndex(_SIZES)
         self._found.pop(request.id, None)
 
     def end(self, request: DraftRequest) -> None:
-        """What it wrote is kept for others."""
         self._found.pop(request.id, None)
         if self._own.pop(request.id, None) is not None and request.kept:
             self.store.add(request.scope, request.tokens)
@@ -72,7 +68,7 @@ class SuffixDrafter(CandidateDrafter):
         self._found.pop(request.id, None)
 
     def hint(self, request: DraftRequest) -> Hint:
-        """How long the longest match is, and whether all places agree."""
+        """The kind is the length of the longest match, and whether all its positions agree."""
         found = self._matches(request)
         if not found.lengths:
             return NOTHING_FOUND
@@ -84,7 +80,6 @@ class SuffixDrafter(CandidateDrafter):
         return tree_of(self._matches(request), budget.depth, budget.nodes, budget.width)
 
     def _matches(self, request: DraftRequest) -> Matches:
-        """Places in its own text and in others', as of the tokens that are there now."""
         length, found = self._found.get(request.id, (-1, NO_MATCHES))
         if length != len(request.tokens):
             found = self._own_match(request)
@@ -95,7 +90,6 @@ class SuffixDrafter(CandidateDrafter):
         return found
 
     def _own_match(self, request: DraftRequest) -> Matches:
-        """The latest place in its own text where its ending occurred."""
         tokens = request.tokens
         start, length = self._own[request.id].find(tokens)
         if start is None:
@@ -108,14 +102,8 @@ class SuffixDrafter(CandidateDrafter):
 def tree_of(matches: Matches, depth: int, nodes: int, width: int) -> TokenTree:
     """The likeliest nodes of the tree of what followed.
 
-    Worked example: after matches of one length followed 5 6, 5 7 and 8. With three nodes they are 5 (2/3), and of 6, 7
-    and 8 (1/3 each) the first two that were found: 5 6 7, where 6 and 7 hang on 5.
-
-    Args:
-        matches: places, and what followed.
-        depth: of the longest path.
-        nodes: of the tree.
-        width: most children of one node.
+    Worked example: matches of one length were followed by 5 6, 5 7 and 8. With three nodes these are 5 (2/3), and of 6,
+    7 and 8 (1/3 each) the first two found: 5 6 7, where 6 and 7 are children of 5.
     """
     if not matches.lengths:
         return TokenTree.empty()
@@ -124,7 +112,7 @@ def tree_of(matches: Matches, depth: int, nodes: int, width: int) -> TokenTree:
     total, rows = sum(weights), matches.following
 
     def below(end: tuple[int, Sequence[int]]) -> list[tuple[int, float, tuple[int, Sequence[int]]]]:
-        """Of a path the level that it ends at, and the places that it goes through."""
+        """The children of a path, which is its level and the matches along it."""
         level, places = end
         if level >= depth:
             return []

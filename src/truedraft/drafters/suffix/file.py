@@ -1,7 +1,7 @@
-"""The file in which a suffix cache keeps its texts: a line that says what it is, then one record for each text.
+"""The file of a suffix cache: a header line, then one record per text.
 
-Several processes may use one file: each appends under a lock, and takes in what others appended before. A record
-carries its own checksum, so a file that was cut off is read up to there, and the rest is put aside.
+Several processes may use one file: each appends under a lock, and reads what others appended before. Each record has a
+checksum, so a truncated file is read up to the last whole record, and the rest is moved to another file.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ class SuffixFile:
     """Texts on disk.
 
     Args:
-        path: of the file; made where there is none.
-        tokenizer: tells apart whose ids these are.
-        most: tokens; once a file has twice as many, its oldest texts go.
+        path: of the file; created if missing.
+        most: number of tokens; a file with twice as many loses its oldest texts.
 
     Raises:
-        OptionError: it is no such file, of another version or tokenizer, or cannot be read or made.
+        OptionError: it is not such a file, has another version or tokenizer, or cannot be read or created.
     """
 
     def __init__(self, path: Path, tokenizer: str, most: int) -> None:
@@ -49,13 +48,13 @@ class SuffixFile:
         self._tokenizer = tokenizer
         self._most = most
         self._read_to = 0
-        self._same: tuple[int, int] | None = None  # the very file that was read so far
+        self._same: tuple[int, int] | None = None  # device and inode of the file that was read
         self._tokens = 0
         self._warned = False
         self._lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=_LOCK_S)
 
     def read(self) -> list[Text]:
-        """All texts, the oldest first. What is damaged is put aside, and a warning says so."""
+        """All texts, the oldest first. Damaged records are moved aside, with a warning."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._lock, self._opened() as file:
@@ -66,10 +65,10 @@ class SuffixFile:
             ) from error
 
     def append(self, scope: Hashable, text: Ids) -> list[Text]:
-        """Write a text behind all others; returns those that other processes wrote since.
+        """Append a text; returns those that other processes appended since the last call.
 
-        Only namespaces that are named by a text, or not at all, are kept. What cannot be written is told once, and is
-        then kept in memory alone.
+        Only scopes that are a string or None are kept. If writing fails, a warning is logged once, and the text is kept
+        in memory only.
         """
         if scope is not None and not isinstance(scope, str):
             return []
@@ -91,7 +90,6 @@ class SuffixFile:
         return news
 
     def _opened(self) -> BinaryIO:
-        """The file, made with its first line where there is none, and known to be one that may be read."""
         if not self.path.exists():
             first = json.dumps({"kind": _KIND, "version": _VERSION, "tokenizer": self._tokenizer})
             self.path.write_bytes(first.encode() + b"\n")
@@ -128,7 +126,7 @@ class SuffixFile:
         self._same, self._read_to, self._tokens = same, file.tell(), 0
 
     def _news(self, file: BinaryIO) -> list[Text]:
-        """What was written behind that which was read; the file's place is then behind the last whole record."""
+        """Records after those already read; the file position is then after the last whole record."""
         file.seek(self._read_to)
         news = []
         for text, end in _records(file):
@@ -147,7 +145,7 @@ class SuffixFile:
         return news
 
     def _rewrite(self) -> None:
-        """Leave the latest texts only, so that a reader finds the old file or the new one."""
+        """Keep only the latest texts, so that a reader finds the old file or the new one."""
         with self._lock, self.path.open("rb") as file:
             first = file.readline()
             texts = [text for text, _ in _records(file)]
@@ -157,7 +155,7 @@ class SuffixFile:
                 if tokens > self._most:
                     break
                 kept.append(_record(scope, text))
-            with written_whole(self.path, private=True) as made:  # it holds what people asked
+            with written_whole(self.path, private=True) as made:  # it holds users' prompts
                 made.write(first + b"".join(reversed(kept)))
             status = self.path.stat()
             self._same, self._read_to = (status.st_dev, status.st_ino), status.st_size
@@ -171,7 +169,6 @@ def _record(scope: Hashable, text: Ids) -> bytes:
 
 
 def _records(file: BinaryIO) -> Iterator[tuple[Text, int]]:
-    """Whole records from here on, and where each ends."""
     while len(head := file.read(_RECORD.size)) == _RECORD.size:
         name_bytes, tokens, checksum = _RECORD.unpack(head)
         unnamed = name_bytes == _NO_NAME

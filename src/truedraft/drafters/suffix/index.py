@@ -1,12 +1,12 @@
-"""Where a text's ending occurred before, among many stored texts: a ring of tokens, and chains of equal n-grams.
+"""Earlier occurrences of a text's ending in many stored texts: a ring buffer of tokens, with hash chains of n-grams.
 
-Every stored token ends an n-gram of each of two lengths. Places whose n-grams have one hash form a chain, the latest
-first, so a look-up walks the latest few of them and compares what stands before them with the ending: the longest match
-counts. What is too old is written over; a chain that leads there ends. Nothing is ever rebalanced, and an entry costs
-its token (4 bytes), two links (16) and its share of the tables of heads (8).
+Every stored token ends an n-gram of each of two lengths. Positions with n-grams of one hash form a chain, the latest
+first. A lookup follows the latest few and compares the tokens before them with the ending: the longest match counts.
+Old tokens are overwritten; a chain ends there. Nothing is rebalanced. An entry takes its token (4 bytes), two links
+(16) and its share of the head tables (8).
 
-Hash chains as in LZ77 coders stand in for the suffix tree of SuffixDecoding (2411.04975): the matches are the same
-while no ending occurred more often than a chain is walked, and nothing but arrays of numbers is held.
+Hash chains as in LZ77 coders replace the suffix tree of SuffixDecoding (2411.04975): the matches are the same as long
+as no ending occurred more often than a chain is followed, and all memory is arrays of numbers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Ids: TypeAlias = NDArray[np.int32]
 Places: TypeAlias = NDArray[np.int64]
 
 END = -1
-"""Stands between two texts; no ending matches across it."""
+"""Separator between two texts; no ending matches across it."""
 LENGTHS = (8, 2)
-"""Of the n-grams that are chained: where the longer one occurred, only its places are looked at."""
+"""Lengths of the chained n-grams: if the longer one occurred, only its positions are compared."""
 WINDOW = 32
-"""The longest match that is told from a longer one."""
+"""Maximum length of a match."""
 WALKED = 32
-"""Places of a chain that are looked at, the latest ones."""
+"""Maximum number of compared positions per chain, the latest ones."""
 _LEAST = 256
 _PRIME = 0x9E3779B97F4A7C15
 _BITS = (1 << 64) - 1
@@ -36,11 +36,11 @@ _BITS = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matches:
-    """Places where an ending occurred before, the longest matches first, then the latest.
+    """Positions where an ending occurred before, the longest matches first, then the latest.
 
     Attributes:
-        lengths: `[matches]`: how many tokens before each place are those that end the text, at most `WINDOW`.
-        following: `[matches, depth]`: the tokens that followed; `END` behind the end of a text.
+        lengths: `[matches]`: number of tokens before each position that equal the end of the text, at most `WINDOW`.
+        following: `[matches, depth]`: the tokens that followed; `END` after the end of a text.
     """
 
     lengths: list[int]
@@ -53,17 +53,17 @@ NO_MATCHES = Matches([], [])
 class SuffixIndex:
     """Stored tokens, of which the latest `most` are kept.
 
-    Worked example: of the text 5 6 7 5 6 8 the ending 5 6 occurred before the places 2 and 5; the latest is 5, and what
-    followed there is 8.
+    Worked example: in the text 5 6 7 5 6 8 the ending 5 6 occurred before the positions 2 and 5; the latest is 5, and 8
+    followed there.
 
     Args:
-        most: tokens that are kept; a power of two is kept where this is none, the next smaller one.
+        most: maximum number of tokens; rounded down to a power of two.
     """
 
     def __init__(self, most: int) -> None:
         self.most = 1 << max(most, _LEAST).bit_length() - 1
-        self.written = 0  # tokens so far; places count from the first that was ever stored
-        self._open = 0  # tokens of the text that may go on, up to the longest n-gram
+        self.written = 0  # tokens so far; positions count from the first that was ever stored
+        self._open = 0  # tokens of the unfinished text, up to the longest n-gram
         self._allocate(_LEAST)
 
     def _allocate(self, size: int) -> None:
@@ -74,24 +74,20 @@ class SuffixIndex:
 
     @property
     def n_bytes(self) -> int:
-        """Memory that is held."""
         return self._tokens.nbytes + sum(each.nbytes for each in (*self._before, *self._heads))
 
     @property
     def first(self) -> int:
-        """The first place that is kept."""
         return max(self.written - self.size, 0)
 
     def __len__(self) -> int:
-        """Tokens that are kept, ends of texts included."""
         return self.written - self.first
 
     def add(self, tokens: Sequence[int] | Ids, *, ends: bool = False) -> None:
-        """Store tokens behind those that were stored last, as the same text unless that has ended.
+        """Store tokens after the last ones, as the same text unless that has ended.
 
         Args:
-            tokens: ids, 0 or more.
-            ends: whether what is stored next is another text.
+            ends: whether the text ends here.
         """
         new = np.asarray(tokens, dtype=np.int32)
         if ends:
@@ -103,7 +99,6 @@ class SuffixIndex:
             self._add(part)
 
     def _grow(self, wanted: int) -> None:
-        """Twice the room, or more; what is kept is stored again."""
         kept = self._tokens[np.arange(self.first, self.written) & (self.size - 1)]
         size = self.size
         while size < min(wanted, self.most):
@@ -114,7 +109,6 @@ class SuffixIndex:
             self._add(kept[start : start + size // 2])
 
     def _add(self, new: Ids) -> None:
-        """At most as many as half of the room."""
         begin, mask = self.written, self.size - 1
         places = np.arange(begin, begin + len(new))
         self._tokens[places & mask] = new
@@ -122,7 +116,7 @@ class SuffixIndex:
         longest = LENGTHS[0]
         known = min(self._open, longest - 1)
         text = np.concatenate([self._tokens[np.arange(begin - known, begin) & mask], new])
-        # How many tokens of its text stand before each place of `text`, that place included.
+        # Number of tokens of its text up to each position of `text`, inclusive.
         numbers = np.arange(1, len(text) + 1)
         since = numbers - np.maximum.accumulate(np.where(text == END, numbers, 0))
         self._open = min(int(since[-1]), longest)
@@ -130,17 +124,17 @@ class SuffixIndex:
             self._chain(which, places, _hashes(text, length)[known:], since[known:] >= length)
 
     def _chain(self, which: int, places: Places, hashes: NDArray[np.uint64], whole: NDArray[np.bool_]) -> None:
-        """Put places at the heads of the chains of their hashes; those that end no n-gram are in none.
+        """Put positions at the heads of their hashes' chains, except those that end no n-gram.
 
-        Worked example: places 4, 5, 6 with the hashes a b a: 6 leads to 4, 4 and 5 to what led the chains of a and b
-        before, and 6 and 5 lead them now.
+        Worked example: positions 4, 5, 6 with the hashes a b a: 6 links to 4, 4 and 5 link to the previous heads of a
+        and b, and 6 and 5 are the heads now.
         """
         mask, heads, before = self.size - 1, self._heads[which], self._before[which]
         before[places & mask] = -1
         places, slots = places[whole], self._slots(hashes[whole])
         order = np.argsort(slots, kind="stable")
         places, slots = places[order], slots[order]
-        again = np.zeros(len(slots), dtype=bool)  # has one of its slot before it
+        again = np.zeros(len(slots), dtype=bool)  # another one of its slot comes before it
         again[1:] = slots[1:] == slots[:-1]
         leads = heads[slots]
         leads[1:][again[1:]] = places[:-1][again[1:]]
@@ -153,7 +147,6 @@ class SuffixIndex:
 
         Args:
             tokens: the text, or its last `WINDOW` tokens.
-            depth: tokens that are wanted of what followed.
         """
         ending = tokens[-WINDOW:]
         for which, length in enumerate(LENGTHS):
@@ -166,13 +159,12 @@ class SuffixIndex:
         return NO_MATCHES
 
     def _slots(self, hashes: NDArray[np.uint64]) -> Places:
-        """Which heads lead the chains of hashes."""
         slots: Places = (hashes >> np.uint64(self._shift)).astype(np.int64)
         return slots
 
     @property
     def _shift(self) -> int:
-        """Bits of a hash that do not count."""
+        """Number of ignored bits of a hash."""
         return 64 - (self.size // 2 - 1).bit_length()
 
     def _walk(self, which: int, slot: int) -> list[int]:
@@ -185,7 +177,7 @@ class SuffixIndex:
         return places
 
     def _compared(self, places: list[int], ending: Ids, least: int, depth: int) -> Matches:
-        """Those of the places before which at least so many tokens are the ending's."""
+        """The positions with a match of at least `least` tokens."""
         last, mask = np.array(places)[:, None], self.size - 1
         back = last - _STEPS[: len(ending)]
         alike = (self._tokens[back & mask] == ending[::-1]) & (back >= self.first)
@@ -202,7 +194,7 @@ _STEPS = np.arange(1024)
 
 
 def hash_of(ngram: Sequence[int]) -> int:
-    """What `_hashes` gives at its last place: of one n-gram a tenth of the time."""
+    """The last value of `_hashes`, for one n-gram; ten times as fast."""
     found = 0
     for token in reversed(ngram):
         found = (found + token + 1) * _PRIME & _BITS ^ found >> 29
@@ -210,7 +202,7 @@ def hash_of(ngram: Sequence[int]) -> int:
 
 
 def _hashes(tokens: Ids, length: int) -> NDArray[np.uint64]:
-    """Of the n-gram that ends at each place; at the first ones, which end none, of whatever there is."""
+    """Hash of the n-gram that ends at each position; the first ones are of incomplete n-grams."""
     found = np.zeros(len(tokens), dtype=np.uint64)
     ids = tokens.astype(np.uint64)
     for back in range(min(length, len(ids))):

@@ -1,7 +1,7 @@
-"""What requests wrote, kept for those that come: an index for each namespace, within one bound, and a file.
+"""Texts of finished requests, kept for later ones: an index per scope, within one limit, and a file.
 
-Finished texts are taken in by a thread of their own, a piece at a time, so that no step waits for more than a piece. It
-ends when nothing is left, and the process waits for it.
+A separate thread stores finished texts in small pieces, so that no step waits for more than one piece. It ends when
+nothing is left, and the process waits for it.
 """
 
 from __future__ import annotations
@@ -17,48 +17,45 @@ from truedraft.drafters.suffix.file import SuffixFile
 from truedraft.drafters.suffix.index import NO_MATCHES, Ids, Matches, SuffixIndex
 
 _PIECE = 1024
-_LEAST_TEXT = 8  # tokens; what is shorter says nothing that the text itself would not
-_TOKENS_A_TEXT = 64  # of the bound, for each text that is known by its digest
+_LEAST_TEXT = 8  # tokens; shorter texts have no additional information
+_TOKENS_A_TEXT = 64  # tokens of the limit per remembered digest
 
 
 class SuffixStore:
-    """Texts of all requests, by namespace.
+    """Texts of all requests, by scope.
 
     Args:
-        most: tokens that are kept, of all namespaces together.
-        file: where texts are kept between runs; None forgets them.
+        most: maximum number of tokens, in all scopes together.
+        file: keeps texts between runs; None for memory only.
     """
 
     def __init__(self, most: int, file: SuffixFile | None = None) -> None:
         self._most = most
         self._file = file
         self._lock = threading.Lock()
-        self._indexes: OrderedDict[Hashable, SuffixIndex] = OrderedDict()  # the one used last stands last
-        self._known: OrderedDict[tuple[Hashable, bytes], int] = OrderedDict()  # where a text was stored
+        self._indexes: OrderedDict[Hashable, SuffixIndex] = OrderedDict()  # least recently used first
+        self._known: OrderedDict[tuple[Hashable, bytes], int] = OrderedDict()  # position of a stored text
         self._waiting: deque[tuple[Hashable, Ids]] = deque()
         self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None  # while texts are taken in
+        self._thread: threading.Thread | None = None  # while texts are being stored
         if file is not None:
             for scope, text in file.read():
                 self._take_in(scope, text)
 
     @property
     def n_bytes(self) -> int:
-        """Memory of all indexes."""
         return sum(index.n_bytes for index in list(self._indexes.values()))
 
     def __len__(self) -> int:
-        """Tokens that are kept."""
         return sum(map(len, list(self._indexes.values())))
 
     def find(self, scope: Hashable, tokens: Sequence[int], depth: int) -> Matches:
-        """Where the ending of a text occurred in its namespace; see `SuffixIndex.find`."""
         with self._lock:
             index = self._indexes.get(scope)
             return NO_MATCHES if index is None else index.find(tokens, depth)
 
     def add(self, scope: Hashable, tokens: Sequence[int]) -> None:
-        """Take in a text, soon."""
+        """Store a text in the background."""
         if len(tokens) < _LEAST_TEXT:
             return
         with self._starting:
@@ -68,12 +65,11 @@ class SuffixStore:
                 self._thread.start()
 
     def settle(self) -> None:
-        """Wait until all that was added is taken in, and in the file."""
+        """Wait until all added texts are stored, also in the file."""
         if (thread := self._thread) is not None:
             thread.join()
 
     def _take_in_all(self) -> None:
-        """What the store's thread does."""
         while True:
             with self._starting:
                 if not self._waiting:
@@ -83,14 +79,14 @@ class SuffixStore:
             self.take_in(scope, text)
 
     def take_in(self, scope: Hashable, text: Ids) -> None:
-        """Store a text now, and in the file; what other processes wrote there is read, too."""
+        """Store a text now, also in the file, and read what other processes appended."""
         if not self._take_in(scope, text) or self._file is None:
             return
         for other, theirs in self._file.append(scope, text):
             self._take_in(other, theirs)
 
     def _take_in(self, scope: Hashable, text: Ids) -> bool:
-        """Store a text, unless it is there already and will be for some time."""
+        """Store a text, unless it is stored and will not be overwritten soon."""
         key = scope, hashlib.blake2b(text.tobytes(), digest_size=16).digest()
         with self._lock:
             index = self._index(scope, len(text))
@@ -108,7 +104,7 @@ class SuffixStore:
         return True
 
     def _index(self, scope: Hashable, coming: int) -> SuffixIndex:
-        """That of a namespace; others that nobody used for long go where there is no room for it to grow."""
+        """The index of a scope; removes least recently used ones if it has no room to grow."""
         index = self._indexes.get(scope)
         if index is None:
             index = self._indexes[scope] = SuffixIndex(self._most)

@@ -1,6 +1,6 @@
-"""Policy: what is drafted, by which costs. Controllers take numbers and give decisions; they never see a tensor.
+"""Policy: what is drafted, and by which costs. Controllers take numbers and return decisions; they never see a tensor.
 
-What forwards and drafts cost on this machine is measured when first asked for, kept, and held to what steps then take.
+Costs of forwards and drafts on this machine are measured on first use, kept, and corrected by the engine's own steps.
 Each name loads on first use: controllers need no torch.
 """
 

@@ -1,7 +1,7 @@
-"""How likely drafted nodes are accepted: running shares of verdicts, of all requests together and of each.
+"""Acceptance probabilities of drafted nodes: running shares of verdicts, over all requests together and for each.
 
-A node's gain is the probability that it is accepted, so the gains of all drafted nodes add up to the tokens that
-drafting brings. Older verdicts count less and less. A request's estimates are drawn to those of all requests.
+A node's gain is its probability of acceptance, so the gains of all drafted nodes add up to the expected accepted
+tokens. Older verdicts have exponentially less weight. A request's estimates are shrunk towards those of all requests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from truedraft.core.budget import Budget
 from truedraft.core.stats import DraftShare
 
 UNKNOWN_RATE = 0.65
-"""Acceptance of a drafted token of which nobody knows anything; a few verdicts outweigh it."""
+"""Acceptance of a drafted token without any verdict; a few verdicts outweigh it."""
 LEAST_GAIN = 0.005
-"""Nodes that bring less are not looked at."""
-_WEIGHT = 4.0  # verdicts that what was known before counts as
-_MEMORY, _OWN_MEMORY = 200.0, 12.0  # verdicts after which one counts 1 / e as much, of all requests and of one
-_FORGETS = 400.0  # steps without verdicts after which they count 1 / e as much
-_WEIGHTS = (4.0, 12.0, 48.0)  # verdicts that what is known of all requests may count as for one of them
+"""Nodes with a smaller gain are not considered."""
+_WEIGHT = 4.0  # of the prior, in verdicts
+_MEMORY, _OWN_MEMORY = 200.0, 12.0  # verdicts in which a weight decays by 1 / e, for all requests and for one
+_FORGETS = 400.0  # steps without verdicts in which weights decay by 1 / e
+_WEIGHTS = (4.0, 12.0, 48.0)  # possible weights of the pool in one request's estimates, in verdicts
 _HOPE = 1.5  # standard errors above the estimate: discounted UCB (Garivier and Moulines, arXiv 0805.3415)
 _MOST_HOPED = 4  # tokens of a chain
 _LEARNING_RATE = 0.05
@@ -30,17 +30,16 @@ _LEARNING_RATE = 0.05
 class Acceptance:
     """Estimated gains of one drafter's nodes, in the order in which a budget takes them.
 
-    Of a chain the rate of a place is that at which it is accepted where all before it were; of a tree the share of
-    steps in which the node is. A place that was seldom tried is expected to be as much better or worse than before as
-    the others were, so what is kept short shows what more would bring.
+    The rate of a place in a chain is that of its acceptance given that all places before it were accepted; in a tree it
+    is the share of steps in which the node is accepted. A place that was seldom tried is expected to differ from its
+    prior by the same factor as the others, so short drafts also show what longer ones would gain.
 
     Worked example: rates of 0.8 and 0.5 are gains of 0.8 and 0.4 of a chain, and of 0.8 and 0.5 of a tree.
 
     Args:
-        prior: rates that are expected before any verdict: of a chain the last one holds for all places that follow,
-            beyond those of a tree nothing is gained.
-        chain: whether nodes stand in a line.
-        pool: of all requests, to which this request's rates are drawn; None: these are of all.
+        prior: rates expected before any verdict: of a chain the last one holds for all later places, beyond those of a
+            tree nothing is gained.
+        pool: estimates of all requests, towards which this request's rates are shrunk; None: these are the pool.
     """
 
     def __init__(self, prior: Sequence[float], chain: bool, pool: Acceptance | None = None) -> None:
@@ -51,8 +50,8 @@ class Acceptance:
         self._accepted: list[float] = []
         self._tried: list[float] = []
         self._step = 0  # of the last verdict
-        self._errors = [0.0] * len(_WEIGHTS)  # of what each weight would have foretold of one request
-        self._weight = _WEIGHTS[0]  # that with the least
+        self._errors = [0.0] * len(_WEIGHTS)  # prediction errors of each weight for single requests
+        self._weight = _WEIGHTS[0]  # the one with the least error
         self._known: list[float] = []  # rates of the first places, until the next verdict
 
     def of_one(self) -> Acceptance:
@@ -60,7 +59,7 @@ class Acceptance:
         return Acceptance((), self.chain, self)
 
     def rates(self, count: int) -> list[float]:
-        """Of the first places; fewer where a tree has no more."""
+        """Rates of the first places; fewer where a tree has no more."""
         if self._pool is None:
             if len(self._known) < count:
                 expected = self._prior[:count]
@@ -70,13 +69,13 @@ class Acceptance:
         expected, weight = self._pool.rates(count), self._pool._weight
         if self.chain:
             return self._place_by_place(expected, weight)
-        # Nodes of a tree are accepted too seldom for one request's verdicts to say anything of each.
+        # Nodes of a tree are accepted too seldom to estimate each from one request's verdicts.
         foreseen = sum(before * tried for before, tried in zip(expected, self._tried, strict=False))
         factor = (weight + sum(self._accepted)) / (weight + foreseen)
         return [min(before * factor, 1.0) for before in expected]
 
     def _place_by_place(self, expected: Sequence[float], weight: float) -> list[float]:
-        """Rates by each place's verdicts and, of what these leave open, by those on the places before it."""
+        """Rates by each place's verdicts, with a prior scaled by the verdicts on the places before it."""
         seen = foreseen = weight
         found, known = [], len(self._tried)
         for place, before in enumerate(expected):
@@ -90,20 +89,20 @@ class Acceptance:
         return found
 
     def gains(self, count: int) -> list[float]:
-        """Of the first `count` nodes, each a fraction, rising nowhere; cut before nodes that bring next to nothing."""
+        """Gains of the first `count` nodes, fractions, not increasing; cut before nodes below `LEAST_GAIN`."""
         if self.chain:
             return _cut(itertools.accumulate(self.rates(count), operator.mul))
         return _cut(falling(self.rates(len(self._prior)))[:count])
 
     def hoped(self, count: int, beyond: int, step: int) -> list[float]:
-        """The same, hoping that nodes behind the first `beyond` are as good as the verdicts on them still allow.
+        """Gains with optimistic rates after the first `beyond` nodes: an upper confidence bound of their verdicts.
 
-        Verdicts fade with the steps since the last one: what was of no use long ago may have become another since. Of a
-        chain, and of a tree of which nothing is drafted, the first node stands for all.
+        Verdicts decay with the steps since the last one, because their rates may have changed. For a chain, and for a
+        tree of which nothing is drafted, the first node represents all.
         """
         rates, behind = self.rates(count), slice(beyond, count if beyond else 1)
         rate, verdicts = self._outlook(behind, step)
-        # A rate of 0 or 1 is doubted as if one more verdict had said otherwise.
+        # A rate of 0 or 1 has the variance that one more, opposite verdict would give it.
         doubt = math.sqrt(max(rate * (1.0 - rate), 0.5 / (verdicts + 1.0)) / verdicts)
         hoped = min(rate + _HOPE * doubt, 1.0)
         if self.chain:
@@ -112,7 +111,7 @@ class Acceptance:
         return _cut(falling([*rates[:beyond], *(min(each * factor, 1.0) for each in rates[beyond:])]))
 
     def _outlook(self, places: slice, step: int) -> tuple[float, float]:
-        """The mean rate of places at a step, and how many verdicts it stands on, prior included."""
+        """The mean rate of places at a step, and its weight in verdicts, prior included."""
         if self._pool is None:
             expected, known = _mean(self._prior[places]), _WEIGHT
         else:
@@ -123,26 +122,23 @@ class Acceptance:
         return (known * expected + accepted) / (known + tried), known + tried
 
     def _fresh(self, step: int) -> float:
-        """How much verdicts count at a step."""
         return math.exp((self._step - step) / _FORGETS)
 
     def learn(self, share: DraftShare, step: int, stopped: bool = False) -> None:
-        """What became of a proposal.
+        """Add the verdicts on a proposal.
 
         Args:
-            share: of the drafter.
-            step: number of the step, rising.
-            stopped: whether it ended before its budget did, all of it being accepted. What was not drafted brought
-                nothing, so it counts as if it had been rejected.
+            stopped: whether it ended before its budget did, and was accepted entirely. The token that was not drafted
+                counts as rejected, because it gained nothing.
         """
         judged = (share.judged if self.chain else share.nodes) + stopped
         if self._pool is not None and judged:
             self._pool._judge(self, 0 in share.path)
         self._tried += [0.0] * (judged - len(self._tried))
         self._accepted += [0.0] * (judged - len(self._accepted))
-        # Places that were not tried are forgotten as well: few verdicts from long ago must not keep a budget short. So
-        # is what became of one request long ago, for which others stand; all of them together are not, or whatever
-        # nobody tries would seem worth drafting after a while.
+        # Places that were not tried decay as well: a few old verdicts must not keep a budget short. One request's old
+        # verdicts decay by steps too, towards the pool's; the pool's do not, or any drafter that is not tried would
+        # look profitable after a while.
         keep = self._keep if self._pool is None else self._keep * self._fresh(step)
         self._tried = [keep * each + (place < judged) for place, each in enumerate(self._tried)]
         self._accepted = [keep * each for each in self._accepted]
@@ -152,9 +148,9 @@ class Acceptance:
         self._known = []
 
     def _judge(self, one: Acceptance, accepted: bool) -> None:
-        """Take note of what each weight of these estimates would have foretold of a request's first node.
+        """Update the errors that each weight of this pool would have had in predicting a request's first node.
 
-        Where requests are alike what one of them adds is noise, and where they are not it is all that counts.
+        Where requests are alike, one request's own verdicts are mostly noise; where they differ, only those count.
 
         Worked example: of all requests half are accepted, of this one 3 of 3 were. With a weight of 4 that is 0.71,
         with one of 48 it is 0.53; if the next one is rejected the latter is less wrong.
@@ -167,10 +163,10 @@ class Acceptance:
 
 
 def falling(gains: Sequence[float]) -> list[float]:
-    """The nearest gains that rise nowhere: means of runs, with the same sums (pool adjacent violators).
+    """The nearest non-increasing gains: means of runs, with the same sums (pool adjacent violators).
 
-    Where a node is accepted more often than one before it, both count with their mean: a budget that takes the later
-    one takes the other too, and what they bring together stays right.
+    Where a node is accepted more often than an earlier one, both get their mean: a budget with the later one has the
+    earlier one too, so the sum of their gains stays right.
 
     Worked example: 0.5, 0.1 and 0.3 become 0.5, 0.2 and 0.2.
     """
@@ -194,19 +190,16 @@ def _cut(gains: Iterable[float]) -> list[float]:
 
 
 class Odds:
-    """How a drafter's own probability of a token tells its chance of being accepted, refitted with every verdict.
+    """How a drafter's own token probability predicts acceptance, refitted with every verdict.
 
     Logistic regression on the logit of that probability, by stochastic gradient.
-
-    Attributes:
-        odds: for `Budget.odds`.
     """
 
     def __init__(self) -> None:
         self.odds = (0.0, 1.0)
 
     def learn(self, share: DraftShare) -> None:
-        """What became of a chain."""
+        """Add the verdicts on a chain."""
         for place, probability in enumerate(share.confidence):
             wrong = Budget(0, odds=self.odds).chance(probability) - (place < len(share.path))
             q = min(max(probability, 0.0025), 0.9975)

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: the limit of a forward over few tokens."""
+"""Memory read bandwidth of this machine: the limit of a forward over few tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _CALLS_ON_CUDA = 20  # one call is over before the host has seen it start
 def read_bandwidth(device: str | torch.device = "cpu", *, size_bytes: int = _GIBIBYTE, repetitions: int = 4) -> float:
     """Bytes per second of reading a block of memory with all of torch's threads.
 
-    It is read in three ways, a sum and a maximum of float32 and a sum of int64, of which the fastest counts.
+    It is read in three ways, a sum and a maximum of float32 and a sum of int64; the fastest counts.
 
     Args:
-        device: whose memory.
-        size_bytes: of the block, a multiple of 8; much more than the caches hold, or they are what is measured.
-        repetitions: of each kind, interleaved; the fastest counts, for a neighbour can only slow one down.
+        size_bytes: of the block, a multiple of 8; must be much larger than the caches.
+        repetitions: of each kind, interleaved; the fastest counts, because other load can only slow one down.
 
     Raises:
         OptionError: an unusable size or number of repetitions, or a block that does not fit into memory.
@@ -34,7 +33,7 @@ def read_bandwidth(device: str | torch.device = "cpu", *, size_bytes: int = _GIB
         raise OptionError(f"repetitions must be 1 or more, got {repetitions}")
     place = torch.device(device)
     try:
-        # Written, not only reserved: pages that nobody wrote are all one page of zeros.
+        # Written, not only reserved: unwritten pages are all the same page of zeros.
         block = torch.ones(size_bytes // 4, device=place)
     except RuntimeError as error:
         raise OptionError(
@@ -49,7 +48,6 @@ def read_bandwidth(device: str | torch.device = "cpu", *, size_bytes: int = _GIB
 
 
 def _seconds(read: Callable[[], Tensor], calls: int, device: torch.device) -> float:
-    """Seconds of one call."""
     wait_for(device)
     started = time.perf_counter()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""The contract of a controller, and what it may ask about time."""
+"""The controller interface, and the step times available to it."""
 
 from __future__ import annotations
 
@@ -11,61 +11,57 @@ from truedraft.core.stats import StepRecord
 
 
 class StepTimes(Protocol):
-    """What the steps of an engine take on this machine, corrected by what its steps took lately."""
+    """Step times of an engine on this machine, corrected by its latest steps."""
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
-        """Seconds of a step, drafting apart: the forward, its verdicts, and all that surrounds them.
+        """Seconds of a step without drafting: the forward, the verdicts and all host work.
 
         Args:
-            rows: that the target is fed, of all requests together; as many as requests is plain decoding.
+            rows: input rows of the target, over all requests; one per request is plain decoding.
             contexts: cached tokens of each request.
-            greedy: whether the requests are greedy.
         """
         ...
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
-        """Seconds of proposals of a drafter, with the usual catch-up.
+        """Seconds of a drafter's proposals, with the usual catch-up.
 
         Args:
-            drafter: by name.
-            requests: that it drafts for together.
-            depth: levels that the deepest proposal takes; no whole number where that hangs on guesses.
-            greedy: whether the requests are greedy; others draw from distributions, which costs more.
+            depth: levels of the deepest proposal; not whole where the number depends on guesses.
+            greedy: whether the requests are greedy; others sample from distributions, which costs more.
         """
         ...
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
-        """Seconds that a drafter takes to read tokens that it has not read, beyond those of the last step."""
+        """Seconds of a drafter to process `behind` unread tokens, beyond those of the last step."""
         ...
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
-        """Gains of a drafter's nodes that were measured before; empty where nobody did."""
+        """Measured gains of a drafter's nodes; empty without a measurement."""
         ...
 
     def observe(self, record: StepRecord, steps: int = 1) -> None:
-        """A step was made, and took what its record says; it is the last of so many that were alike."""
+        """Record a step; it is the last of `steps` equal ones."""
         ...
 
     def ready(self, greedy: bool) -> bool:
-        """Whether all of this can be told without measuring anything first, which goes on between steps."""
+        """Whether all times are known without measuring first; measuring continues between steps."""
         ...
 
     def measure(self, greedy: bool) -> None:
-        """Measure now what would be measured when it is first asked for."""
+        """Measure now what would be measured on first use."""
         ...
 
 
 class Controller(ABC):
     """Decides which drafter drafts for each request in the next step, and how much: numbers in, budgets out.
 
-    What it raises costs no answer: requests that it fails for go on undrafted.
+    An error that it raises fails no answer: its requests continue without drafts.
 
     Attributes:
-        weighs_costs: whether it chooses sizes by what they cost, so that nobody else need do so beforehand.
-        takes_all_sizes: whether it drafts whatever a drafter can, pay or not, so that nobody should choose beforehand.
-        rests: steps behind the next one in which it would decide the same, as long as the same requests run and, where
-            that is to draft nothing, drafters find nothing new. The engine neither asks nor tells it anything
-            of these.
+        weighs_costs: whether it chooses sizes by their costs, so that they need not be chosen beforehand.
+        takes_all_sizes: whether it uses all sizes of a drafter, also unprofitable ones, so that none should be chosen.
+        rests: steps after the next one with the same decision, as long as the same requests run and, where that is to
+            draft nothing, drafters find nothing new. In these steps the engine calls neither `decide` nor `observe`.
     """
 
     weighs_costs: ClassVar[bool] = False
@@ -73,10 +69,10 @@ class Controller(ABC):
     rests: int = 0
 
     def begin(self, times: StepTimes) -> None:  # noqa: B027 - optional
-        """An engine takes it on; one controller serves one engine."""
+        """Called when an engine starts to use it; one controller serves one engine."""
 
     def expect(self, survival: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - optional
-        """What somebody measured beforehand, such as a plan; what is observed outweighs it soon.
+        """Earlier measurements, such as a plan's; observed steps soon outweigh them.
 
         Args:
             survival: by drafter, the share of steps in which the first 1, 2, ... tokens of a chain are accepted.
@@ -84,14 +80,14 @@ class Controller(ABC):
 
     @abstractmethod
     def decide(self, views: Sequence[RequestView]) -> Sequence[Decision]:
-        """One decision for each request that may be drafted for; a budget of zero makes its step plain decoding."""
+        """One decision for each request that may be drafted for; a zero budget is plain decoding."""
 
     def undrafted(self, request: int) -> str:
         """Why nothing was drafted for a request that ends now, by its id, in words."""
         return "no drafter proposed anything"
 
     def observe(self, record: StepRecord) -> None:  # noqa: B027 - optional
-        """A step is over, whether anything was drafted in it or not."""
+        """Called after a step, with or without drafts."""
 
 
 class FixedBudget(Controller):

@@ -1,8 +1,8 @@
-"""What was decided in the steps of an engine, and what it brought: from step records to counts and a speed-up.
+"""Counts of what was decided in the steps of an engine, and the resulting speed-up, from step records.
 
-`Decisions` listens to an engine (`engine.listeners.append(decisions)`), or is made of records that somebody kept. Steps
-with a part of a prompt are left out: nothing is decided for prompts, and what they take is no time of decoding. Steps
-that were not settled (`StepRecord.settled`) are counted without their seconds.
+`Decisions` is a listener of an engine (`engine.listeners.append(decisions)`), or is built from kept records. Steps with
+a part of a prompt are left out, because nothing is decided for prompts and their time is not decoding time. Steps that
+were not settled (`StepRecord.settled`) are counted without their seconds.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from truedraft.core.sums import summed
 from truedraft.core.theory import ForwardTable
 
 PLAIN = "plain"
-"""What was decided where nothing was to be drafted; `PROBE` where a step was made to learn from, whoever drafted."""
+"""Name of decisions to draft nothing; `PROBE` is the name of steps made to learn from, with any drafter."""
 END, NOT_ASKED = "end", "not asked"
-"""Why nothing was drafted: no token could follow a draft any more; or there was nobody to ask, or all failed."""
+"""Why nothing was drafted: no token could follow a draft; or there was no drafter, or all failed."""
 
 ForwardSeconds: TypeAlias = Callable[[int, Sequence[int]], float]
-"""V: seconds of a target forward over so many rows, for requests with so many cached tokens each."""
+"""V: seconds of a target forward by its number of rows and the cached tokens of each request."""
 
 _MOST = 512  # stretches
-_SHOWN = 128  # of them in a record
-_ENOUGH_PLAIN = 16  # plain steps that tell what such a step takes
-_LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # from which an interval says anything, and that are drawn from
+_SHOWN = 128  # stretches in a record
+_ENOUGH_PLAIN = 16  # plain steps needed to estimate the time of one
+_LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # of the bootstrap
 _DRAWS = 2000
 _INTERVAL = (0.025, 0.975)
 
 
 def what_was_decided(step: RequestStep) -> str:
-    """Names of the drafters that were to draft, joined by "+"; "plain" where none was; "probe" where one learned."""
+    """Names of the drafters that were to draft, joined by "+"; "plain" without one; "probe" for a probing step."""
     decision = step.decision
     if decision is None:
         return PLAIN
@@ -55,18 +55,16 @@ def why(decision: Decision | None) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """All that was decided alike, a drafter's name or "plain" or "probe". A step of three requests counts three times.
+    """Counts of equal decisions: a drafter's name, "plain" or "probe". A step of three requests counts three times.
+
+    `drafted` and `accepted` count nodes.
 
     Attributes:
-        steps: how often.
-        drafted: nodes.
-        accepted: of them.
-        emitted: tokens, those that ended an answer included, so that plain decoding has exactly one a step.
-        foreseen: tokens that were expected.
-        foreseen_steps: in so many of the steps; in others nobody estimated it.
-        seconds: of the settled ones of these steps: what drafters took goes to those that they drafted for, the rest of
-            a step in equal parts to all its requests.
-        reasons: how often for which, see `why`.
+        emitted: tokens, including those that ended an answer, so that plain decoding has exactly one per step.
+        foreseen: expected tokens.
+        foreseen_steps: steps with an expectation.
+        seconds: time of the settled steps: drafting is charged to the requests drafted for, the rest of a step is split
+            equally among its requests.
     """
 
     steps: int = 0
@@ -79,7 +77,6 @@ class Tally:
     reasons: dict[str, int] = field(default_factory=dict)
 
     def count(self, step: RequestStep, seconds: float) -> None:
-        """One step for one request."""
         self.steps += 1
         self.drafted += step.nodes
         self.accepted += step.accepted
@@ -95,7 +92,6 @@ class Tally:
 
     @property
     def drafted_per_step(self) -> float:
-        """Mean drafted nodes."""
         return self.drafted / self.steps if self.steps else 0.0
 
     @property
@@ -105,32 +101,25 @@ class Tally:
 
     @property
     def expected_per_step(self) -> float | None:
-        """Tokens a step, as they were expected before it; None where nobody estimated them."""
+        """Expected tokens per step; None without an expectation."""
         return self.foreseen / self.foreseen_steps if self.foreseen_steps else None
 
     @property
     def emitted_per_step(self) -> float:
-        """Tokens a step, as they came."""
         return self.emitted / self.steps if self.steps else 0.0
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Consecutive steps.
+    """Consecutive steps; `drafted` and `accepted` count nodes and `emitted` tokens, of all requests.
 
     Attributes:
-        steps: of the engine.
-        decisions: of its requests, by what was decided.
-        drafted: nodes, of all requests.
-        accepted: of them.
-        emitted: tokens, those that ended an answer included.
-        seconds: from beginning to end of each settled step, and so in all that follows.
-        bare_s: the same without drafting and deciding.
+        seconds: whole time of settled steps; the items below are of settled steps as well.
+        bare_s: time without drafting and deciding.
         curve_s: V of the steps.
         plain_curve_s: V of the plain steps that would have emitted as many tokens.
-        plain_steps: steps in which nothing was drafted.
-        plain_s: what these took, drafting and deciding apart.
-        plain_steps_curve_s: V of them.
+        plain_s: time of the plain steps without drafting and deciding.
+        plain_steps_curve_s: V of the plain steps.
     """
 
     steps: int = 0
@@ -150,7 +139,6 @@ class Stretch:
 
     @property
     def requests(self) -> int:
-        """Requests, summed over steps."""
         return sum(self.decisions.values())
 
 
@@ -160,10 +148,10 @@ class Speedup:
 
     Attributes:
         factor: seconds that plain decoding would have needed for the same tokens / measured seconds.
-        low: of the 95 % interval; None where there were too few steps for one.
-        high: likewise.
-        by_plain_steps: whether plain steps of the same run say what a plain step takes; else the cost curve does, held
-            to what all steps took.
+        low: lower end of the 95 % interval; None with too few steps.
+        high: upper end; None with too few steps.
+        by_plain_steps: whether the time of a plain step comes from the run's own plain steps; else it comes from the
+            cost curve, scaled to the time of all steps.
     """
 
     factor: float
@@ -172,7 +160,6 @@ class Speedup:
     by_plain_steps: bool
 
     def describe(self) -> str:
-        """In a sentence."""
         interval = "too few steps for an interval"
         if self.low is not None and self.high is not None:
             interval = f"95 % interval {self.low:.2f} to {self.high:.2f}"
@@ -185,15 +172,15 @@ class Speedup:
 
 
 class Decisions:
-    """Counts what was decided in an engine's steps; its size does not grow with their number.
+    """Counts the decisions of an engine's steps; its size does not grow with their number.
 
     Args:
-        forward_s: V of the target, for the speed-up; None leaves that to the run's plain steps.
-        request: id of the one whose tokens count, of those that share the steps; None counts all.
+        forward_s: V of the target, for the speed-up; None uses only the run's plain steps.
+        request: id of the only request to count; None counts all.
 
     Attributes:
-        tallies: by what was decided, in the order of the first time.
-        stretches: all steps, in order; the longer the run, the more of them in each.
+        tallies: by what was decided, in the order of first use.
+        stretches: all steps in order; each has more steps in longer runs.
     """
 
     def __init__(self, forward_s: ForwardSeconds | None = None, request: int | None = None) -> None:
@@ -202,26 +189,26 @@ class Decisions:
         self._forward_s = forward_s
         self._request = request
         self._curve_s = ForwardTable(forward_s or (lambda rows, contexts: 1.0))
-        self._in_each = 1  # steps of a stretch
+        self._in_each = 1  # steps in each
 
     @classmethod
     def of(
         cls, records: Iterable[StepRecord], forward_s: ForwardSeconds | None = None, request: int | None = None
     ) -> Decisions:
-        """Those of steps whose records were kept."""
+        """Decisions of kept records."""
         decisions = cls(forward_s, request)
         for record in records:
             decisions(record)
         return decisions
 
     def __call__(self, record: StepRecord) -> None:
-        """A step was made."""
+        """Add a step."""
         if record.prefill or not record.requests:
             return
         own: Sequence[int] = range(len(record.requests))
         if self._request is not None:
             if self._request not in record.numbers:
-                return  # the one that counts took no part
+                return  # the request to count took no part
             own = [record.numbers[self._request]]
         counts: dict[str, int] = {}
         for number in own:
@@ -263,7 +250,7 @@ class Decisions:
             self._in_each *= 2
 
     def __add__(self, other: Decisions) -> Decisions:
-        """Those of both runs, one behind the other."""
+        """The decisions of both runs, in this order."""
         found = Decisions(self._forward_s)
         found.tallies = {
             name: dataclasses.replace(each, reasons=dict(each.reasons)) for name, each in self.tallies.items()
@@ -277,17 +264,16 @@ class Decisions:
 
     @property
     def steps(self) -> int:
-        """Decisions: steps, each as often as it had requests."""
+        """Number of decisions: steps, each counted once per request."""
         return sum(each.steps for each in self.tallies.values())
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
+        """Time of all settled steps."""
         return sum(each.seconds for each in self.tallies.values())
 
     @property
     def drafted(self) -> int:
-        """Nodes."""
         return sum(each.drafted for each in self.tallies.values())
 
     @property
@@ -301,7 +287,7 @@ class Decisions:
         )
 
     def timeline(self, most: int) -> list[Stretch]:
-        """All steps in order, in at most so many stretches of equally many."""
+        """All steps in order, in at most `most` stretches of equal length."""
         return _joined(self.stretches, -(-len(self.stretches) // most)) if self.stretches else []
 
     def estimate(self) -> Speedup | None:
@@ -321,7 +307,7 @@ class Decisions:
         found = self.estimate()
         if found is None:
             return None
-        # Neighbours are alike: a drafter that found a passage to copy will find it again. So blocks are drawn.
+        # Blocks, because neighbouring steps are correlated: a drafter that found a passage to copy will find it again.
         steps = sum(each.steps for each in self.stretches)
         sums = np.array([_sums(each, found.by_plain_steps) for each in self.stretches])
         length = max(round(steps ** (1 / 3) / self._in_each), -(-len(sums) // _MOST_BLOCKS), 1)
@@ -338,7 +324,7 @@ class Decisions:
         return replace(found, low=float(low), high=float(high))
 
     def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:
-        """For records: sums and what follows from them, and a timeline of at most `most` stretches."""
+        """For records: sums, derived rates, and a timeline of at most `most` stretches."""
         speedup = self.speedup()
         return {
             "steps": self.steps,
@@ -366,16 +352,15 @@ class Decisions:
         }
 
     def share(self, tally: Tally) -> float:
-        """Of all decisions, a fraction."""
+        """Share of all decisions, a fraction."""
         return tally.steps / self.steps if self.steps else 0.0
 
     def time_share(self, tally: Tally) -> float:
-        """Of all seconds, a fraction."""
+        """Share of all seconds, a fraction."""
         return tally.seconds / self.seconds if self.seconds else 0.0
 
 
 def _joined(stretches: Sequence[Stretch], count: int) -> list[Stretch]:
-    """Each `count` consecutive ones as one."""
     found = []
     for first in range(0, len(stretches), count):
         whole = stretches[first]
@@ -386,14 +371,14 @@ def _joined(stretches: Sequence[Stretch], count: int) -> list[Stretch]:
 
 
 def _sums(stretch: Stretch, by_plain_steps: bool) -> tuple[float, float, float, float]:
-    """Seconds measured, V of plain decoding, and what holds V to the run: seconds and V of the same steps."""
+    """Seconds measured, V of plain decoding, and the pair that scales V to the run: seconds and V of the same steps."""
     if by_plain_steps:
         return stretch.seconds, stretch.plain_curve_s, stretch.plain_s, stretch.plain_steps_curve_s
     return stretch.seconds, stretch.plain_curve_s, stretch.bare_s, stretch.curve_s
 
 
 def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Speed-ups from sums, one in each row; not finite where a draw of blocks holds no plain step."""
+    """Speed-ups from rows of sums; not finite where a draw of blocks has no plain step."""
     measured_s, plain_curve_s, seconds, curve_s = sums.T
     with np.errstate(divide="ignore", invalid="ignore"):
         return plain_curve_s * seconds / curve_s / measured_s

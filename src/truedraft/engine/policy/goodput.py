@@ -1,8 +1,8 @@
-"""The goodput controller: at every step the drafters and budgets from which most tokens a second are expected.
+"""The goodput controller: for every step, the drafters and budgets with the highest expected tokens per second.
 
-What a decision looks at. Everything is known before the step drafts anything, so whether a draw exists never depends
-on its token (docs/concepts.md, predictable choice). Tokens of greedy and seeded requests hang on no budget, and no two
-others share noise in an engine, so what became of one request's drafts may decide about any other.
+Decisions use only what is known before the step drafts anything, so whether a draw exists never depends on its token
+(docs/concepts.md, predictable choice). Tokens of greedy and seeded requests do not depend on any budget, and no two
+other requests of an engine share noise, so the outcome of one request's drafts may decide about another.
 """
 
 from __future__ import annotations
@@ -21,42 +21,40 @@ from truedraft.engine.policy.acceptance import UNKNOWN_RATE, Acceptance, Odds
 from truedraft.engine.policy.base import Controller, StepTimes
 from truedraft.engine.policy.plan import SIZES, TOLD, Candidate, Plan, Planner, Share
 
-_MOST_KINDS = 512  # of guesses, over drafters and sampling options, of which it is known how good they are
-_AHEAD = 32  # tokens over which catching up must pay, where so many may come
-_HYSTERESIS = 0.02  # gain below which nothing is changed, for costs are not known better
-_PLAN_SHARE, _MOST_KEPT = 0.005, 96  # of time that planning may take before a plan is kept for so many steps
-_ASK_SHARE, _MOST_RESTS = 0.02, 2  # of time that asking may take where drafts are made, and steps that it rests for
-_PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # steps, and seconds, until who drafts nothing is looked at
-_OTHER_BATCH = 0.34  # change of the number of requests after which a plan says nothing
-_CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
-_PLAIN_AGE_S = 0.25  # after which what a plain step takes is measured again
-_PLAIN_SHARE = 0.5  # of what probing may lose, where something is drafted
-_LEAST_LOST = 0.1  # of a plain step, for the first of them finds caches cold
+_MOST_KINDS = 512  # estimates kept, over drafters and sampling options
+_AHEAD = 32  # tokens over which catching up must pay off, where so many may still be emitted
+_HYSTERESIS = 0.02  # gain below which nothing is changed, because costs are not known more exactly
+_PLAN_SHARE, _MOST_KEPT = 0.005, 96  # share of time for planning, and most steps for which a plan is kept to stay below
+_ASK_SHARE, _MOST_RESTS = 0.02, 2  # share of time for deciding in drafted steps, and most steps without deciding
+_PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # plain steps, and seconds, between two decisions
+_OTHER_BATCH = 0.34  # relative change of the number of requests after which a plan is no longer valid
+_CREDIT_STEPS = 4.0  # steps of time that probing may lose at once
+_PLAIN_AGE_S = 0.25  # age after which the time of a plain step is measured again
+_PLAIN_SHARE = 0.5  # share of the probing time used in drafted steps
+_LEAST_LOST = 0.1  # share of a plain step's time, because the first one finds caches cold
 _READY_WITHIN = 48  # tokens
-_DEAR_LEVEL_S = 5e-4  # of a token drafted, from which it pays to look how likely tokens are: a tenth of it, measured
-_SLOW = 0.1  # share by which one step moves what steps are known to take
-_PLANS = 5  # of which the median says what planning takes, for one of them may have measured costs
+_DEAR_LEVEL_S = 5e-4  # seconds per drafted token from which computing token probabilities (a tenth of it) pays
+_SLOW = 0.1  # weight of one step in the moving averages of step times
+_PLANS = 5  # the median over so many plans is the planning time, because one of them may have measured costs
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 Kind: TypeAlias = tuple[str, int]
-"""What a request's estimates are kept apart by: drafter, and kind of hint with what became of its last proposal;
-the pool's by sampling options too."""
+"""Key of a request's estimates: drafter, and kind of hint combined with the outcome of the last proposal; the pool's
+keys include sampling options."""
 
 
 @dataclass(slots=True, eq=False)
 class _Own:
-    """What is kept of a request while it runs.
+    """State of a running request.
 
     Attributes:
-        shaping: its sampling options that acceptance hangs on.
-        acceptance: estimates from its own verdicts.
+        shaping: the sampling options that acceptance depends on.
         kinds: at the last decision, by drafter.
-        accepted: whether anything of the last proposal was, by drafter.
-        share: what the last plan has for it.
-        decided: by these kinds, since that plan was made.
-        waited: whether it had plain steps because what steps take was not known yet.
-        weighed: what could last be drafted for it, and by whom that was decided.
+        accepted: whether anything of the last proposal was accepted, by drafter.
+        decided: decisions by kinds since that plan was made.
+        waited: whether it had plain steps because step times were not measured yet.
+        weighed: the last drafts considered for it, and the planner.
     """
 
     shaping: object
@@ -69,7 +67,7 @@ class _Own:
     weighed: tuple[Planner, Sequence[Candidate]] | None = None
 
     def weigh(self, planner: Planner, candidates: Sequence[Candidate]) -> None:
-        """Keep what is told of them; at the end of an answer there is room for short drafts alone, which say less."""
+        """Keep the candidates for reports; at the end of an answer only short drafts fit, which say less."""
         if candidates and (self.weighed is None or len(candidates[0].gains) >= TOLD):
             self.weighed = planner, candidates
 
@@ -78,11 +76,10 @@ class Goodput(Controller):
     """Chooses drafters and budgets by expected tokens per second; the default.
 
     Args:
-        probing: share of time that probing may lose, a fraction. It never ends, so no drafter is given up for ever.
-        clock: seconds.
-        plain_steps: of plain decoding, one behind another, that tell what such a step takes.
-        follows: whether verdicts follow one another, as those on text do: what comes behind a proposal that was
-            rejected whole is estimated apart.
+        probing: share of time that probing may lose, a fraction. Probing never ends, so no drafter is given up.
+        plain_steps: consecutive plain steps that measure the time of such a step.
+        follows: whether consecutive verdicts are correlated, as on text: estimates after a proposal that was rejected
+            entirely are kept separately.
     """
 
     weighs_costs: ClassVar[bool] = True
@@ -100,22 +97,22 @@ class Goodput(Controller):
         self._plain_steps = plain_steps
         self._follows = follows
         self._times: StepTimes | None = None
-        self._expected: dict[str, Sequence[float]] = {}  # gains of chains by drafter
+        self._expected: dict[str, Sequence[float]] = {}  # gains of chains, by drafter
         self._pool: dict[tuple[object, Kind], Acceptance] = {}
         self._odds: dict[tuple[object, str], Odds] = {}
         self._own: dict[int, _Own] = {}
         self._planned: tuple[Planner, Plan, tuple[int, ...]] | None = None  # the last plan, and for which requests
-        self._kept, self._kept_until = 0, 0.0  # steps for which it is still kept, and until when
+        self._kept, self._kept_until = 0, 0.0  # remaining steps of the plan, and its end in seconds
         self._step = 0
-        self._steps_s = self._ask_s = 0.0  # that a step and asking take
-        self._plans_s: deque[float] = deque(maxlen=_PLANS)  # that the last plans took
+        self._steps_s = self._ask_s = 0.0  # seconds of a step, and of deciding
+        self._plans_s: deque[float] = deque(maxlen=_PLANS)  # seconds of the last plans
         self._rested = 0  # steps since the one that was last observed
-        self._observed = self._plain_at = clock()  # when that was, and when a step was last plain decoding
-        self._turn = 0  # whose turn it is to be probed with
+        self._observed = self._plain_at = clock()  # time of that step, and of the last plain step
+        self._turn = 0  # chooses the request to probe
         self._credit_s = 0.0  # seconds that probing may lose
-        self._wanted_s = 0.0  # that the next probe may lose, which waits for credit or its time; 0 without one
+        self._wanted_s = 0.0  # price of the next probe, which waits for credit or its time; 0 without one
         self._probe: tuple[int, float, float] | None = None  # of the running step: request, rate, seconds at stake
-        self._plain_left = 0  # plain steps of a probe that are still to come
+        self._plain_left = 0  # remaining plain steps of a probe
 
     def begin(self, times: StepTimes) -> None:
         self._times, self._kept = times, 0
@@ -151,14 +148,13 @@ class Goodput(Controller):
         return decisions
 
     def _still_fits(self, ids: tuple[int, ...]) -> bool:
-        """Whether the last plan says anything of a batch: of about as many requests, and alone the same one."""
         planned = self._planned[2] if self._planned is not None else ()
         if min(len(ids), len(planned)) == 1:
             return ids == planned
         return abs(len(ids) - len(planned)) <= _OTHER_BATCH * len(planned)
 
     def _renewed(self, views: Sequence[RequestView], hints: Sequence[Mapping[str, Hint]]) -> list[Decision]:
-        """Decisions by a new plan; where planning takes long, it is kept for some steps."""
+        """Decisions by a new plan; where planning takes long, the plan is kept for some steps."""
         began = self._clock()
         owns = [self._own_of(view) for view in views]
         candidates = [self._candidates(*each) for each in zip(views, hints, strict=True)]
@@ -177,11 +173,11 @@ class Goodput(Controller):
         self._plans_s.append(self._clock() - began)
         plan_s = median_low(self._plans_s)
         self._kept = min(int(plan_s / (_PLAN_SHARE * self._steps_s)), _MOST_KEPT) if self._steps_s else 0
-        self._kept_until = self._clock() + plan_s / _PLAN_SHARE  # for it may make steps longer than they were
+        self._kept_until = self._clock() + plan_s / _PLAN_SHARE  # because the plan may make steps longer
         return decisions
 
     def _decided(self, view: RequestView, hints: Mapping[str, Hint]) -> Decision:
-        """A decision beside the plan that is kept, where a request is new or drafters know other things."""
+        """A decision by the kept plan, where a request is new or the drafters' hints changed."""
         assert self._planned is not None
         own = self._own_of(view)
         kinds = _kinds(own, hints)
@@ -189,7 +185,7 @@ class Goodput(Controller):
         if kinds not in own.decided:
             planner, plan, ids = self._planned
             others = list(plan.shares)
-            others[ids.index(view.id) if view.id in ids else -1] = None  # a new one takes somebody's place
+            others[ids.index(view.id) if view.id in ids else -1] = None  # a new one replaces any other
             candidates = self._candidates(view, hints)
             own.weigh(planner, candidates)
             own.decided[kinds] = self._decision(view, planner.choice(plan, others, candidates).share)
@@ -221,7 +217,6 @@ class Goodput(Controller):
     # ------------------------------------------------------------------------------------ what may be drafted
 
     def _hints(self, view: RequestView) -> dict[str, Hint]:
-        """What drafters that may draft for a request know beforehand."""
         return {
             drafter: view.hints[drafter]() if drafter in view.hints else Hint()
             for drafter, limits in view.limits.items()
@@ -229,7 +224,7 @@ class Goodput(Controller):
         }
 
     def _candidates(self, view: RequestView, hints: Mapping[str, Hint]) -> list[Candidate]:
-        """The drafters that may draft for a request, as far as its own verdicts say, too."""
+        """The drafters that may draft for a request, with gains from its own verdicts as well."""
         own, room = self._own_of(view), view.remaining - 1
         own.kinds = dict(_kinds(own, hints))
         found = []
@@ -247,7 +242,6 @@ class Goodput(Controller):
         return found
 
     def _level_s(self, drafter: str, greedy: bool) -> float:
-        """Seconds that a drafter takes for one more token of one request."""
         return self._timing.drafting_s(drafter, 1, 2, greedy) - self._timing.drafting_s(drafter, 1, 1, greedy)
 
     def _own_of(self, view: RequestView) -> _Own:
@@ -262,7 +256,7 @@ class Goodput(Controller):
             key = own.shaping, kind
             if key not in self._pool:
                 rates, chain = self._prior(view, kind)
-                # What followed other proposals says half of what is expected behind such as were not met yet.
+                # For a kind without verdicts the rates after other outcomes count half.
                 if (other := self._pool.get((own.shaping, (kind[0], kind[1] ^ 1)))) is not None:
                     rates = [(one + more) / 2.0 for one, more in zip(rates, other.rates(len(rates)), strict=True)]
                 self._pool[key] = Acceptance(rates, chain)
@@ -270,7 +264,7 @@ class Goodput(Controller):
         return own.acceptance[kind]
 
     def _prior(self, view: RequestView, kind: Kind) -> tuple[list[float], bool]:
-        """Rates of a drafter of which no verdict is known, and whether they are of chains."""
+        """Rates of a drafter without verdicts, and whether they are of chains."""
         (drafter, hint), limits = (kind[0], kind[1] // 2), view.limits[kind[0]]
         chain = limits.width == 1
         told = self._expected.get(drafter) if chain and not hint else None
@@ -291,13 +285,13 @@ class Goodput(Controller):
         hints: Sequence[Mapping[str, Hint]],
         candidates: Sequence[Sequence[Candidate]],
     ) -> None:
-        """Change the decisions of a step to learn something, where credit and hope suffice."""
+        """Change the decisions of a step to learn something, if there is enough credit and expected gain."""
         assert self._planned is not None
         planner, plan, _ = self._planned
         drafts = any(share is not None for share in plan.shares)
         age_s = self._clock() - self._plain_at
         if drafts and age_s >= _PLAIN_AGE_S:
-            # Plain steps are worth their tokens. The first of them takes longer than those that follow.
+            # Plain steps still emit tokens, which reduces what they lose. The first takes longer than the next ones.
             plain = planner.plain
             lost_s = self._plain_steps * max(plain.seconds - plain.tokens / plan.rate, _LEAST_LOST * plain.seconds)
             if lost_s <= _PLAIN_SHARE * self._probing * age_s:
@@ -319,10 +313,10 @@ class Goodput(Controller):
             self._wanted_s = 0.0
             return
         candidate, _ = choice.share
-        late_s = candidate.catch_up_s - candidate.setup_s  # which this step alone takes
+        late_s = candidate.catch_up_s - candidate.setup_s  # only in this step
         brings = now[0].tokens[now[1]] - 1.0 if now is not None else 0.0
         stake_s = max(choice.seconds - mine.seconds + late_s + brings / plan.rate, 0.0)
-        price_s = stake_s + (median_low(self._plans_s) if self._plans_s else 0.0)  # a new plan is made of what it shows
+        price_s = stake_s + (median_low(self._plans_s) if self._plans_s else 0.0)  # its result leads to a new plan
         if price_s > self._credit_s or not _are_ready(views):
             self._wanted_s = price_s
             return
@@ -332,7 +326,7 @@ class Goodput(Controller):
         decisions[number] = self._decision(view, choice.share, "probe")
 
     def _hoped(self, view: RequestView, each: Candidate, now: Share, hints: Mapping[str, Hint]) -> Candidate | None:
-        """A drafter as good as may be hoped; of the one that drafts, a larger tree, where there is one."""
+        """A drafter with optimistic gains; of the one that drafts already a larger tree, where there is one."""
         own, beyond = self._own_of(view), 0
         most = _most(each.limits, view.remaining - 1)
         if now is not None and now[0].drafter == each.drafter:
@@ -367,10 +361,10 @@ class Goodput(Controller):
 
     def _observe_one(self, own: _Own, step: RequestStep) -> None:
         if self._probe is not None and self._probe[0] == step.id:
-            # What the tokens were worth comes back, so only what was lost was spent.
+            # The value of the emitted tokens is refunded, so that a probe costs only the time that it lost.
             _, rate, stake_s = self._probe
             self._credit_s += min(max(step.emitted - 1, 0) / rate, stake_s)
-            self._kept = 0  # what it showed may change all
+            self._kept = 0  # its result may change the plan
         for share in step.shares:
             kind = share.drafter, own.kinds.get(share.drafter, 0)
             if kind not in own.acceptance:
@@ -392,8 +386,7 @@ class Goodput(Controller):
 
 
 def _used(found: dict[Key, Value], key: Key, made: Callable[[], Value] | None = None) -> Value:
-    """One of what was learned of sampling options; of too many, as clients may ask with ever new ones, those go that
-    were not used for longest."""
+    """An entry of a table with least-recently-used eviction, because clients may send ever new sampling options."""
     value = made() if made is not None and key not in found else found.pop(key)
     found[key] = value
     while len(found) > _MOST_KINDS:
@@ -402,7 +395,7 @@ def _used(found: dict[Key, Value], key: Key, made: Callable[[], Value] | None = 
 
 
 def _before(own: _Own, candidates: Sequence[Candidate], now: Share) -> Share:
-    """What a request drafted before; what is best now where it drafted nothing yet, or cannot do so again."""
+    """The request's last share; the new one where it drafted nothing yet, or cannot draft the same again."""
     if not own.decided or own.share is None:
         return None if own.decided else now
     drafter, nodes = own.share[0].drafter, own.share[1]
@@ -410,39 +403,38 @@ def _before(own: _Own, candidates: Sequence[Candidate], now: Share) -> Share:
 
 
 def _kinds(own: _Own, hints: Mapping[str, Hint]) -> tuple[Kind, ...]:
-    """By drafter; -1 where there is nothing to propose."""
+    """By drafter; -1 where it has nothing to propose."""
     return tuple([(drafter, _kind(own, drafter, hint) if hint.finds else -1) for drafter, hint in hints.items()])
 
 
 def _kind(own: _Own, drafter: str, hint: Hint) -> int:
-    """Verdicts follow one another: where something of the last proposal was accepted the next one is likelier to be.
+    """Verdicts are correlated: if something of the last proposal was accepted, the next one is more likely to be.
 
-    Worked example: hints of kind 0 and 1 are 0 and 2 behind a proposal that was rejected whole, else 1 and 3.
+    Worked example: hints of kind 0 and 1 are 0 and 2 after a proposal that was rejected entirely, else 1 and 3.
     """
     return 2 * hint.kind + own.accepted.get(drafter, False)
 
 
 def _most(limits: Budget, room: int) -> int:
-    """Nodes of the largest proposal within limits that is looked at."""
     return min(limits.nodes, room if limits.width == 1 else SIZES[-1], SIZES[-1])
 
 
 def _are_ready(views: Sequence[RequestView]) -> bool:
-    """Whether it is time to probe: with one request from one of its tokens on, another one for each request.
+    """Whether to probe now: a single request is probed from one of its tokens on, which differs between requests.
 
-    The first steps of an answer say little of those that follow: of far-fetched prompts the first drafts are rejected
-    nearly always, and once the answer has found its way nearly never.
+    The first steps of an answer say little about later ones: after unusual prompts the first drafts are nearly always
+    rejected, and later ones nearly never.
     """
     return len(views) > 1 or views[0].counters.emitted_tokens >= views[0].id * 29 % _READY_WITHIN
 
 
 def _rate_of(hint: int) -> float:
-    """Acceptance of a drafted token of which nobody knows more than the kind of a hint: a longer match is better."""
+    """Acceptance of a drafted token known only by the kind of a hint: a longer match is better."""
     return 1.0 - (1.0 - UNKNOWN_RATE) * 2.0 / (1 + max(hint, 1))
 
 
 def _tree_of(limits: Budget, hint: int) -> list[float]:
-    """Gains of a tree's nodes of which nobody knows more than the kind of a hint: then the likeliest are one path."""
+    """Gains of a tree's nodes known only by the kind of a hint: with a hint, the likeliest nodes are one path."""
     if hint:
         return [_rate_of(hint) ** (1 + place) for place in range(min(limits.nodes, 64))]
     return [UNKNOWN_RATE ** (1 + place // limits.width) / limits.width for place in range(min(limits.nodes, 64))]

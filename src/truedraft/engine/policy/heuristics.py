@@ -1,4 +1,4 @@
-"""Controllers that know no costs: what other engines do, to compare with, and schedules written by hand."""
+"""Controllers that use no costs: heuristics of other engines, for comparison, and hand-written schedules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from truedraft.options import check_whole
 
 
 class AssistedHeuristic(Controller):
-    """Two tokens more after a proposal that was accepted whole, one less after any other: transformers' heuristic.
+    """Two tokens more after a proposal that was accepted entirely, one less after any other: transformers' heuristic.
 
-    Of the first drafter, starting at 5, at least 1 and at most what the drafter's limits allow. A request follows its
-    own verdicts alone.
-
-    Args:
-        start: tokens drafted first.
+    Uses the first drafter, with at least 1 token and at most its limits. Each request has its own length.
 
     Raises:
         OptionError: a start below 1.
@@ -52,10 +48,10 @@ class AssistedHeuristic(Controller):
 
 
 class ConfidenceStop(Controller):
-    """Drafts until the drafter gave a token less than a threshold; that token stays, for it was drawn.
+    """Drafts until a token's draft probability is below a threshold; that token is kept, because it was sampled.
 
     Args:
-        threshold: the drafter's probability of a token below which nothing is drafted behind it.
+        threshold: probability of a token below which nothing is drafted after it.
 
     Raises:
         OptionError: a threshold outside [0, 1].
@@ -72,12 +68,13 @@ class ConfidenceStop(Controller):
 
 
 class Schedule(Controller):
-    """Lengths by the number of requests that decode together, as written by hand.
+    """Draft lengths by the number of requests that decode together.
 
     Worked example: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3 requests, 2 for 4 to 15, and none from 16 on.
 
     Args:
-        lengths: tokens drafted by the first drafter, from so many requests on; below the least of them its limits.
+        lengths: tokens drafted by the first drafter, by the least number of requests; its limits apply below the
+            smallest number.
 
     Raises:
         OptionError: no lengths, requests below 1, or a length below 0.
@@ -103,16 +100,16 @@ class Schedule(Controller):
 
 
 class InTurn(Controller):
-    """Every drafter in turn, then two by two with their proposals merged, then none: for tests that leave nothing out.
+    """Every drafter in turn, then pairs with merged proposals, then none: for tests that must cover all cases.
 
-    Budgets go round as well: all that a drafter may, one token, half. Where in this a request is hangs on its own
-    number of steps alone. A drafter that is alone drafts all that it may at every step.
+    Budgets rotate as well: the drafter's limits, one token, half. The place in this cycle depends only on a request's
+    own number of steps. A single drafter drafts up to its limits at every step.
 
-    Worked example: of a and b the steps draft a whole, one token of b, half of a with half of b behind it, nothing, one
-    token of a, and so on, the second time round with a behind b.
+    Worked example: of a and b the steps draft a whole, one token of b, half of a with half of b after it, nothing, one
+    token of a, and so on, the second time round with a after b.
 
     Args:
-        whole: whether budgets do not go round: all that the drafters may, always.
+        whole: whether budgets do not rotate: the drafters' limits at every step.
     """
 
     takes_all_sizes: ClassVar[bool] = True
@@ -137,11 +134,11 @@ class InTurn(Controller):
 
 
 def _sized(limits: Budget, number: int) -> Budget:
-    """All that a drafter may, one token, half of it, and again."""
+    """The drafter's limits, one token, half of the depth, and again."""
     length = (limits.depth, 1, (limits.depth + 1) // 2)[number % 3]
     return limits if length == limits.depth else _of_length(limits, length)
 
 
 def _of_length(limits: Budget, length: int) -> Budget:
-    """A drafter's limits cut to paths of a length; of a tree also to so many nodes."""
+    """A drafter's limits cut to paths of a length; of a tree also to as many nodes."""
     return replace(limits, depth=min(limits.depth, length), nodes=min(limits.nodes, length))

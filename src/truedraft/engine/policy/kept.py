@@ -1,4 +1,4 @@
-"""Costs of models and drafters on this machine: kept ones where they still hold, else measured when first asked for."""
+"""Costs of models and drafters on this machine: stored ones while they are valid, else measured on first use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.progress import Progress, unwatched
 
 STEPS = 50
-"""Steps whose median a curve is held to."""
+"""Steps in the median that a curve is checked by."""
 _PARTED = 0.15
 _SHORT_TARGET, _SHORT_DRAFTER = Effort(1.0, 3, 25), Effort(0.5, 3, 40)
 _SHORT = "short"
@@ -41,14 +41,12 @@ Made = TypeVar("Made", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Measured(Generic[Cost]):
-    """A cost, and how it came about.
+    """A cost and its origin.
 
     Attributes:
-        value: the cost.
         kept: whether it was measured earlier and found in the cache folder.
-        measuring_s: seconds that measuring took now; 0 if it was kept.
-        path: its file, whether or not it could be written.
-        warnings: what was wrong with the file, one sentence each.
+        measuring_s: seconds of measuring now; 0 if it was kept.
+        warnings: about the file or the measurement, one sentence each.
     """
 
     value: Cost
@@ -69,10 +67,8 @@ def target_cost(
     """V(rows, contexts) of a model on this machine, in seconds; see `measure_target`.
 
     Args:
-        model: the target.
-        progress: told after each forward that is measured; not called for a kept cost.
-        refresh: measure although a kept cost would do.
-        effort: how long to measure.
+        progress: called after each measured forward; not called for a kept cost.
+        refresh: measure even if there is a kept cost.
         store: where costs are kept; None is the user's cache folder.
 
     Raises:
@@ -97,15 +93,13 @@ def drafter_cost(
     effort: Effort | None = None,
     store: CostStore | None = None,
 ) -> Measured[DraftCost]:
-    """What proposals of a drafter cost on this machine, in seconds; see `measure_drafter`.
+    """Cost of a drafter's proposals on this machine, in seconds; see `measure_drafter`.
 
     Args:
-        drafter: with its options: others are measured and kept apart.
-        target: that it drafts for.
+        drafter: with its options: other options are measured and kept separately.
         params: sampling options; those that shape the distribution matter. None is greedy.
-        progress: told after each proposal that is measured; not called for a kept cost.
-        refresh: measure although a kept cost would do.
-        effort: how long to measure.
+        progress: called after each measured proposal; not called for a kept cost.
+        refresh: measure even if there is a kept cost.
         store: where costs are kept; None is the user's cache folder.
 
     Raises:
@@ -142,7 +136,7 @@ def _kept_or_measured(
 
 
 class Times(Protocol[Made]):
-    """What measures a cost, one key at a time, as `TargetTimes` does."""
+    """Measures a cost one key at a time, as `TargetTimes` does."""
 
     keys: list[Any]
 
@@ -152,16 +146,12 @@ class Times(Protocol[Made]):
 
 
 class Growing(Generic[Cost]):
-    """A cost that is measured a piece at a time: known from its first round on, better in the end, and kept then.
+    """A cost that is measured in pieces: known after its first round, improved by later ones, then kept.
 
     Args:
         name: of the drafter; None is the target.
-        key: what it belongs to.
-        store: where it is kept.
-        times: measures it.
-        effort: how long that takes in all.
-        take: is given the first one, and the last.
-        known: whether there is one already, which a worse one does not replace.
+        take: called with the first cost, and with the final one.
+        known: whether there is a cost already, which a worse one does not replace.
     """
 
     def __init__(
@@ -182,7 +172,7 @@ class Growing(Generic[Cost]):
         self._pieces = piecewise(times.keys, times.measure, effort, clock=lambda: self._spent_s)
 
     def go_on(self) -> bool:
-        """Measure one thing more; returns whether there is more.
+        """Measure one more point; returns whether there is more.
 
         Raises:
             TruedraftError: the model or the drafter failed.
@@ -204,27 +194,24 @@ class Growing(Generic[Cost]):
         return rounds is not None
 
     def release(self) -> None:
-        """Give back what measuring holds; it is taken again."""
+        """Free what measuring holds; it is taken again for further measurements."""
         self._times.release()
 
 
 class StepCosts:
-    """What the steps of a target cost on this machine, found out when it is first asked for.
+    """Costs of a target's steps on this machine, found on first use.
 
-    V is as given, or the curve that an earlier benchmark kept, or a short one: about a second for a small model, and
-    kept too, but apart, so that it never stands in for a longer measurement. Where V is measured now, so is what
-    drafting costs: both are of one moment.
+    V is the given curve, or the one kept by an earlier benchmark, or a short measurement of about a second for a small
+    model. That one is kept as well, but separately, so that it never replaces a longer measurement. Where V is measured
+    now, drafting costs are too, so that both are of the same moment.
 
     Args:
-        target: must not run elsewhere while something is measured.
-        forwards: V, where the caller has it.
-        refresh: measure although kept costs would do.
+        target: must not run elsewhere during a measurement.
+        refresh: measure even if there are kept costs.
         store: where costs are kept; None is the user's cache folder.
-        progress: told after each measurement.
 
     Attributes:
-        target: as given.
-        measuring_s: seconds that measuring took so far; 0 where all costs were kept.
+        measuring_s: seconds of measuring so far; 0 where all costs were kept.
         warnings: about kept costs, one sentence each.
     """
 
@@ -267,13 +254,13 @@ class StepCosts:
         return self._forwards
 
     def drafting(self, drafter: Drafter, params: SamplingParams) -> DraftCost:
-        """Seconds of a drafter's proposals for requests with such options; it has drafted once when this returns.
+        """Seconds of a drafter's proposals for requests with these options; lets the drafter draft once.
 
         Raises:
             CompositionError: the drafter does not fit the target.
             DrafterError: the drafter failed.
         """
-        self.forwards()  # first, for it says whether kept costs will do
+        self.forwards()  # first, because it decides whether kept costs are used
         key = _of(drafter, params)
         if not self._has_drafting(drafter, params):
             found = drafter_cost(
@@ -289,14 +276,14 @@ class StepCosts:
         return self._drafting[key]
 
     def _has_forwards(self) -> bool:
-        """Whether V is known; a kept one is read, in whatever doubt it is."""
+        """Whether V is known; a kept one is loaded, however doubtful."""
         for store, doubt in ((self._store, LITTLE_DOUBT), (self._short, 1.0)):
             if self._forwards is None and not self._refresh:
                 self._forwards = store.load(self._target_key, TargetCost, doubt)[0]
         return self._forwards is not None
 
     def _has_drafting(self, drafter: Drafter, params: SamplingParams) -> bool:
-        """As `_has_forwards`; it has drafted once where it is."""
+        """Whether the drafting cost is known; with a kept one the drafter drafts once."""
         key = _of(drafter, params)
         if key not in self._drafting and not self._refresh:
             found = self._short.load(drafter_key(drafter, self.target, params), DraftCost, 1.0)[0]
@@ -308,13 +295,12 @@ class StepCosts:
     def pieces(
         self, drafters: Mapping[str, Drafter], params: SamplingParams, failed: Callable[[str, Exception], None]
     ) -> list[Growing[Any]]:
-        """What is to be measured for requests with such options, V first, a piece at a time; what is known, and in
-        little doubt, is not. While there is something that is not known, nothing here else may be asked for.
+        """Costs still to be measured for requests with these options, V first, in pieces.
+
+        A cost that is known, and in little doubt, is left out. No other method may be used while a cost is unknown.
 
         Args:
-            drafters: that may draft for them, by name.
-            params: of them.
-            failed: is told of a drafter that failed, and how.
+            failed: called with the name of a drafter that failed, and the error.
         """
         found: list[Growing[Any]] = []
         known, at = self._has_forwards(), self._target_key
@@ -348,7 +334,7 @@ class StepCosts:
         return found.value
 
     def check(self) -> CurveCheck | None:
-        """A listener for `Engine.listeners`: where steps part from V, it is measured again at its next use.
+        """A listener for `Engine.listeners`: where steps deviate from V, it is measured again at its next use.
 
         None on a device, see `judge`.
         """
@@ -357,9 +343,9 @@ class StepCosts:
         return CurveCheck(self.forwards(), self.judge)
 
     def judge(self, ratio: float) -> None:
-        """Take note that the target's steps take `ratio` times what kept curves say; see `CostStore.judge`.
+        """Record that the target's steps take `ratio` times what kept curves say; see `CostStore.judge`.
 
-        Not on a device, where forwards are only queued and the host does not see what they take.
+        Not on a device, where forwards are only queued and the host cannot measure their time.
         """
         for store in (self._store, self._short) if self.target.device.type == "cpu" else ():
             store.judge(self._target_key, ratio, parts(ratio))
@@ -374,11 +360,11 @@ def _of(drafter: Drafter, params: SamplingParams) -> tuple[Drafter, object]:
 
 
 class CurveCheck:
-    """Listens to `Engine.listeners` and tells how forwards stand to V, lest a disturbed minute decide for ever.
+    """A listener for `Engine.listeners` that compares forwards with V, so that a disturbed measurement is replaced.
 
     Args:
         forwards: V(rows, contexts), in seconds.
-        tell: given the median of measured / V after every 50 settled steps without a part of a prompt.
+        tell: called with the median of measured / V after every 50 settled steps without a part of a prompt.
     """
 
     def __init__(self, forwards: Callable[[int, Sequence[int]], float], tell: Callable[[float], None]) -> None:
@@ -387,7 +373,6 @@ class CurveCheck:
         self._ratios: list[float] = []
 
     def __call__(self, step: StepRecord) -> None:
-        """A step was made."""
         expected_s = self._forwards(step.rows, step.contexts) if step.settled and not step.prefill else 0.0
         if expected_s <= 0.0:
             return
@@ -399,5 +384,5 @@ class CurveCheck:
 
 
 def parts(ratio: float) -> bool:
-    """Whether what steps take and what the curve says are too far apart: by more than 15 %, either way."""
+    """Whether step times and the curve differ by more than 15 %, in either direction."""
     return not 1.0 / (1.0 + _PARTED) <= ratio <= 1.0 + _PARTED

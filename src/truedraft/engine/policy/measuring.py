@@ -1,6 +1,6 @@
-"""Measure what forwards of a target and proposals of a drafter cost, each by itself, without the engine.
+"""Measure the costs of target forwards and of a drafter's proposals, separately and without the engine.
 
-Many sizes are measured in turn until the time is up, so that a slow moment of the machine meets all of them alike.
+Many sizes are measured in turn until the time is up, so that a slow moment of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _GROWTH = 256  # tokens after which a new request starts
 _PERIOD = 16
 _ALL_DEPTHS = 8  # beyond these, only every doubling
 _ACCEPTED_SHARES = (0.0, 1.0, 0.5)
-_TRIES = 6  # of one measurement, until it is settled; a shape is as it stays from its third forward on
-_SETTLED_OF = 12  # forwards whose median is what they take in the end
-_SETTLING_S = 0.6  # within which a model must settle: the weights of one that takes longer fit no processor's caches
+_TRIES = 6  # tries of one measurement until it is settled; a shape is final from its third forward on
+_SETTLED_OF = 12  # forwards in the median of settled ones
+_SETTLING_S = 0.6  # time in which a model must settle: the weights of a slower one fit no processor's caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,7 @@ class Effort:
 
     Attributes:
         budget_s: seconds after which no further round starts.
-        least_rounds: that are run whatever they take.
-        most_rounds: after which it is enough.
+        least_rounds: rounds that run regardless of the time.
 
     Raises:
         OptionError: a negative budget, or rounds below 1 or out of order.
@@ -64,7 +63,6 @@ class Effort:
     most_rounds: int = 25
 
     def __post_init__(self) -> None:
-        """Refuse what measures nothing."""
         if not self.budget_s >= 0.0 or not 1 <= self.least_rounds <= self.most_rounds:
             raise OptionError(f"0 <= budget_s and 1 <= least_rounds <= most_rounds must hold, got {self}")
 
@@ -77,22 +75,18 @@ def in_rounds(
     label: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Call `measure(key, round)` for all keys, round after round, each round beginning at another key.
+    """Call `measure(key, round)` for all keys, round after round, each round starting at another key.
 
-    Round -1 comes first, to warm up; its results should be dropped. In every round each key is measured until that was
-    settled: shapes of forwards may have to be recorded again, as where caches grew for another key. A key that does not
-    settle within some tries is never tried again in a round: then no forward of it is like another.
+    Round -1 comes first, as a warm-up; its results should be dropped. In every round each key is measured until the
+    measurement is settled: shapes of forwards may have to be captured again, for example because caches grew for
+    another key. A key that does not settle within some tries is tried only once per round from then on.
 
     Args:
-        keys: what to measure.
-        measure: measures one and keeps the result itself; returns whether it was settled, see `Settling`.
-        effort: when to stop.
-        progress: told after each measurement; when time is up before all rounds are run, the rest counts as done.
-        label: for `progress`.
-        clock: seconds.
+        measure: measures a key and keeps the result; returns whether it was settled, see `Settling`.
+        progress: called after each measurement; when time is up before all rounds are run, the rest counts as done.
 
     Returns:
-        Rounds that were run, the first not counted.
+        Number of rounds, without the warm-up.
     """
     *_, rounds = piecewise(keys, measure, effort, progress, label, clock)
     return rounds
@@ -106,7 +100,7 @@ def piecewise(
     label: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[int]:
-    """As `in_rounds`, which stops behind each key and tells how many rounds were run."""
+    """Generator form of `in_rounds`: stops after each key and yields the number of finished rounds."""
     total = len(keys) * (effort.most_rounds + 1)
     tries = dict.fromkeys(keys, _TRIES)
     started = clock()
@@ -118,14 +112,14 @@ def piecewise(
             began = clock()
             settled_late = _settled_late(measure, key, number, tries)
             if settled_late and number < 0:
-                started += clock() - began  # what is made ready once takes nothing of the budget
+                started += clock() - began  # one-time preparation does not count towards the budget
             progress(((number + 1) * len(keys) + place + 1) / total, label)
             yield number + (place == len(keys) - 1) if number >= 0 else 0
     progress(1.0, label)
 
 
 def _settled_late(measure: Callable[[Key, int], bool], key: Key, number: int, tries: dict[Key, int]) -> bool:
-    """Measure until that was settled, at most `tries[key]` times; returns whether it was, but not at once."""
+    """Measure until settled, at most `tries[key]` times; returns whether it settled after the first try."""
     for attempt in range(tries[key]):
         if measure(key, number):
             return attempt > 0
@@ -135,7 +129,7 @@ def _settled_late(measure: Callable[[Key, int], bool], key: Key, number: int, tr
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One kind of forward: so many requests with so many rows and cached tokens each."""
+    """A kind of forward: `requests` requests with `rows` rows and `context` cached tokens each."""
 
     requests: int
     rows: int
@@ -150,17 +144,15 @@ def measure_target(
     progress: Progress = unwatched,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TargetCost:
-    """Time forwards of 1 to 64 rows behind contexts of 128 to 1,024 tokens, and of several requests at once.
+    """Time forwards of 1 to 64 rows with contexts of 128 to 1,024 tokens, and of several requests at once.
 
     Rows and contexts are cut to the model's context length. Each kind of forward is run to warm up, then in interleaved
-    rounds; the median of its settled ones counts, see `Settling`, and of all of them only where none was. Then forwards
-    of one row follow each other, as in plain decoding, until they take no less time than before.
+    rounds; the result is the median of its settled forwards, see `Settling`, or of all of them where none was settled.
+    Then forwards of one row follow each other, as in plain decoding, until they take no less time than before.
 
     Args:
-        model: any; it must not run elsewhere at the same time.
+        model: must not run elsewhere at the same time.
         effort: how long to measure; None takes 8 seconds, and three rounds at least.
-        progress: told after each forward.
-        clock: seconds.
 
     Raises:
         ModelError: the model failed.
@@ -174,15 +166,7 @@ def measure_target(
 
 
 class TargetTimes:
-    """What `measure_target` measures, one kind of forward at a time.
-
-    Args:
-        model: as there.
-        clock: seconds.
-
-    Attributes:
-        keys: what there is to measure.
-    """
+    """The measurements of `measure_target`, one kind of forward at a time."""
 
     def __init__(self, model: LanguageModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self.keys = _cells(_room(model))
@@ -193,7 +177,7 @@ class TargetTimes:
 
     @torch.inference_mode()
     def measure(self, cell: _Cell, number: int) -> bool:
-        """Measure one of the keys in a round, -1 being that which warms up; returns whether that was settled."""
+        """Measure a key in a round (-1 is the warm-up); returns whether it was settled."""
         caches = self._filled(cell)
         settling = Settling(self._model)
         seconds = _forward_s(self._model, caches, cell.rows, self._clock)
@@ -204,17 +188,17 @@ class TargetTimes:
     def _filled(self, cell: _Cell) -> list[RequestCache]:
         held = self._caches.setdefault(cell.context, [])
         most = max(each.requests for each in self.keys if each.context == cell.context)
-        while len(held) < most:  # all at once, for memory that grows later voids what was recorded
+        while len(held) < most:  # all at once, because memory that grows later invalidates captured forwards
             held.append(self._model.begun_cache())
             _fill(self._model, held[-1], cell.context)
         return held[: cell.requests]
 
     @torch.inference_mode()
     def cost(self, *, whole: bool) -> TargetCost:
-        """By what was measured so far, once a round was.
+        """The cost by the measurements so far, after at least one round.
 
         Args:
-            whole: also find out what forwards take in the end, one behind another.
+            whole: also measure the settled time of consecutive forwards.
         """
         first = self.keys[0]
         settled_s = _settled_s(self._model, self._filled(first)[0], self._clock) if whole else None
@@ -228,14 +212,14 @@ class TargetTimes:
         return replace(cost, settles_s=max(saved_s, 0.0))
 
     def release(self) -> None:
-        """Give memory back; it is taken again when more is measured."""
+        """Free the caches; they are made again for further measurements."""
         for cache in (cache for held in self._caches.values() for cache in held):
             self._model.release_cache(cache)
         self._caches.clear()
 
 
 def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], float]) -> float | None:
-    """Seconds of a plain forward behind many others; None where so many would take too long."""
+    """Seconds of a plain forward after many others; None where so many would take too long."""
     began = clock()
     found: list[float] = []
     while len(found) < SETTLED + _SETTLED_OF:
@@ -249,12 +233,11 @@ def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], fl
 
 
 def _room(model: LanguageModel) -> int:
-    """Tokens that may follow what a text has to begin with."""
+    """Tokens that may follow the fixed opening of a text."""
     return model.most_tokens(model.opening) - len(model.opening)
 
 
 def _cells(context_length: int) -> list[_Cell]:
-    """What to measure of a model with so many positions."""
     rows = [count for count in _ROWS if 2 * count <= context_length] or [1]
     room = max(1, context_length - rows[-1])
     contexts = sorted({min(context, room) for context in _CONTEXTS})
@@ -263,7 +246,7 @@ def _cells(context_length: int) -> list[_Cell]:
 
 
 def most_held(model: LanguageModel) -> int:
-    """Tokens that are in caches of a model at the most while it is measured, with what forwards write behind them."""
+    """Most tokens in a model's caches while it is measured, including those that forwards write."""
     held: dict[int, tuple[int, int]] = {}  # by context: most requests, and most rows of one
     for cell in _cells(_room(model)):
         requests, rows = held.get(cell.context, (0, 0))
@@ -272,9 +255,9 @@ def most_held(model: LanguageModel) -> int:
 
 
 def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
-    """Give a cache `context` tokens, each a copy of the first: what attention reads does not change its cost.
+    """Give a cache `context` tokens, each a copy of the first: the values that attention reads do not change its cost.
 
-    A true prefill would cost more than all that is measured.
+    A true prefill would cost more than all measurements.
     """
     model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64, device=model.device), chain_shape(1), (0,))])
     cache.commit((0,))
@@ -287,8 +270,8 @@ def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
 
 
 def _forward_s(model: LanguageModel, caches: Sequence[RequestCache], rows: int, clock: Callable[[], float]) -> float:
-    """Seconds of one forward, with logits for every row, as a verification asks for them; nothing is kept."""
-    # Different tokens, for a mixture of experts reads more weights then.
+    """Seconds of one forward with logits for every row, as in verification; the cache is rolled back."""
+    # Different tokens, because a mixture of experts then reads more weights.
     segments = [
         Segment(
             cache,
@@ -320,25 +303,22 @@ def measure_drafter(
 ) -> DraftCost:
     """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own.
 
-    The target runs before each proposal, untimed, as it does between two steps: without it, a small draft would be
-    found in the processor's caches, and look cheaper than it is. The request's text repeats itself, so that drafters
-    that copy find something; not so for a drafter whose tokens are drafted themselves (`Drafter.levels`), for guesses
-    that are always there and always wrong are none that a real text leads to. Proposals are accepted in none, all or
-    half of their depth in turn, so the catch-up that follows full acceptance has its share. Each depth is asked for in
-    interleaved rounds; the median of the settled steps counts, see `Settling`, and of all only where none was. A
-    proposal counts for the levels that it took, which are its depth where nothing else is known, not for the depth
-    allowed.
+    The target runs before each proposal, untimed, as it does between two steps: without it, a small draft model would
+    stay in the processor's caches and look cheaper than it is. The request's text repeats itself, so that drafters that
+    copy find something; not so for a drafter that itself uses drafts (`Drafter.levels`), because guesses that are
+    always made and always wrong do not occur on real text. Proposals are accepted to none, all or half of their depth
+    in turn, so that the catch-up after full acceptance is included. Each depth is measured in interleaved rounds; the
+    result is the median of the settled steps, see `Settling`, or of all where none was settled. A proposal counts for
+    the levels that it took, which are its depth where nothing else is known, not for the depth allowed.
 
     Args:
         drafter: must fit the target, and not run elsewhere at the same time.
-        target: names the vocabulary and, for drafters that want them, gives hidden vectors.
-        params: sampling options, for distributions and draws cost time; None is greedy.
+        target: defines the vocabulary and gives hidden states to drafters that need them.
+        params: sampling options, because distributions and draws cost time; None is greedy.
         effort: how long to measure; None takes 4 seconds, and three rounds at least.
-        progress: told after each proposal.
-        clock: seconds.
 
     Returns:
-        The cost; for a drafter that finds nothing to propose, that of looking.
+        The cost; for a drafter that finds nothing to propose, the cost of searching.
 
     Raises:
         CompositionError: the drafter does not fit the target.
@@ -358,17 +338,7 @@ def measure_drafter(
 
 
 class DrafterTimes:
-    """What `measure_drafter` measures, one depth at a time.
-
-    Args:
-        drafter: that drafts anything at all.
-        target: as there.
-        params: as there.
-        clock: seconds.
-
-    Attributes:
-        keys: what there is to measure.
-    """
+    """The measurements of `measure_drafter`, one depth at a time."""
 
     def __init__(
         self,
@@ -386,7 +356,7 @@ class DrafterTimes:
 
     @torch.inference_mode()
     def measure(self, depth: int, number: int) -> bool:
-        """As of `TargetTimes`.
+        """Measure a depth in a round (-1 is the warm-up); returns whether it was settled.
 
         Raises:
             DrafterError: the drafter failed.
@@ -403,12 +373,12 @@ class DrafterTimes:
         return settling.settled
 
     def cost(self, *, whole: bool) -> DraftCost:
-        """By what was measured so far, once a round was."""
+        """The cost by the measurements so far, after at least one round."""
         return DraftCost(_points(self._others | self._settled))
 
     @torch.inference_mode()
     def release(self) -> None:
-        """As of `TargetTimes`."""
+        """Close the synthetic request; it is made again for further measurements."""
         rehearsal, self._rehearsal = self._rehearsal, None
         if rehearsal is not None:
             rehearsal.close()
@@ -416,7 +386,7 @@ class DrafterTimes:
 
 @torch.inference_mode()
 def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> None:
-    """Let a drafter draft for a made-up request: what it makes the first time, as weights, is not made in an answer.
+    """Let a drafter draft once for a synthetic request, so that first-use work is not done in an answer.
 
     Raises:
         CompositionError: the drafter does not fit the target.
@@ -435,7 +405,7 @@ def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) ->
 
 @contextmanager
 def _told_of(drafter: Drafter) -> Iterator[None]:
-    """What fails is told of the drafter."""
+    """Turn other errors into a `DrafterError` that names the drafter."""
     try:
         yield
     except TruedraftError:
@@ -447,7 +417,6 @@ def _told_of(drafter: Drafter) -> Iterator[None]:
 
 
 def _depths(limit: int) -> list[int]:
-    """Depths to measure: all small ones, then every doubling, and the limit."""
     depths = set(range(1, min(limit, _ALL_DEPTHS) + 1)) | {limit}
     depth = 2 * _ALL_DEPTHS
     while depth < limit:
@@ -467,29 +436,21 @@ def _points(found: dict[int, list[tuple[int, float]]]) -> tuple[DraftPoint, ...]
 
 
 def _lengths(drafter: Drafter, target: LanguageModel) -> tuple[int, int]:
-    """Tokens of a made-up prompt, and most of a whole text behind what texts have to begin with."""
+    """Tokens of a synthetic prompt, and most tokens of a whole text after the fixed opening."""
     own = getattr(drafter, "model", None)
     context = min(_room(target), _room(own) if isinstance(own, LanguageModel) else 1 << 62)
     prompt = max(1, min(_PROMPT_TOKENS, context // 2))
-    # Beyond the prompt: its first token, that of the first step, and one step with a token of its own.
+    # After the prompt: its first token, that of the first step, and one step with a token of its own.
     return prompt, max(min(context, prompt + _GROWTH), prompt + 4)
 
 
 def _most_depth(drafter: Drafter, target: LanguageModel) -> int:
-    """Of the deepest proposal that fits into the context."""
     prompt, limit = _lengths(drafter, target)
     return limit - prompt - 3
 
 
 class _Rehearsal:
-    """A request that lives through steps as in the engine, with made-up verdicts.
-
-    Args:
-        drafter: is told of it.
-        target: gives hidden vectors once, if the drafter wants them.
-        params: of the request.
-        clock: seconds.
-    """
+    """A synthetic request that runs through steps as in the engine, with synthetic verdicts."""
 
     def __init__(
         self, drafter: Drafter, target: LanguageModel, params: SamplingParams, clock: Callable[[], float]
@@ -511,7 +472,7 @@ class _Rehearsal:
         self._seen: list[int] = []  # its tokens
 
     def step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
-        """One step; returns the proposal and the seconds that the drafter took."""
+        """One step; returns the proposal and the drafter's seconds."""
         with self._target.stepping():
             return self._step(depth, accepted_share)
 
@@ -535,7 +496,7 @@ class _Rehearsal:
         return proposal, proposed_s + self._observe(request, self._outcome(proposal, path, tokens))
 
     def _read_on(self, request: DraftRequest) -> None:
-        """What the target itself has read before a step: all tokens but the last."""
+        """Let the target process all tokens but the last, as it has done before a step."""
         cache, end = request.cache, len(request.tokens) - 1
         while cache is not None and cache.length < end:
             ids = torch.tensor(request.tokens[cache.length : end][:_PROMPT_TOKENS], device=self._target.device)
@@ -543,15 +504,15 @@ class _Rehearsal:
             cache.commit(range(len(ids)))
 
     def _run_target(self) -> None:
-        """As between two proposals: the target's weights then fill the processor's caches, and the draft's are gone."""
+        """Run the target as between two proposals: its weights then replace the draft's in the processor's caches."""
         self._target.forward([Segment(self._between, self._tokens, chain_shape(1), (0,))])
         self._between.commit(())
 
     def _start(self) -> DraftRequest:
-        """A new request, its prompt read and its first proposal made: that one reads the prompt too."""
+        """Start a new request and make its first proposal, because that one processes the prompt as well."""
         self.end()
         self._begun += 1
-        # The engine counts its requests up from 0; two of them may share a drafter.
+        # Negative ids: the engine counts its own up from 0, and both may share a drafter.
         self._seen = [*self._target.opening, *map(self._text, range(self._prompt))]
         inputs = self._target.opening_inputs
         request = DraftRequest(-self._begun, self._params, TokenView(self._seen), inputs=inputs, kept=False)
@@ -571,14 +532,13 @@ class _Rehearsal:
         return self._now() - started
 
     def _outcome(self, proposal: Proposal, path: tuple[int, ...], tokens: tuple[int, ...]) -> StepOutcome:
-        """What became of a proposal; every row that is shown is the same."""
         count = len(tokens) if self._kept else 1
         shown = [each.expand(count, -1) for each in self._layers]
         hidden = None if self._hidden is None else self._hidden.expand(count, -1)
         return StepOutcome(proposal, path, tokens, hidden, layers=tuple(shown))
 
     def _text(self, place: int) -> int:
-        """The token at a place of a text that repeats itself, sooner or later."""
+        """The token at a position of a text that repeats itself, sooner or later."""
         return (place % self._period * 7919 + 1) % self._target.vocab_size
 
     def _now(self) -> float:
@@ -586,7 +546,6 @@ class _Rehearsal:
         return self._clock()
 
     def end(self) -> None:
-        """The request is over."""
         request, self._request = self._request, None
         if request is not None:
             self._drafter.end(request)
@@ -594,13 +553,12 @@ class _Rehearsal:
                 self._target.release_cache(request.cache)
 
     def close(self) -> None:
-        """The rehearsal is over."""
         self.end()
         self._target.release_cache(self._between)
 
 
 def _last_vectors(target: LanguageModel, features: Features | None) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Vectors `[1, width]` that entered the target's LM head and that layers gave; none where nobody asked for any."""
+    """Inputs of the target's LM head `[1, width]` and hidden states of layers; none where no features are declared."""
     if features is None:
         return None, ()
     cache = target.begun_cache()

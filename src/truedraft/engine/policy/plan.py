@@ -1,11 +1,12 @@
-"""What a step drafts: for each request the drafter and the size from which most tokens a second are expected.
+"""What a step drafts: for each request the drafter and the size with the most expected tokens per second.
 
-Goodput of a step (Liu et al., arXiv 2406.14066) is expected tokens over expected seconds. Tokens of a request are one
-and the gains of all nodes that are drafted for it; seconds are those of the step with so many rows and of the drafting.
-Nothing drafted is a plan like any other: plain decoding.
+Goodput of a step (Liu et al., arXiv 2406.14066) is expected tokens over expected seconds. A request's tokens are one
+plus the gains of its drafted nodes; seconds are those of the step with its rows plus those of drafting. Plain decoding
+is the plan that drafts nothing.
 
-Of several requests the geometric mean of their tokens counts. Their sum would let one request wait through long steps
-because others guess well; with the mean, a step that takes twice as long must double what they emit on balance.
+For several requests the geometric mean of their tokens counts. Their sum would let one request wait through long steps
+because others have many accepted tokens; with the mean, a step that takes twice as long must double what they emit on
+balance.
 
 Worked example: one request, gains 0.6 and 0.3, a step of 10 ms with one row and 11 ms with two or three, 1 ms for
 drafting one token and 2 ms for two. Plain decoding emits 100 tokens a second, one drafted token 1.6 / 12 ms = 133, two
@@ -26,10 +27,10 @@ from truedraft.core.budget import Budget
 from truedraft.engine.policy.base import StepTimes
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of nodes that are weighed; steps cost about the same in between."""
+"""Numbers of nodes considered; steps cost about the same in between."""
 TOLD = 4
-"""Tokens of the drafts of which costs are told, where there is room for so many."""
-_ROUNDS = 3  # in which requests choose, each time at the rate of the plan before
+"""Tokens of the drafts with costs in reports, where the answer has room for as many."""
+_ROUNDS = 3  # of choices, each at the rate of the plan before
 
 
 @dataclass(slots=True, eq=False)
@@ -37,16 +38,13 @@ class Candidate:
     """A drafter that may draft for a request.
 
     Attributes:
-        drafter: by name.
-        limits: of it, cut to what is left of the answer.
-        gains: of its nodes, in the order in which a budget takes them, falling.
-        setup_s: seconds of reading what it has not read that one step is charged.
-        catch_up_s: all of them.
-        odds: how its own probabilities tell acceptance; None where it cannot stop by them.
-        guessed: share of a chain's tokens, its first apart, that take no level of drafting.
-        sizes: numbers of nodes that are weighed.
-        tokens: that a step with no, one, two, ... nodes is expected to emit.
-        logs: of these.
+        limits: the drafter's, cut to the rest of the answer.
+        gains: of its nodes, in the order of the budget, falling.
+        setup_s: seconds of catching up that are charged to one step.
+        catch_up_s: all seconds of catching up.
+        odds: how its own token probabilities predict acceptance; None where it cannot stop by them.
+        guessed: share of a chain's tokens, without its first, that take no level of drafting.
+        tokens: expected tokens of a step with 0, 1, 2, ... nodes.
     """
 
     drafter: str
@@ -61,29 +59,27 @@ class Candidate:
     logs: Sequence[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Add up gains."""
         most = len(self.gains)
         self.sizes = [*itertools.takewhile(lambda size: size < most, SIZES), most]
         self.tokens = list(itertools.accumulate(self.gains, initial=1.0))
         self.logs = list(map(math.log, self.tokens))
 
     def levels(self, nodes: int) -> float:
-        """Of drafting, one behind another, that a proposal of so many nodes is expected to take."""
         depth = min(nodes, self.limits.depth)
         return depth - self.guessed * (depth - 1) if self.guessed else depth
 
     def budget(self, nodes: int, floor: float = 0.0) -> Budget:
-        """The budget that drafts so many nodes; with a floor of survival, as many as pay, about so many."""
+        """The budget for `nodes` nodes; with a floor of survival, as many as pay, about `nodes`."""
         limits = self.limits
         if self.odds is None or not floor:
             return Budget(min(nodes, limits.depth), limits.width, nodes, limits.min_probability)
         most = min(2 * nodes + 2, limits.depth)
-        # The next token is about as likely to be accepted as the first one.
+        # A further token is about as likely to be accepted as the first one.
         return Budget(most, 1, most, limits.min_probability, min(floor / self.gains[0], 1.0), self.odds)
 
 
 Share: TypeAlias = tuple[Candidate, int] | None
-"""What is drafted for one request: by whom and how many nodes; None is nothing."""
+"""What is drafted for one request: the candidate and the number of nodes; None is nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,9 +87,7 @@ class Plan:
     """What a step drafts.
 
     Attributes:
-        shares: one for each request.
-        tokens: as many as there are requests, times the geometric mean of what each is expected to emit.
-        seconds: expected.
+        tokens: number of requests, times the geometric mean of their expected tokens.
     """
 
     shares: list[Share]
@@ -102,17 +96,14 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        """Expected tokens per second."""
         return self.tokens / self.seconds
 
 
 class Choice(NamedTuple):
-    """What is best for one request beside others.
+    """The best share for one request, given those of the others.
 
     Attributes:
-        share: what is drafted for it.
-        value: tokens that it brings beyond what the plan would emit in its seconds.
-        seconds: that it adds to the step.
+        value: tokens that it adds beyond those that the plan emits in the same time.
     """
 
     share: Share
@@ -128,7 +119,6 @@ class Planner:
     """Finds the plan of one step.
 
     Args:
-        times: what steps and drafting take.
         contexts: cached tokens of each request.
         greedy: whether the requests are greedy; draws from distributions cost more.
     """
@@ -142,11 +132,11 @@ class Planner:
         self.plain = Plan([None] * len(contexts), float(len(contexts)), self.step_s(len(contexts)))
 
     def best(self, candidates: Sequence[Sequence[Candidate]]) -> Plan:
-        """The plan with most expected tokens a second.
+        """The plan with the most expected tokens per second.
 
-        It begins with plain decoding or, if that is better, with one drafter and one size for all, so that all pay for
-        what they share. Then each request takes what is best for it beside the others (Dinkelbach's iteration: at the
-        rate of the plan before), as long as that makes the plan better.
+        It starts with plain decoding or, if that is better, with one drafter and one size for all, so that all share
+        its fixed costs. Then each request takes its best share given the others' (Dinkelbach's iteration: at the rate
+        of the plan before), as long as that improves the plan.
 
         Args:
             candidates: of each request, at most one for each drafter.
@@ -160,7 +150,7 @@ class Planner:
         return max([self._improved(plan, candidates) for plan in starts], key=_rate)
 
     def _improved(self, plan: Plan, candidates: Sequence[Sequence[Candidate]]) -> Plan:
-        """A plan in which each request takes in turn what is best for it beside the others."""
+        """A plan in which each request in turn takes its best share given the others'."""
         for _ in range(_ROUNDS):
             shares = list(plan.shares)
             for number, own in enumerate(candidates):
@@ -172,12 +162,10 @@ class Planner:
         return plan
 
     def choice(self, plan: Plan, others: Sequence[Share], candidates: Sequence[Candidate]) -> Choice:
-        """How many tokens are drafted for a request, and by whom: those worth most beyond their seconds.
+        """The share of a request that gains the most tokens beyond the value of its seconds.
 
         Args:
-            plan: a second is worth what it emits in one, and a request what it emits for each.
-            others: what is drafted for the other requests of the step.
-            candidates: of the request.
+            plan: defines the value of a second (its rate) and of a request's tokens.
         """
         load = self._load(others)
         best = Choice(None, 0.0, 0.0)
@@ -189,14 +177,13 @@ class Planner:
         return best
 
     def valued(self, plan: Plan, others: Sequence[Share], share: Share) -> Choice:
-        """What a share is worth to a request beside those of the others; see `choice`."""
+        """The value of a share given those of the others; see `choice`."""
         if share is None:
             return Choice(None, 0.0, 0.0)
         ((_, seconds),) = self._extra_s(self._load(others), share[0], [share[1]])
         return Choice(share, self._worth(plan, *share) - plan.rate * seconds, seconds)
 
     def _extra_s(self, load: _Load, candidate: Candidate, sizes: Iterable[int]) -> Iterator[tuple[int, float]]:
-        """Numbers of nodes, each with the seconds that it adds to a step."""
         rows, drafting, _ = load
         name, (requests, deepest) = candidate.drafter, drafting.get(candidate.drafter, (0, 0.0))
         without_s = self.step_s(rows) + self.drafting_s(name, requests, deepest) - candidate.setup_s
@@ -205,19 +192,18 @@ class Planner:
             yield nodes, self.step_s(rows + nodes) + self.drafting_s(name, requests + 1, levels) - without_s
 
     def _worth(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
-        """What a request's tokens beyond its first are worth, in tokens of the batch.
+        """Value of a request's tokens beyond its first, in tokens of the batch.
 
-        Of several requests that is the slope of `Plan.tokens`, count times a geometric mean, by the logarithm of one.
+        For several requests it is the slope of `Plan.tokens`, count times a geometric mean, by the logarithm of one.
         """
         count = len(self._contexts)
         return candidate.tokens[nodes] - 1.0 if count == 1 else plan.tokens / count * candidate.logs[nodes]
 
     def settled(self, plan: Plan, before: Sequence[Share], margin: float) -> Plan:
-        """The plan with what requests drafted before, where what is best now is hardly better for them.
+        """The plan with the former shares of requests for which the new ones are hardly better.
 
         Args:
-            plan: the best one.
-            before: shares at what is expected now.
+            before: former shares with current expectations.
             margin: of a request's tokens, a fraction.
         """
         shares = list(plan.shares)
@@ -230,14 +216,13 @@ class Planner:
         return self.plan(shares)
 
     def plan(self, shares: list[Share]) -> Plan:
-        """The plan with these shares."""
         rows, drafting, setup_s = self._load(shares)
         drafting_s = sum(self.drafting_s(name, *asked) for name, asked in drafting.items())
         mean = sum(share[0].logs[share[1]] for share in shares if share is not None) / len(shares)
         return Plan(shares, len(shares) * math.exp(mean), self.step_s(rows) + drafting_s + setup_s)
 
     def weighed(self, candidates: Sequence[Candidate]) -> str:
-        """What drafts of some tokens are known to take and to bring beside plain decoding, in words."""
+        """Expected costs and gains of drafts of some tokens, and the cost of plain decoding, in words."""
         count, told = len(self._contexts), []
         for each in candidates:
             nodes = min(TOLD, len(each.gains))
@@ -250,9 +235,9 @@ class Planner:
         return f"{'; '.join(told)}; a plain step takes {1e3 * self.step_s(count):.2f} ms"
 
     def floor(self, plan: Plan, share: Share) -> float:
-        """The chance of being accepted below which another token of a chain does not pay.
+        """The probability of acceptance below which another token of a chain does not pay.
 
-        A level of drafting is paid for by all that draft with it.
+        The cost of a level of drafting is shared by all requests drafted for together.
         """
         if share is None:
             return 0.0
@@ -267,7 +252,7 @@ class Planner:
         return plan.rate * (row_s + level_s) / worth
 
     def _load(self, shares: Sequence[Share]) -> _Load:
-        """Rows that the target is fed; of each drafter requests and levels of the deepest; seconds of catching up."""
+        """Rows of the target; by drafter the requests and levels of the deepest; seconds of catching up."""
         rows, setup_s = len(shares), 0.0
         drafting: dict[str, tuple[int, float]] = {}
         for share in shares:
@@ -280,14 +265,13 @@ class Planner:
         return rows, drafting, setup_s
 
     def step_s(self, rows: int) -> float:
-        """Seconds of the step with so many rows, drafting apart."""
         found = self._steps_s.get(rows)
         if found is None:
             found = self._steps_s[rows] = self._times.step_s(rows, self._contexts, self._greedy)
         return found
 
     def drafting_s(self, drafter: str, requests: int, levels: float) -> float:
-        """Seconds of drafting for so many requests, of which the deepest takes so many levels."""
+        """Seconds of drafting for `requests` requests, where the deepest takes `levels` levels."""
         key = drafter, requests, levels
         found = self._drafting_s.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""What steps take right now: measured curves, held to the times of the steps that an engine makes."""
+"""Current step times: measured cost curves, corrected by the times of the engine's own steps."""
 
 from __future__ import annotations
 
@@ -20,48 +20,44 @@ from truedraft.engine.policy.kept import CurveCheck, Growing, StepCosts
 from truedraft.errors import TruedraftError
 
 _log = logging.getLogger(__name__)
-_LARGEST = 256  # size of which something is known apart
-_STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # that say how busy the machine is: at most, at least, and for how long
-_FADES_S = 5.0  # in which what was measured counts 1 / e as much, where nothing more was
-_SHAPE = 0.04  # share by which one step moves what holds for one size
-_MOST = 0.5  # log ratio that one step may count for; beyond it lies a step that the system interrupted
-_FURTHER_REQUEST = 0.2  # of a proposal for one request, until more were drafted for together
-_READ_TOKEN = 0.05  # of a proposal of one token, until a drafter caught up with something
+_LARGEST = 256  # largest size with a correction of its own
+_STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # window that shows how busy the machine is: most steps, fewest steps, seconds
+_FADES_S = 5.0  # time in which a correction decays by 1 / e without new steps
+_SHAPE = 0.04  # weight of one step in the correction of one size
+_MOST = 0.5  # largest log ratio that one step counts for; more means that the system interrupted the step
+_FURTHER_REQUEST = 0.2  # cost of a further request relative to the first, until measured
+_READ_TOKEN = 0.05  # cost of catching up with a token relative to a proposal of one token, until measured
 _LEARN = 0.2
-_MEASURED = 0.5  # share of a step that deciding takes only where something was measured for it
-_AT_ONCE_S = 0.25  # that measuring may take before an answer goes on, and most that it may save up
-_MEASURING_SHARE = 1.0  # of the time of steps that measuring takes beside them, where nothing could be drafted before
-_BETTER_SHARE = 0.02  # where only something better is found
-_SOON = 4 * SETTLED  # plain steps within which what drafted steps take is still known
+_MEASURED = 0.5  # share of a step for deciding that is only reached where costs were measured in it
+_AT_ONCE_S = 0.25  # most seconds of measuring between two steps, and most that may be saved up
+_MEASURING_SHARE = 1.0  # of the time of steps, for measuring without which nothing can be drafted
+_BETTER_SHARE = 0.02  # of the time of steps, for measuring that only improves known costs
+_SOON = 4 * SETTLED  # plain steps after which the times of drafted steps are no longer comparable
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
 class Corrected:
-    """How measured seconds stand to a curve: a part that all sizes share, and one for each size that moves slowly.
+    """Correction of a cost curve by measured seconds: a factor common to all sizes, and one per size that moves slowly.
 
-    The shared part is the median over the last few steps, so that a step which the system interrupted says nothing and
-    a machine that became slower is known after some steps.
-
-    Args:
-        clock: seconds.
+    The common factor is the median over the last few steps, so that a step that the system interrupted has no effect
+    and a machine that became slower is noticed after a few steps.
 
     Attributes:
-        common: log of measured over expected seconds that all sizes share.
+        common: log of measured over expected seconds, common to all sizes.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # when, and log of measured / expected
-        self.common = 0.0  # their median
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # time, and log of measured / expected
+        self.common = 0.0  # median of these logs
         self._shape = [0.0] * (_LARGEST.bit_length() + 1)  # at sizes of 1, 2, 4, ...
 
     def factor(self, size: float, otherwise: float = 0.0) -> float:
-        """Measured over expected seconds at a size (rows, or requests).
+        """Measured over expected seconds at a size (rows or requests).
 
         Args:
-            size: of what is asked about.
-            otherwise: log of what sizes have in common where nothing was measured for long, so that nothing is thought
-                slow for ever that nobody tries any more.
+            otherwise: common log ratio used where nothing was measured for long, so that a size or drafter that is no
+                longer tried is not considered slow for ever.
         """
         if not self._recent:
             return math.exp(otherwise)
@@ -74,17 +70,13 @@ class Corrected:
 
     @property
     def known(self) -> bool:
-        """Whether any step was looked at."""
         return bool(self._recent)
 
     def learn(self, size: float, measured_s: float, expected_s: float, usual: bool = True) -> None:
-        """One step took `measured_s` where the curve alone says `expected_s`.
+        """One step took `measured_s` where the uncorrected curve says `expected_s`.
 
         Args:
-            size: of it.
-            measured_s: seconds.
-            expected_s: seconds.
-            usual: whether it may say something of this size alone.
+            usual: whether the step may change the factor of its own size.
         """
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
@@ -104,22 +96,17 @@ class Corrected:
 def _between(size: float) -> tuple[int, float]:
     """The logarithm of a size to base 2: its whole part, and the rest.
 
-    Worked example: 3 lies 0.58 of the way from 2, which is 1, to 4.
+    Worked example: 3 is 0.58 of the way from 2, which is 1, to 4.
     """
     place = math.log2(min(max(size, 1.0), _LARGEST))
     return int(place), place - int(place)
 
 
 class RunningTimes:
-    """What the steps of an engine take: `truedraft.engine.policy.StepTimes`.
+    """Implements `truedraft.engine.policy.StepTimes` for the steps of an engine.
 
-    Curves are read or measured when they are first asked for, so an engine whose controller never asks pays nothing.
-    All that surrounds the forward in a step counts as a part of it, for more rows make more of that too.
-
-    Args:
-        costs: of the target.
-        drafters: that may be asked about, by name.
-        clock: seconds.
+    Curves are read or measured on first use, so an engine with a controller that needs none pays nothing. Everything
+    around the forward in a step counts as part of it, because more rows make more of that as well.
     """
 
     def __init__(
@@ -128,18 +115,18 @@ class RunningTimes:
         self._costs = costs
         self._drafters = drafters
         self._clock = clock
-        # Apart, whether anything is drafted and whether all is greedy: verdicts and the host's work differ, and what is
-        # compared with plain decoding must be what plain decoding took itself.
+        # Separately by whether anything is drafted and whether all requests are greedy: verdicts and host work differ,
+        # and plain decoding must be compared by its own step times.
         self._steps = {kind: Corrected(clock) for kind in itertools.product((False, True), repeat=2)}
         self._drafting = {name: Corrected(clock) for name in drafters}
-        self._kind = False, False  # of the last step, as in `_steps`
-        self._plain = 0  # steps in a row, the last one among them
+        self._kind = False, False  # of the last step, key of `_steps`
+        self._plain = 0  # consecutive plain steps up to the last one
         self._apart: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
-        self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
-        self._growing: dict[bool, list[Growing[Any]]] = {}  # what is still measured, by whether greedy
-        self._held: Growing[Any] | None = None  # what holds memory to be measured on
-        self._left_out: set[str] = set()  # drafters whose cost cannot be measured
+        self._read_s: dict[str, float] = {}  # seconds per token of a drafter's catch-up
+        self._growing: dict[bool, list[Growing[Any]]] = {}  # costs still being measured, by whether greedy
+        self._held: Growing[Any] | None = None  # the one that holds memory for measuring
+        self._left_out: set[str] = set()  # drafters with a cost that cannot be measured
         self._credit_s = _AT_ONCE_S
         self._forward_s: ForwardTable
         self._check: CurveCheck
@@ -151,7 +138,7 @@ class RunningTimes:
         return self._forward_s(rows, contexts) * self._steps[drafted, greedy].factor(rows, otherwise)
 
     def _as_others(self, drafted: bool, greedy: bool) -> float:
-        """What steps of a kind have in common until one was made, and where the last one was long ago: a log ratio."""
+        """Common log ratio of a kind of steps until one was observed, or where the last one was long ago."""
         if (other := self._steps[not drafted, greedy]).known:
             apart = self._apart.get(greedy, 0.0)
             return other.common + (-apart if drafted else apart)
@@ -163,7 +150,7 @@ class RunningTimes:
     def _proposals_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         whole = int(depth)
         seconds, more = self._proposal_s(drafter, whole, greedy), depth - whole
-        if more:  # levels that are expected are no whole number
+        if more:  # an expected number of levels need not be whole
             seconds += more * (self._proposal_s(drafter, whole + 1, greedy) - seconds)
         return seconds * (1.0 + _FURTHER_REQUEST * (requests - 1))
 
@@ -197,7 +184,7 @@ class RunningTimes:
 
     def measure(self, greedy: bool) -> None:
         self.rest()
-        self._growing.pop(greedy, None)  # it is known behind this, and at most in doubt
+        self._growing.pop(greedy, None)  # all costs are known after this, although some may be in doubt
         self._forward_s(1, [0])
         for drafter in self._drafters:
             self._proposals_s(drafter, 1, 1, greedy)
@@ -212,13 +199,10 @@ class RunningTimes:
         return all(each.known for each in self._growing[greedy])
 
     def go_on(self, step_s: float) -> bool:
-        """Between steps, measure on for a share of the time, if somebody asked whether this is ready.
-
-        Args:
-            step_s: seconds that the last step took.
+        """Continue measuring between steps for a share of the time, if `ready` was called.
 
         Returns:
-            Whether anything was measured, or holds memory to be measured on.
+            Whether anything was measured, or holds memory for measuring.
         """
         measured = False
         while pieces := [each for those in self._growing.values() for each in those]:
@@ -233,7 +217,7 @@ class RunningTimes:
         return measured or self._held is not None
 
     def measure_one(self) -> bool:
-        """Measure one thing more; returns whether there is more."""
+        """Measure one more point; returns whether there is more."""
         for greedy in (True, False):
             self.ready(greedy)
         pieces = [each for those in self._growing.values() for each in those]
@@ -242,7 +226,7 @@ class RunningTimes:
         return len(pieces) > 0
 
     def _measure_on(self, piece: Growing[Any]) -> None:
-        if piece is not self._held:  # made-up requests of two would be taken for one
+        if piece is not self._held:  # the synthetic requests of two pieces have the same ids
             self.rest()
         self._held, known = piece, piece.known
         more = self._measured_on(piece)
@@ -254,7 +238,6 @@ class RunningTimes:
             self._forget()
 
     def _measured_on(self, piece: Growing[Any]) -> bool:
-        """Whether there is more to measure."""
         try:
             return piece.go_on()
         except Exception as error:
@@ -265,19 +248,18 @@ class RunningTimes:
             return False
 
     def _leave_out(self, drafter: str, error: Exception) -> None:
-        """Others can draft."""
         _log.warning("the drafter %r is left out, for what it costs could not be measured: %s", drafter, error)
         self._left_out.add(drafter)
 
     def _forget(self) -> None:
-        """What was asked for is asked again, for there is something better now."""
+        """Clear cached costs, because better ones are available."""
         self._proposals.clear()
         self._read_s.clear()
         self._forward_s = ForwardTable(lambda rows, contexts: self._costs.forwards()(rows, contexts))
         self._check = CurveCheck(self._forward_s, self._costs.judge)
 
     def rest(self) -> None:
-        """Nothing is measured for now: give back what that holds."""
+        """Pause measuring and release its memory."""
         held, self._held = self._held, None
         if held is not None:
             held.release()
@@ -285,20 +267,20 @@ class RunningTimes:
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         rows, requests = record.rows, record.requests
         self._plain = 0 if record.prefill or rows > len(requests) else self._plain + steps
-        asked = len(self._forward_s) or self._proposals or self._read_s  # who never did needs no answers
+        asked = len(self._forward_s) or self._proposals or self._read_s  # nothing to correct before first use
         if record.prefill or not record.settled or not asked or record.decide_s > _MEASURED * record.total_s:
             return
         before, self._kind = self._kind, (rows > len(requests), all(step.greedy for step in requests))
         drafted, greedy = self._kind
-        # Deciding is a price of drafting: plain steps are decided for long beforehand.
+        # Deciding counts as a cost of drafting: plain steps are decided many at once.
         measured = record.total_s - record.draft_s - (0.0 if drafted else record.decide_s)
         expected_s = self._forward_s(rows, record.contexts)
         if not drafted:
-            # What came before may have left the processor's caches cold for some steps, or not: seconds in between say
-            # nothing new.
+            # Earlier steps may have left the processor's caches cold for some steps: a time between the cold and the
+            # usual one is no reason for a correction.
             usual_s = measured / math.exp(self._as_others(drafted, greedy))
             expected_s = min(max(expected_s, usual_s), expected_s + self._costs.forwards().settling_s(self._plain - 1))
-        # A step behind one of another kind finds the processor's caches cold, and takes longer than among its own.
+        # A step after one of another kind finds the processor's caches cold, and takes longer than usual.
         steps_of = self._steps[drafted, greedy]
         steps_of.learn(rows, measured, expected_s, usual=self._kind == before)
         if SETTLED < self._plain <= _SOON and self._steps[True, greedy].known:
@@ -311,7 +293,7 @@ class RunningTimes:
     def _observe_drafting(self, spent: DraftTime, greedy: bool) -> None:
         if not spent.depth:
             return
-        # How much a cascade's guesses saved was counted, so it is no part of how busy the machine is.
+        # Levels saved by a cascade's guesses are counted, so that they do not look like a less busy machine.
         levels = spent.depth if spent.levels is None else spent.levels
         late = spent.behind - 2 * spent.requests
         if late <= 0:

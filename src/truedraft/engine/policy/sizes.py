@@ -23,13 +23,7 @@ _PROMPT_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class NodeBudget:
-    """The sizes of a drafter on this machine.
-
-    Attributes:
-        plan: the best of the drafter's plans.
-        choice: the number of nodes, and what it is predicted to gain.
-        costs: what it was chosen by.
-    """
+    """The sizes of a drafter on this machine."""
 
     plan: SizePlan
     choice: SizeOption
@@ -37,17 +31,16 @@ class NodeBudget:
 
     @property
     def nodes(self) -> int:
-        """How many nodes; 0 where drafting does not pay."""
+        """Number of nodes; 0 where drafting does not pay."""
         return self.choice.nodes
 
     @property
     def sizes(self) -> str:
-        """What was chosen, as "8 beams of 4, 16 nodes"."""
+        """The chosen sizes, as "8 beams of 4, 16 nodes"."""
         nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
         return f"{self.plan.name}, {nodes}" if self.plan.name and self.nodes else nodes
 
     def describe(self) -> str:
-        """In one line."""
         best = self.choice
         if not best.nodes:
             return (
@@ -63,14 +56,13 @@ class NodeBudget:
 def node_options(
     curve: AcceptanceCurve, forwards: TargetCost, drafting: DraftCost, *, context: int = _CONTEXT, requests: int = 1
 ) -> list[SizeOption]:
-    """What 0, 1, ... nodes are predicted to gain, for each request of a batch of `requests`; see `size_options`.
+    """Predicted gains of 0, 1, ... nodes for each request of a batch; see `size_options`.
 
     Args:
-        curve: what each node is expected to bring.
+        curve: expected acceptance of each node.
         forwards: V(rows, contexts) of the target, in seconds.
         drafting: seconds of a proposal by its depth.
         context: cached tokens of each request.
-        requests: answered together.
 
     Raises:
         OptionError: there is no request.
@@ -88,15 +80,13 @@ def nodes_for(
     costs: StepCosts | None = None,
     least: int = 0,
 ) -> NodeBudget:
-    """Choose the sizes of a drafter for a target on this machine: of all its plans the one that is predicted best.
+    """Choose the sizes of a drafter for a target on this machine: the best predicted one of all its plans.
 
     Args:
-        target: the model that decides.
-        drafter: fits it; it has plans for sizes.
+        drafter: fits the target and has plans for sizes.
         params: sampling options; None is greedy.
-        requests: answered together.
-        costs: of the target's steps; None takes those that are kept, or measures.
-        least: nodes, whether or not they pay.
+        costs: of the target's steps; None loads or measures them.
+        least: nodes to draft even if they do not pay.
 
     Raises:
         OptionError: the drafter's sizes were chosen, or nobody measured what they bring.
@@ -115,7 +105,7 @@ def nodes_for(
         drafting = costs.drafting(plan.timed, params)
         options = node_options(plan.curve, costs.forwards(), drafting, context=context, requests=requests)
         found.append((plan, best_option([each for each in options if each.nodes >= least] or options)))
-    return NodeBudget(*max(found, key=lambda each: each[1].speedup), costs)  # of equal ones the first
+    return NodeBudget(*max(found, key=lambda each: each[1].speedup), costs)  # the first of equal ones
 
 
 def sized(
@@ -127,13 +117,13 @@ def sized(
     costs: StepCosts | None = None,
     least: int = 0,
 ) -> tuple[Drafter, Mapping[str, NodeBudget]]:
-    """A drafter with as many nodes as pay on this machine, and why; arguments as in `nodes_for`.
+    """A drafter with the number of nodes that pays on this machine, and why; arguments as in `nodes_for`.
 
-    Of a portfolio each member gets as many as pay for it alone. Drafters without trees of which somebody measured what
-    they bring, and those whose sizes somebody chose, stay as they are.
+    Each member of a portfolio gets the number that pays for it on its own. Drafters without an acceptance measurement,
+    and those with chosen sizes, stay unchanged.
 
     Returns:
-        The drafter, and by name the budgets of those of its members that got one, all by the same costs.
+        The drafter, and the budgets of its members that got one, by name, all by the same costs.
 
     Raises:
         TruedraftError: target or drafter failed.
@@ -149,13 +139,12 @@ def sized(
 
 
 def outdated(engine: Engine, forwards: TargetCost) -> str | None:
-    """Why kept curves are to be measured again, in a sentence; None where steps that are made now take what they say.
+    """Why kept curves must be measured again, in a sentence; None where current steps agree with them.
 
-    On a device nothing is known: forwards are only queued there, and the host does not see what they take.
+    Always None on a device: forwards are only queued there, and the host cannot measure their time.
 
     Args:
-        engine: plain decoding, which does nothing else.
-        forwards: V of its target, as it was kept.
+        engine: for plain decoding; must be idle.
     """
     ratio = ratio_of_steps(engine, forwards) if engine.target.device.type == "cpu" else None
     if ratio is None or not parts(ratio):
@@ -167,11 +156,10 @@ def outdated(engine: Engine, forwards: TargetCost) -> str | None:
 
 
 def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
-    """The median of measured / V over 50 steps that are made for it; None where no answer is so long.
+    """The median of measured / V over 50 steps run for this; None where no answer is that long.
 
     Args:
-        engine: does nothing else.
-        forwards: V of its target.
+        engine: must be idle.
     """
     told: list[float] = []
     check = CurveCheck(forwards, told.append)
@@ -186,11 +174,10 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
 
 
 def made_up_prompt(target: LanguageModel, tokens: int) -> Prompt:
-    """A prompt that says nothing, for answers that are timed or thrown away.
+    """A synthetic prompt, for answers that are timed or discarded.
 
     Args:
-        target: that it is for.
-        tokens: most of them; half of the context is left.
+        tokens: most tokens of the prompt; half of the context is left free.
     """
     opening, inputs = target.opening, target.opening_inputs
     room = target.most_tokens(opening) - len(opening)

@@ -1,4 +1,4 @@
-"""Controllers by name: the one place where words become controllers, and where help takes its list of them from."""
+"""Controllers by name: the only place where words become controllers; help takes its list from here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from truedraft.options import Words, called, read_whole
 
 @dataclass(frozen=True, slots=True)
 class ControllerKind:
-    """A kind of controllers, as it is typed.
+    """A kind of controller, as it is typed.
 
     Attributes:
         options: each with its default, or an example.
-        meaning: what it does, in a phrase.
-        made: its class, or a function; options are read as their parameters are annotated.
+        made: a class or a function; options are read as its parameters are annotated.
     """
 
     options: Mapping[str, str]
@@ -47,7 +46,7 @@ def controller_from_spec(spec: str) -> Controller:
 
 
 def controller_help() -> str:
-    """Every kind of controllers and its options, a sentence each."""
+    """Every kind of controller with its options, a sentence each."""
     kinds = []
     for word, kind in KINDS.items():
         options = ", ".join(f"{name}={value}" for name, value in kind.options.items())

@@ -1,4 +1,4 @@
-"""Measured costs, kept in the user's cache folder as one JSON file each, and what they belong to."""
+"""Measured costs, kept in the user's cache folder as one JSON file each, and their keys."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from truedraft.models.base import LanguageModel
 from truedraft.options import read_record
 
 Value = TypeVar("Value")
-_FORMAT = 3  # those before held forwards of GPUs that were only being recorded
+_FORMAT = 3  # earlier ones may hold forwards of GPUs that were only being captured
 LITTLE_DOUBT = 0.1
-"""Up to which a measurement stands as it is; one in more is used until there is a better one."""
+"""Doubt up to which a measurement is final; one in more doubt is used until there is a better one."""
 _REST_S = 60.0
 _ALIKE = 1.15
 _NOT_OF_THE_MODEL = {"transformers_version", "dtype", "torch_dtype"}
@@ -29,12 +29,12 @@ _NOT_OF_THE_MODEL = {"transformers_version", "dtype", "torch_dtype"}
 
 @dataclass(frozen=True, slots=True)
 class CostKey:
-    """What a kept cost belongs to.
+    """Identity of a kept cost.
 
     Attributes:
         what: in words, for messages, as "forwards of embedded:target".
         place: names the file: another value here is another file.
-        state: must be as it was when the cost was measured; else it is stale.
+        state: must equal the state at the measurement; else the cost is stale.
     """
 
     what: str
@@ -43,13 +43,12 @@ class CostKey:
 
     @property
     def file_name(self) -> str:
-        """The same for equal places."""
         text = json.dumps([self.what, self.place], sort_keys=True, default=str)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
 class CostStore:
-    """Keeps and finds costs. What is wrong with a file is answered as a warning, one sentence, never raised.
+    """Keeps and finds costs. Problems with a file are returned as a warning of one sentence, never raised.
 
     Args:
         folder: None is "costs" in the user's cache folder.
@@ -67,18 +66,15 @@ class CostStore:
         return f"{kept}; measured when first asked for"
 
     def path(self, key: CostKey) -> Path:
-        """The file of a key, whether or not it exists."""
         return self.folder / key.file_name
 
     def load(
         self, key: CostKey, kind: type[Value], most_doubt: float = LITTLE_DOUBT
     ) -> tuple[Value | None, str | None]:
-        """What was kept, or None; and a warning if a file is there but is of no use.
+        """The kept cost, or None; and a warning if there is a file that cannot be used.
 
         Args:
-            key: what the cost belongs to.
-            kind: of cost, a dataclass.
-            most_doubt: with which it is of use, see `save`.
+            most_doubt: largest doubt of a usable cost, see `save`.
         """
         path = self.path(key)
         try:
@@ -103,22 +99,19 @@ class CostStore:
             return None, f"the kept costs of {key.what} in {path} are damaged ({error}); they are measured again"
 
     def doubt(self, key: CostKey) -> float:
-        """Of what is kept, see `save`; 1 where nothing is that still holds."""
+        """Doubt of a kept cost, see `save`; 1 where no valid one is kept."""
         kept, state = self._kept(key), json.loads(json.dumps(key.state, default=str))
         holds = kept.get("format") == _FORMAT and kept.get("state") == state and not kept.get("doubted")
         return _doubt_of(kept) if holds else 1.0
 
     def save(self, key: CostKey, cost: Mapping[str, Any], doubt: float = 0.0) -> str | None:
-        """Keep a cost: whole or not at all, and one in doubt not in place of one in less.
+        """Keep a cost: whole or not at all; a cost in doubt does not replace one in less doubt.
 
         Args:
-            key: what the cost belongs to.
-            cost: a dataclass as a dict.
-            doubt: share of its time in which other programs had the cores, or of its rounds that are missing, from 0
-                to 1.
+            doubt: share in [0, 1] of its time in which other programs had the cores, or of its rounds that are missing.
 
         Returns:
-            A warning where that was not possible, the same for all costs.
+            A warning where it could not be written, the same for all costs.
         """
         if doubt > LITTLE_DOUBT and self.doubt(key) < doubt:
             return None
@@ -127,13 +120,13 @@ class CostStore:
         return self._write(key, record)
 
     def judge(self, key: CostKey, ratio: float, parted: bool) -> None:
-        """Take note of how steps stand to a kept cost; where they parted from it, `load` no longer gives it.
+        """Record how step times compare with a kept cost; after a deviation `load` no longer returns it.
 
-        Not within a minute after it was measured, nor where it was measured again and steps stand to it as before: that
-        is then how they stand to it, and measuring would not change it.
+        Not within a minute after it was measured, nor where the ratio is the same as before the last measurement: then
+        measuring again would not change it.
 
         Args:
-            key: what the cost belongs to; nothing happens where none is kept.
+            key: nothing happens where none is kept.
             ratio: seconds of steps over those of the cost.
             parted: whether that is too far from 1.
         """
@@ -148,7 +141,6 @@ class CostStore:
             self._write(key, kept | {"parted": round(ratio, 2), "doubted": True})
 
     def _kept(self, key: CostKey) -> dict[str, Any]:
-        """The record of a key; empty where there is none, or none of use."""
         try:
             kept = json.loads(self.path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -171,7 +163,6 @@ def _doubt_of(kept: Mapping[str, Any]) -> float:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first difference in words; empty where there is none."""
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
         if old != new:
@@ -187,19 +178,19 @@ def _short(value: Any) -> str:
 
 
 def target_key(model: LanguageModel) -> CostKey:
-    """What the cost of a target's forwards belongs to."""
+    """Key of the cost of a target's forwards."""
     return CostKey(f"forwards of {model.name}", _place(model), {"model": model_identity(model), "versions": versions()})
 
 
 def drafter_key(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> CostKey:
-    """What the cost of a drafter's proposals for a target belongs to."""
+    """Key of the cost of a drafter's proposals for a target."""
     place = _place(target) | {"drafter": drafter_identity(drafter, params)}
     sizes = {"vocab_size": target.vocab_size, "context_length": target.context_length}
     return CostKey(f"drafter {drafter.name} for {target.name}", place, {"target": sizes, "versions": versions()})
 
 
 def _place(model: LanguageModel) -> dict[str, Any]:
-    """Machine, threads, device, model, dtype and fast paths: another of these is another cost, not a newer one."""
+    """Machine, threads, device, model, dtype and fast paths: another value of one is another cost, not a newer one."""
     return {
         "machine": this_machine(model.device),
         "model": model.name,
@@ -209,7 +200,7 @@ def _place(model: LanguageModel) -> dict[str, Any]:
 
 
 def model_identity(model: LanguageModel) -> dict[str, Any]:
-    """A model by its sizes and its configuration; what its weights are does not change what they cost."""
+    """A model's sizes and configuration; the values of its weights do not change its costs."""
     config = getattr(getattr(model, "module", None), "config", None)
     return {
         "class": type(model).__qualname__,
@@ -222,7 +213,7 @@ def model_identity(model: LanguageModel) -> dict[str, Any]:
 
 
 def drafter_identity(drafter: Drafter, params: SamplingParams) -> dict[str, Any]:
-    """A drafter by its limits, its public options and the models in it, and how its tokens are drawn."""
+    """A drafter's limits, public options and models, and how its tokens are sampled."""
     return _drafter(drafter) | {"law": list(params.probs_key), "coupled": params.seeded}
 
 
@@ -243,7 +234,7 @@ def _drafter(drafter: Drafter) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A configuration without what loading it left there."""
+    """A configuration without what loading added to it."""
     if isinstance(value, dict):
         kept = {str(name): _plain(each) for name, each in value.items()}
         return {name: each for name, each in kept.items() if name[:1] != "_" and name not in _NOT_OF_THE_MODEL}

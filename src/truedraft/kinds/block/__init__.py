@@ -1,4 +1,4 @@
-"""Block drafters, DFlash and DSpark: all tokens of a draft come from one pass."""
+"""Block drafters, DFlash and DSpark: all tokens of a draft come from one forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DFlash and DSpark as drafters: a block of tokens from one forward, on vectors of several layers of the target."""
+"""DFlash and DSpark as drafters: a block of tokens from one forward, on several layers of the target."""
 
 from __future__ import annotations
 
@@ -22,25 +22,20 @@ from truedraft.models.cache.buffers import key_span
 from truedraft.options import check_share
 
 BlockT = TypeVar("BlockT", bound=BlockHead)
-_READ_ROWS = 512  # of a text at a time
+_READ_ROWS = 512  # of a text per forward
 
 
 class BlockRunner:
     """A block drafter in the dtype and on the device of a target; its weights are copied.
 
     Args:
-        head: of the target's width and vocabulary.
-        target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
-        recorder: makes the recordings that it is replayed from; None: nothing is recorded.
-        before: of the same sizes and target, whose pages it goes on with.
+        recorder: makes its recorded graphs; None: nothing is recorded.
+        before: of the same sizes and target; its pages are reused.
 
     Attributes:
-        head: the copy.
-        device: where it computes.
-        pool: where caches of requests come from.
-        token_bytes: of a token's keys and values.
-        layers: that have keys and values.
-        records: whether whole drafts are one recording.
+        token_bytes: bytes of one token's keys and values.
+        layers: number of layers with keys and values.
+        records: whether a whole draft is one recorded graph.
     """
 
     def __init__(
@@ -70,19 +65,16 @@ class BlockRunner:
 
     @property
     def warmups(self) -> int:
-        """Drafts so far that took longer than others of their shape will."""
+        """Number of drafts so far that were slower than later ones of the same shape."""
         return 0 if self._graphs is None else self._graphs.warmups
 
     def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `ReadBlocks`."""
         return self.head.context_keys(self.head.context([vectors]), self._table.at(positions))
 
     def leaving(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See `ReadBlocks`."""
         return self.head.vectors(self.head.inputs(anchors, self._target.embed), self._table.at(positions), attend)
 
     def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `ReadBlocks`."""
         leaving = self.behind(x, tokens, state)
         return self.logits(leaving), leaving.state
 
@@ -97,7 +89,6 @@ class BlockRunner:
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """See `GraphBlocks.run_trees`."""
         assert self._graphs is not None
         return self._graphs.run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
 
@@ -111,7 +102,7 @@ class BlockRunner:
 
     @torch.inference_mode()
     def read_rows(self, cache: RequestCache, vectors: Tensor) -> None:
-        """Make keys and values of one text's next positions, of vectors `[rows, layers * width]`, by parts."""
+        """`read` of one text's next hidden states `[rows, layers * width]`, in parts."""
         if self._graphs is not None:
             self._graphs.read(cache, vectors)
             return
@@ -120,11 +111,10 @@ class BlockRunner:
 
     @torch.inference_mode()
     def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:
-        """Make keys and values of texts' next positions; caches keep them.
+        """Compute and store keys and values of texts' next positions.
 
         Args:
-            caches: of the texts.
-            vectors: of each, those of each layer `[rows, width]`.
+            vectors: per text, the hidden states of each layer `[rows, width]`.
         """
         head = self.head
         counts = [len(own[0]) for own in vectors]
@@ -141,11 +131,10 @@ class BlockRunner:
 
     @torch.inference_mode()
     def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Tensor:
-        """What enters the LM head at each token that blocks guess: `[blocks, reach, width]`.
+        """Input of the LM head at each guessed token: `[blocks, reach, width]`.
 
         Args:
-            caches: of the blocks' texts, that hold all positions before the anchors.
-            anchors: `[blocks]`: their last tokens.
+            caches: of the texts, with all positions before the anchors.
         """
         block = self.head.config.block
         layouts = [_own_block(each.length, block, self.device) for each in caches]
@@ -165,17 +154,16 @@ class BlockRunner:
 
     @torch.inference_mode()
     def behind(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> Leaving:
-        """As `BlockHead.behind`."""
         return self.head.behind(x, tokens, state)
 
     @torch.inference_mode()
     def logits(self, leaving: Leaving) -> Tensor:
-        """`[rows, guessed]`, of no more ids than the target has."""
+        """`[rows, guessed]`, at most the target's ids."""
         return self.head.logits(leaving, self._target.unembed)[:, : self._target.vocab_size]
 
     @torch.inference_mode()
     def chances(self, leaving: Leaving) -> list[float]:
-        """That the target accepts the token of each row, by the confidence head."""
+        """Probability that the target accepts each row's token, by the confidence head."""
         return transfers.fetch([torch.sigmoid(self.head.acceptance(leaving).float())])[0]
 
     def _at(self, positions: Sequence[range]) -> Any:
@@ -184,20 +172,21 @@ class BlockRunner:
 
 
 def _own_block(length: int, block: int, device: torch.device) -> ChainLayout:
-    """Rows that see `length` keys and all of their own block, and none of the slots behind that."""
+    """Rows that attend to `length` keys and all of their own block, but not to unused slots."""
     hidden = torch.arange(key_span(length + block) - length, device=device) >= block
     return ChainLayout(Blocked(length, hidden.expand(block, -1)))
 
 
 class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
-    """Drafts with a block drafter: all levels of a tree come from one forward of it for all requests.
+    """Drafts with a block drafter: all levels of a tree come from one forward; arguments: `LevelDrafter`.
 
-    Rows of the block do not know what was drawn for those before them, so without a Markov head all nodes of a depth
-    draw from one distribution. Arguments are those of `LevelDrafter`."""
+    Rows of the block do not depend on the draws before them, so without a Markov head all nodes of a depth draw from
+    one distribution.
+    """
 
     levels = 1
     _reads_pairs = False
-    _least = 0.0  # of the product of the confidence head's probabilities
+    _least = 0.0  # minimum product of the confidence head's probabilities
 
     def _new_runner(self, target: LanguageModel) -> BlockRunner:
         recorder = self._recorder(target)
@@ -233,7 +222,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
         tokens = transfers.upload(anchors, runner.device)
         block = {tree: number for number, tree in enumerate(level)}
         state: Tensor | None = None
-        alive = [1.0] * len(level)  # that the target comes to each open node, by the confidence head
+        alive = [1.0] * len(level)  # probability that each open node's parent path is accepted, by the confidence head
         for slot in range(self.limits.depth):
             of = transfers.upload([block[tree] for tree in level for _ in tree.open], x.device)
             leaving = runner.behind(x[:, slot].index_select(0, of), tokens, state)
@@ -255,7 +244,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
 
 
 def _kept(level: Sequence[Tree], rows: Sequence[int]) -> list[Tree]:
-    """Trees that have an open node of some rows, which stay open alone; rows are open nodes one behind another."""
+    """Keep only some rows, which number all open nodes in order, and only trees with such nodes."""
     every, first = set(rows), 0
     for tree in level:
         count = len(tree.open)
@@ -265,7 +254,7 @@ def _kept(level: Sequence[Tree], rows: Sequence[int]) -> list[Tree]:
 
 
 def _opened(level: Sequence[Tree], device: torch.device) -> tuple[Tensor, list[tuple[Tree, int]]]:
-    """The tokens of trees' open nodes, one behind another, and the parent of each."""
+    """The tokens of all trees' open nodes in order, and the parent of each."""
     tokens, parents = [], []
     for tree in level:
         above = tree.unfed_parents  # before the nodes count as fed
@@ -283,20 +272,14 @@ class DFlash(BlockDrafter[DFlashHead]):
 
 
 class DSpark(BlockDrafter[DSparkHead]):
-    """Drafts with a DSpark head (arXiv 2607.05147).
+    """Drafts with a DSpark head (arXiv 2607.05147); arguments as of `LevelDrafter`, and one more.
 
     Args:
-        head: trained for the target.
-        num_speculative_tokens: as of `LevelDrafter`, and all others but the last.
-        branching: likewise.
-        min_probability: likewise.
-        nodes: likewise.
-        beams: likewise.
-        min_acceptance: draw no token that the target comes to and accepts with less than this probability by the
-            confidence head, which knows the tokens before it, and neither this one nor later ones.
+        min_acceptance: draw no token with a smaller probability of being reached and accepted, by the confidence head,
+            which depends on the tokens before it only.
 
     Raises:
-        OptionError: an option is out of range, or the head has no confidence head that is asked for.
+        OptionError: an option is out of range, or `min_acceptance` is given without a confidence head.
     """
 
     name: ClassVar[str] = "dspark"

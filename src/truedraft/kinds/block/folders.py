@@ -1,13 +1,12 @@
 """Block drafters as other projects publish them: z-lab's DFlash, DeepSpec's DSpark, and both kinds of `speculators`.
 
-Tensors are called as here. z-lab writes a flat configuration of Qwen 3 with `dflash_config`; embedding and LM head are
-the target's. DeepSpec's is flat, too, with copies of both. `speculators` nests the layers' configuration, from which it
-leaves out what Qwen 3 has by default, and stores an LM head where the draft has fewer ids. What else they share with
-others is `layer_folders`.
+Tensor names are the same as here. z-lab writes a flat configuration of Qwen 3 with `dflash_config`; embedding and LM
+head are the target's. DeepSpec's is also flat, with copies of both. `speculators` nests the layers' configuration,
+without Qwen 3's default values, and stores an LM head if the draft has a reduced vocabulary. `layer_folders` has what
+they share with other formats.
 
-z-lab and DeepSpec number the layers that are read by what they give, as it is done here; `speculators` by what enters
-them, so 2 there is 1 here. What transformers shows of the last layer is normed, unlike what it gives: a head that reads
-it is refused.
+z-lab and DeepSpec number layers by their outputs, as here; `speculators` by their inputs, so 2 there is 1 here.
+transformers returns the last layer's output normalized, so a head that reads the last layer is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _FLAT: Mapping[str, type[LayerHead]] = {
 _NESTED: Mapping[str, type[LayerHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
 _ARCHITECTURES: Mapping[type[LayerHead], str] = {DFlashHead: "DFlashSpeculator", DSparkHead: "DSparkSpeculator"}
 _FAMILY = "qwen3"
-_QWEN3 = {  # what transformers leaves out of a configuration, for it is so by default
+_QWEN3 = {  # defaults that transformers omits from a configuration
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
     "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
 }  # fmt: skip
@@ -48,23 +47,23 @@ _ONLY = {
     "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "conv_kernel_size": None,
     "selector_rank": None,
 }  # fmt: skip
-"""What readers of such folders know beside the sizes, and the only value with which a head is read here."""
+"""Further options in such folders, with the only supported value."""
 _Block = TypeVar("_Block", bound=BlockHead)
 
 
 def kind_in(path: Path) -> str | None:
-    """The same as a word."""
+    """The name of `block_kind`."""
     found = block_kind(path)
     return None if found is None else found.kind
 
 
 def block_kind(path: Path) -> type[LayerHead] | None:
-    """The kind of head that a folder of one of these projects says it holds; None: it is of none."""
+    """The kind of head in a folder of one of these projects; None if there is none."""
     return named_kind(path, _NESTED, _FLAT)
 
 
 def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = False) -> _Block:
-    """A head of one of these projects; arguments and errors are those of `load_layer_folder`."""
+    """Load a head of one of these projects; arguments and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
         nested, dspark = SPECULATORS in record, kind is DSparkHead
@@ -97,7 +96,7 @@ def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = Fals
 
 
 def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
-    """The layers that are read, by what they give."""
+    """The layers that are read, by their outputs."""
     if nested:
         return tuple(number - 1 for number in named["aux_hidden_state_layer_ids"])
     if entered := named.get("layer_ids"):
@@ -114,12 +113,10 @@ def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -
     """Write a head as z-lab's DFlash reads it, in the dtype of its weights.
 
     Args:
-        head: that ends in the target's LM head.
-        folder: of its files, made if need be.
-        target_layers: that the target has.
+        head: with the target's LM head.
 
     Raises:
-        ModelError: the format has no place for something that the head has, or the files cannot be written.
+        ModelError: the format does not support this head, or the files cannot be written.
     """
     config = head.config
     if config.own_output or config.own_embedding or config.from_anchor or config.markov or config.confidence:
@@ -135,12 +132,10 @@ def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -
     """Write a head as DeepSpec reads it, in the dtype of its weights.
 
     Args:
-        head: that has an embedding and an LM head of its own, over all ids.
-        folder: of its files, made if need be.
-        target_layers: that the target has.
+        head: with its own embedding and LM head, over all ids.
 
     Raises:
-        ModelError: the format has no place for something that the head has, or the files cannot be written.
+        ModelError: the format does not support this head, or the files cannot be written.
     """
     config = head.config
     if not config.own_output or not config.own_embedding or config.draft_vocab or not config.from_anchor:
@@ -168,13 +163,12 @@ def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "",
     """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
 
     Args:
-        head: with an LM head of its own exactly where it has fewer ids than the target.
-        folder: of its files, made if need be.
-        target: what the target is called there.
+        head: with its own LM head exactly if its vocabulary is reduced.
+        target: the target's name there.
         family: the target's class, such as "LlamaForCausalLM".
 
     Raises:
-        ModelError: the format has no place for something that the head has, or the files cannot be written.
+        ModelError: the format does not support this head, or the files cannot be written.
     """
     config = head.config
     if config.own_output != bool(config.draft_vocab) or config.own_embedding:

@@ -1,7 +1,7 @@
-"""Block drafters: a few decoder layers guess a block of tokens in one pass, on vectors of the target's layers.
+"""Block drafters: a few decoder layers guess a block of tokens in one forward, on several of the target's layers.
 
-DFlash (arXiv 2602.06036) guesses each token of the block for itself. In DSpark (arXiv 2607.05147) a Markov head adds to
-each token's logits what the token before it says, and a confidence head says how likely the target accepts it.
+DFlash (arXiv 2602.06036) guesses each token of the block independently. In DSpark (arXiv 2607.05147) a Markov head adds
+logits that depend on the token before, and a confidence head predicts how likely the target accepts each token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from truedraft.errors import OptionError
 from truedraft.models.llama import Rotation
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""The number of a layer, queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` of blocks to what they
-mix, `[rows, heads * head]`: each row sees its own block, and the context of that."""
+"""The number of a layer, queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` of blocks to the
+output `[rows, heads * head]`: each row attends to its own block, and the context of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +30,16 @@ class BlockConfig(LayerConfig):
     """Sizes of a block drafter.
 
     Attributes:
-        block: tokens that it reads at once: the last one of the text, the *anchor*, and masks.
-        mask_id: id whose embedding stands for a token that is not known.
-        depth: decoder layers.
-        from_anchor: whether the anchor's row guesses the token behind it, and each mask the one behind itself; else
-            each mask guesses the token at its own position, and the anchor's row nothing.
-        markov: entries of what the Markov head makes of the token before; 0: it has none.
-        markov_kind: how: "vanilla", "gated" by the row's vector, or "rnn", which carries a state along the block.
-        confidence: whether it has a confidence head.
+        block: number of tokens of its input: the text's last one, the *anchor*, and masks.
+        mask_id: id with the embedding of an unknown token.
+        from_anchor: whether each row guesses the next token, including the anchor's; otherwise each mask guesses the
+            token at its own position, and the anchor's row nothing.
+        markov: entries of the Markov head's embedding of the token before; 0: it has none.
+        markov_kind: "vanilla", "gated" by the row's hidden state, or "rnn", which carries a state along the block.
         confidence_reads_token: whether that reads the token before, too.
 
     Raises:
-        OptionError: sizes that make no head.
+        OptionError: invalid sizes.
     """
 
     noun = "a block drafter"
@@ -59,7 +57,6 @@ class BlockConfig(LayerConfig):
     confidence_reads_token: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no head."""
         LayerConfig.__post_init__(self)
         if self.reach < 1:
             raise OptionError("a block drafter that reads the anchor alone guesses nothing; block must be 2 or more")
@@ -77,20 +74,15 @@ class BlockConfig(LayerConfig):
 
     @property
     def reach(self) -> int:
-        """Tokens that a block guesses."""
         return self.block if self.from_anchor else self.block - 1
 
     def usual_of(self, count: int) -> tuple[int, ...]:
-        """Those that DFlash reads: five, evenly from the second to the third last."""
+        """DFlash's layers: five, evenly from the second to the third last."""
         return tuple(round(1 + (count - 4) * n / 4) for n in range(5)) if count > 7 else ()
 
 
 class MarkovHead(nn.Module):
-    """What the token before a row adds to its logits: W2 of a few entries, W1's of the token (2607.05147, section 3).
-
-    Args:
-        config: sizes.
-    """
+    """Logits added to a row from the token before: W2 times W1's entries of the token (2607.05147, section 3)."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -99,11 +91,11 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov, config.draft_vocab or config.vocab_size, bias=False)
 
     def forward(self, before: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What enters W2 at rows, and their state behind it.
+        """Input of W2 at rows, and their next state.
 
         Args:
             before: `[rows, markov]`: W1's entries of the token before each.
-            x: `[rows, width]`: what enters the LM head.
+            x: `[rows, width]`: input of the LM head.
             state: `[rows, markov]`: of the row before, zeros at first.
         """
         return before, state
@@ -144,13 +136,13 @@ class _ConfidenceHead(nn.Module):
 
 @dataclass(frozen=True)
 class Leaving:
-    """What leaves a row of a block.
+    """Output of a row of a block; `markov` is 0 without a Markov head.
 
     Attributes:
-        x: `[rows, width]`: enters the LM head.
-        before: `[rows, markov]`: the Markov head's entries of the token before; no entries without one.
-        added: `[rows, markov]`: what enters W2, likewise.
-        state: `[rows, markov]`: for the next row, likewise.
+        x: `[rows, width]`: input of the LM head.
+        before: `[rows, markov]`: the Markov head's entries of the token before.
+        added: `[rows, markov]`: input of W2.
+        state: `[rows, markov]`: for the next row.
     """
 
     x: Tensor
@@ -159,19 +151,15 @@ class Leaving:
     state: Tensor
 
     def at(self, rows: Tensor) -> Leaving:
-        """Some of the rows, by their numbers `[rows]`."""
         return Leaving(*(each.index_select(0, rows) for each in (self.x, self.before, self.added, self.state)))
 
 
 class BlockHead(LayerHead):
-    """An anchor and the target's vectors at all positions before it give distributions of the next tokens.
+    """An anchor and the target's hidden states at all positions before it give distributions of the next tokens.
 
-    The vectors of the layers go side by side through `fc` and a norm: the *context*, of which every layer makes keys
-    and values. The embeddings of the anchor and of masks are the rows of a block, which see the context and each other,
-    in both directions; what leaves the last layer is normed and goes through the LM head (2602.06036, section 4).
-
-    Args:
-        config: sizes.
+    `fc` and a norm merge the layers' hidden states into the *context*, from which every layer computes keys and values.
+    A block's rows are the embeddings of the anchor and of masks; they attend to the context and to each other, in both
+    directions. The last layer's output is normalized and enters the LM head (2602.06036, section 4).
     """
 
     place_word: ClassVar[str] = "slot"
@@ -196,27 +184,25 @@ class BlockHead(LayerHead):
 
     @property
     def tables(self) -> list[Tensor]:
-        """Weights with a row for each id, which are no matrices to an optimizer."""
+        """Weights with a row for each id, which the optimizer does not treat as matrices."""
         own = [] if self.lm_head is None else [self.lm_head.weight]
         markov = self.markov_head
         return own if markov is None else [*own, markov.markov_w1.weight, markov.markov_w2.weight]
 
     def context(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Vectors of each layer that is read, `[rows, width]`, merged into one."""
+        """Merge the hidden states of the layers, `[rows, width]` each, into one."""
         merged: Tensor = self.hidden_norm(self.fc(torch.cat(list(vectors), dim=-1)))
         return merged
 
     def context_keys(self, context: Tensor, rotation: Rotation) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[rows, kv_heads, head]` of each layer, of a context `[rows, width]`."""
+        """Keys and values `[rows, kv_heads, head]` of each layer, from a context `[rows, width]`."""
         for layer in self._decoders():
             yield layer.self_attn.keys(context, rotation)
 
     def inputs(self, anchors: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """Embeddings of what blocks read, `[blocks, block, width]`, of the anchors' ids `[blocks]`.
+        """Embeddings of the blocks' input, `[blocks, block, width]`, from the anchors' ids `[blocks]`.
 
-        Args:
-            anchors: the last token before each block.
-            embed: ids to embeddings, by the target.
+        `embed` is the target's embedding.
         """
         ids = anchors[:, None].repeat(1, self.config.block)
         ids[:, 1:].fill_(self.config.mask_id)
@@ -224,12 +210,11 @@ class BlockHead(LayerHead):
         return embedded.to(self.norm.weight.dtype).view(*ids.shape, -1)
 
     def vectors(self, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """What enters the LM head at each token that blocks guess: `[blocks, reach, width]`.
+        """Input of the LM head at each guessed token: `[blocks, reach, width]`.
 
         Args:
-            embedded: `[blocks, block, width]`: embeddings of `inputs`.
-            rotation: of all rows, one block behind another.
-            attend: of the same rows.
+            embedded: `[blocks, block, width]`: of `inputs`.
+            rotation: of all rows, block after block.
         """
         x = embedded.flatten(0, 1)
         for number, layer in enumerate(self._decoders()):
@@ -242,11 +227,10 @@ class BlockHead(LayerHead):
         return cast("list[DecoderLayer]", list(self.layers))
 
     def behind(self, x: Tensor, tokens: Tensor, state: Tensor | None = None) -> Leaving:
-        """What leaves rows, given the token before each.
+        """Output of rows, given the token before each.
 
         Args:
             x: `[rows, width]`, of `vectors`.
-            tokens: `[rows]`: ids of the target.
             state: `[rows, markov]`, of the row before each; None at the first.
         """
         if self.markov_head is None:
@@ -264,7 +248,7 @@ class BlockHead(LayerHead):
         return logits + self.markov_head.markov_w2(leaving.added)[:, : logits.shape[1]]
 
     def acceptance(self, leaving: Leaving) -> Tensor:
-        """Logits `[rows]` of the probability that the target accepts the row's token, whichever that will be.
+        """Logits `[rows]` of the probability that the target accepts the row's token, before it is drawn.
 
         Raises:
             OptionError: it has no confidence head.
@@ -277,7 +261,7 @@ class BlockHead(LayerHead):
 
 
 class DFlashHead(BlockHead):
-    """A block drafter of DFlash's shape (arXiv 2602.06036)."""
+    """A block drafter as in DFlash (arXiv 2602.06036)."""
 
     kind: ClassVar[str] = "dflash"
     noun: ClassVar[str] = "a DFlash head"
@@ -285,7 +269,7 @@ class DFlashHead(BlockHead):
 
 
 class DSparkHead(BlockHead):
-    """A block drafter of DSpark's shape (arXiv 2607.05147)."""
+    """A block drafter as in DSpark (arXiv 2607.05147)."""
 
     kind: ClassVar[str] = "dspark"
     noun: ClassVar[str] = "a DSpark head"

@@ -10,7 +10,7 @@ from truedraft.training.options import ChainRunOptions, LayerHeadOptions, Trains
 
 @dataclass(frozen=True)
 class BlockSizeOptions(LayerHeadOptions):
-    """What a block drafter is."""
+    """Sizes of a block drafter."""
 
     length: int = option(7, "How many tokens are guessed at once.", "T")
     layers: tuple[int, ...] = option(
@@ -25,14 +25,14 @@ class BlockSizeOptions(LayerHeadOptions):
 
 @dataclass(frozen=True)
 class BlockRunOptions(ChainRunOptions):
-    """How it is trained."""
+    """Training options of a block drafter."""
 
     anchors: int = option(64, "Places of an answer, at random, from which blocks are guessed in each pass.", "N")
 
 
 @dataclass(frozen=True)
 class DSparkSizeOptions(BlockSizeOptions):
-    """What a DSpark head has beside."""
+    """Further sizes of a DSpark head."""
 
     markov: int = option(128, "Entries of the Markov head.", "N")
     markov_kind: str = option("vanilla", "vanilla, gated, or rnn, which carries a state along the block.", "KIND")
@@ -40,7 +40,7 @@ class DSparkSizeOptions(BlockSizeOptions):
 
 @dataclass(frozen=True)
 class DSparkRunOptions(BlockRunOptions):
-    """How it is trained."""
+    """Training options of a DSpark head."""
 
     loss: str = option(
         "kl=0.1,tv=1.8", "kl, reverse-kl, tv, jsd, lk or lk-adaptive; or a mixture, as the one that DSpark has.", "LOSS"

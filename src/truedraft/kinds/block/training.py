@@ -1,4 +1,4 @@
-"""Block drafters (DFlash 2602.06036, DSpark 2607.05147) as the training sees them: blocks behind random anchors."""
+"""Training of block drafters (DFlash 2602.06036, DSpark 2607.05147): blocks at random anchors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
     from truedraft.models.lm_head import LmHead
 
-_AT_ONCE = 256  # blocks of a text whose scores are held at once
+_AT_ONCE = 256  # blocks of a text with scores in memory
 
 
 @dataclass(frozen=True)
 class BlockTrainingConfig(BlockSizeOptions, BlockRunOptions, ChainTrainingConfig):
-    """A training of a block drafter.
+    """Configuration of a training of a block drafter.
 
     Raises:
         OptionError: a value out of its range.
@@ -52,7 +52,7 @@ class BlockTrainingConfig(BlockSizeOptions, BlockRunOptions, ChainTrainingConfig
 
 @dataclass(frozen=True)
 class DFlashTrainingConfig(BlockTrainingConfig):
-    """All numbers of a training of a DFlash head.
+    """Configuration of a training of a DFlash head.
 
     Raises:
         OptionError: a value out of its range.
@@ -68,7 +68,7 @@ class DFlashTrainingConfig(BlockTrainingConfig):
 
 @dataclass(frozen=True)
 class DSparkTrainingConfig(DSparkSizeOptions, DSparkRunOptions, BlockTrainingConfig):
-    """All numbers of a training of a DSpark head.
+    """Configuration of a training of a DSpark head.
 
     Raises:
         OptionError: a value out of its range.
@@ -97,17 +97,13 @@ class DSparkTrainingConfig(DSparkSizeOptions, DSparkRunOptions, BlockTrainingCon
 
 
 class Blocks(Chains):
-    """A block drafter that reads answers of its target: from each anchor a block, whose tokens before are the text's.
+    """A block drafter that reads answers of its target: a block from each anchor, after the text's tokens.
 
-    The pair at index i (`chains_in`) has its anchor at position i + 1; step k is about the token at i + k + 2. What
-    leaves a row is one vector: what enters the LM head, then what the Markov head has of the token before.
+    The pair at index i (`chains_in`) has its anchor at position i + 1; step k predicts the token at i + k + 2. The
+    output of a row is one concatenation: the LM head's input, then the Markov head's entries of the token before.
 
     Args:
-        head: in training, in float32.
-        lm_head: of the target.
-        model: the target.
-        anchors: of an answer in training, at most.
-        seed: of their places.
+        anchors: maximum number per answer in training.
     """
 
     head: BlockHead
@@ -152,19 +148,19 @@ class Blocks(Chains):
         return Leaving(x, before, added, added[:, :0])
 
     def _guessed(self, texts: Texts, anchors: Sequence[Sequence[int]]) -> Tensor:
-        """What enters the LM head, `[blocks, reach, width]`, at anchors of each text by their positions in it."""
+        """Input of the LM head, `[blocks, reach, width]`, at anchors of each text by their positions in it."""
         head, tokens, counts, device = self.head, texts.tokens, texts.counts, texts.tokens.device
         longest = max(counts)
         self._table.reach(longest + head.config.block)
         positions = torch.cat([torch.arange(count, device=device) for count in counts])
         made = head.context_keys(head.context(texts.vectors), self._table.at(positions))
-        # Rows of the texts' tokens, [texts, tokens]; behind a text's end its last, which no anchor sees.
+        # Rows of the texts' tokens, [texts, tokens]; padded with a text's last, which no anchor attends to.
         last = torch.tensor(counts, device=device)[:, None] - 1
         first = torch.tensor(texts.starts[:-1], device=device)[:, None]
         rows = first + torch.arange(longest, device=device).minimum(last)
         context = [(key[rows], value[rows]) for key, value in made]
         most = max(map(len, anchors))
-        # A text with fewer anchors has its first token as more of them, whose blocks are left out in the end.
+        # Missing anchors of a text are replaced by its first token; their blocks are dropped at the end.
         places = torch.tensor([[*own, *[0] * (most - len(own))] for own in anchors], device=device)
         parts = []
         for some in places.split(_AT_ONCE, dim=1):
@@ -180,9 +176,8 @@ def _blocks_see(context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, block
     """Attention of blocks: each row to the context before its anchor, and to all of its own block.
 
     Args:
-        context: of each layer, keys and values `[texts, tokens, kv_heads, head]`.
+        context: per layer, keys and values `[texts, tokens, kv_heads, head]`.
         anchors: `[texts, blocks]`: positions.
-        block: rows of a block.
     """
     texts, blocks = anchors.shape
     positions = torch.arange(context[0][0].shape[1], device=anchors.device)

@@ -1,4 +1,4 @@
-"""What people get wrong about a block drafter: the variants that the doctor tries, each with its fix."""
+"""Common mistakes with block drafters: the variants that the doctor tries, each with its fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al., arXiv 2503.01840): a decoder layer on vectors of several of the target's layers."""
+"""EAGLE-3 (Li et al., arXiv 2503.01840): a decoder layer on several of the target's layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads that read pairs of a vector and the token behind it, level by level: EAGLE-3, and what is built like it."""
+"""Heads that read pairs of a hidden state and the next token, level by level: EAGLE-3 and similar heads."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ _READ_TOKENS = 512
 
 
 class PairRunner(Protocol):
-    """A head that reads pairs of vectors and tokens, as it runs beside a target.
+    """A head that reads pairs of hidden states and tokens, as it runs with a target.
 
     Attributes:
-        device: where it computes.
-        pool: where caches of requests come from.
-        token_bytes: of a token's keys and values.
-        layers: that have keys and values.
-        records: whether whole drafts are one recording.
-        warmups: forwards so far that took longer than others of their shape will.
+        token_bytes: bytes of one token's keys and values.
+        layers: number of layers with keys and values.
+        records: whether a whole draft is one recorded graph.
+        warmups: number of forwards so far that were slower than later ones of the same shape.
     """
 
     device: torch.device
@@ -56,7 +54,7 @@ class PairRunner(Protocol):
     def warmups(self) -> int: ...
 
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and tokens; see `Eagle3Runner.forward`."""
+        """See `Eagle3Runner.forward`."""
 
     def run_trees(
         self,
@@ -67,7 +65,7 @@ class PairRunner(Protocol):
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """Where whole drafts are one recording: see `GraphPairs.run_trees`."""
+        """See `GraphPairs.run_trees`; only if `records`."""
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -78,18 +76,14 @@ class Eagle3Runner:
     """An EAGLE-3 head in the dtype and on the device of a target; its weights are copied.
 
     Args:
-        head: of the target's width and vocabulary.
-        target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
-        recorder: makes the recordings that it is replayed from; None is CUDA graphs on a CUDA device, else none.
-        before: of the same sizes and target, whose pages it goes on with.
+        recorder: makes its recorded graphs; None is CUDA graphs on a CUDA device, else none.
+        before: of the same sizes and target; its pages are reused.
 
     Attributes:
-        device: where it computes.
-        pool: where caches of requests come from.
-        token_bytes: of a token's keys and values.
-        layers: that have keys and values.
-        records: whether whole drafts are one recording.
-        native: runs it in C; None where that cannot.
+        token_bytes: bytes of one token's keys and values.
+        layers: number of layers with keys and values.
+        records: whether a whole draft is one recorded graph.
+        native: runs it in C; None if unsupported.
     """
 
     def __init__(
@@ -133,22 +127,22 @@ class Eagle3Runner:
 
     @property
     def warmups(self) -> int:
-        """Forwards so far that took longer than others of their shape will."""
+        """Number of forwards so far that were slower than later ones of the same shape."""
         return 0 if self._graphs is None else self._graphs.warmups
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and tokens; caches take their keys and values.
+        """Read pairs of hidden states and tokens; caches store their keys and values.
 
         Args:
-            segments: tokens of each request, with the rows that are wanted.
-            vectors: those that stand before each token: what this gave, `[total, width]`, or the target's of each
-                layer side by side, `[total, layers * width]`.
+            segments: tokens of each request, with the required rows.
+            vectors: hidden state before each token: this method's output, `[total, width]`, or the target's layers
+                concatenated, `[total, layers * width]`.
             observed: whether they are the target's.
 
         Returns:
-            What stands in for the target's vectors at the wanted rows, `[rows, width]`, and logits `[rows, guessed]`,
-            of no more ids than the target has.
+            The replacement of the target's hidden states at the required rows, `[rows, width]`, and logits `[rows,
+            guessed]`, at most the target's ids.
         """
         if self._graphs is not None:
             return self._graphs.run(segments, vectors, observed)
@@ -168,7 +162,6 @@ class Eagle3Runner:
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """See `GraphPairs.run_trees`."""
         assert self._graphs is not None
         return self._graphs.run_trees(segments, vectors, levels, beams, grow, numbers)
 
@@ -207,11 +200,10 @@ class Eagle3Runner:
 
 
 def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | None:
-    """The layers of a head as one native forward, whose weights it takes over; None where decoder.c has no such.
+    """The layers of a head as one native forward, which takes over its weights; None if decoder.c does not support it.
 
     Args:
         head: on the target's device.
-        table: that turns its heads.
         bits: of its weights, or 0.
     """
     config = head.config
@@ -244,7 +236,7 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
             )
         )
     llama = Llama(
-        embedding=head.norm.weight.detach()[None],  # of no id that would be looked up
+        embedding=head.norm.weight.detach()[None],  # a placeholder, never read
         scale=1.0,
         rotaries=(table,),
         layers=tuple(layers),
@@ -269,13 +261,12 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
 
 
 class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
-    """Drafts with a head that reads pairs: a vector of the target, and the token behind it.
+    """Drafts with a head that reads pairs of a hidden state of the target and the next token.
 
-    A level of the tree is one forward for all requests, in which what the head gave stands for the target's vector.
+    A level of the tree is one forward for all requests, in which the head's output replaces the target's hidden state.
     """
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
-        """Read what trees stand behind, then grow them level by level."""
         runner = self._running[0]
         vectors, logits = self._catch_up(level)
         while level:
@@ -287,12 +278,11 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
                 vectors, logits = runner.forward([own.segment() for own in level], vectors, False)
 
     def _behind(self, levels: int) -> tuple[Tensor, Tensor]:
-        """Tokens and vectors that are read behind the text of a tree of so many levels in the same forward, and
-        dropped then: none."""
+        """Tokens and hidden states to read after the text and then drop, for a tree of `levels` levels: none."""
         return torch.empty(0, dtype=torch.int64), torch.empty(0)
 
     def _catch_up(self, trees: Sequence[TreeBuilder | LikeliestTree]) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and the tokens behind them; what the runner gives at the last of each, and behind."""
+        """Read the unread pairs of each text; the runner's output at the last pair, and after it."""
         segments, vectors = self._ends(trees, list(map(levels_of, trees)))
         found = self._running[0].forward(segments, vectors, True)
         _commit_texts(segments)
@@ -316,12 +306,10 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
     def _ends(
         self, trees: Sequence[TreeBuilder | LikeliestTree], levels: Sequence[int], most: int = _READ_TOKENS
     ) -> tuple[list[Segment], Tensor]:
-        """What a forward reads of texts, their last pairs and what is behind, and the vectors `[total, ...]` beside.
+        """Input of one forward: texts' last pairs, what follows them, and the hidden states `[total, ...]`.
 
         Args:
-            trees: that stand behind the texts.
-            levels: of each.
-            most: pairs of a text in that forward; of a longer one those before are read here.
+            most: maximum number of pairs of a text in that forward; earlier ones are read here.
         """
         segments: list[Segment] = []
         beside: list[Tensor] = []
@@ -342,18 +330,18 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
 
 
 def _commit_texts(segments: Sequence[Segment]) -> None:
-    """Keep the pairs up to the first wanted one: what is behind was not in the text."""
+    """Keep the pairs up to the first required one: those after it are not part of the text."""
     for segment in segments:
         segment.cache.commit(range(segment.rows[0] + 1))
 
 
 def levels_of(tree: TreeBuilder | LikeliestTree) -> int:
-    """Depths at which a tree can have nodes."""
+    """Maximum depth of a tree."""
     return min(tree.budget.depth, tree.budget.nodes)
 
 
 class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
-    """Drafts with an EAGLE-3 head (2503.01840) on vectors of several layers of the target; options: `LevelDrafter`."""
+    """Drafts with an EAGLE-3 head (2503.01840) on several layers of the target; options: `LevelDrafter`."""
 
     name: ClassVar[str] = "eagle"
 

@@ -16,7 +16,7 @@ _ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0}
 
 
 def _with_output(head: Eagle3Head, target: ExportTarget, folder: Path) -> Eagle3Head:
-    """The same head with a copy of the target's LM head in the place of its own."""
+    """The head with a copy of the target's LM head if it has none."""
     weight = None if head.config.own_output else target.lm_head(head)
     if weight is None:
         return head

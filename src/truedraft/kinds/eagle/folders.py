@@ -1,15 +1,15 @@
 """EAGLE-3 and P-EAGLE heads as other projects publish them: EAGLE, SGLang and SpecForge, and `speculators`.
 
-The former is a flat Llama configuration with `draft_vocab_size`, its layer is `midlayer`, and the embedding is the
-target's. The latter nests the layer's configuration in `transformer_layer_config`, calls the layer `layers.0`, brings
-copies of the target's embedding and LM head, and counts positions from 1. NVIDIA's Model Optimizer writes the former
-with the name `layers.0`, an LM head always, no `t2d`, and flags inside `eagle_config`.
+EAGLE, SGLang and SpecForge have a flat Llama configuration with `draft_vocab_size`; the layer is `midlayer`, and the
+embedding is the target's. `speculators` nests the layer's configuration in `transformer_layer_config`, calls the layer
+`layers.0`, includes copies of the target's embedding and LM head, and counts positions from 1. NVIDIA's Model Optimizer
+writes the flat one with the name `layers.0`, always an LM head, no `t2d`, and flags in `eagle_config`.
 
-Numbers of layers beside the sizes, where vLLM and `speculators` look, count what enters a layer: 2 is what layer 1
-gives. Those inside `eagle_config` count what layers give in SpecForge and Model Optimizer (their usual ones are 1,
-n // 2 - 1 and n - 4), and what enters them in other folders; SGLang takes those that begin with 1 for the former. So
-they are settled when the target is known (`Eagle3Config.at_usual_layers`), or by numbers in both places, of which those
-inside are one lower where they count what layers give. What else these folders share with others is `layer_folders`.
+Top-level layer numbers, which vLLM and `speculators` read, count inputs of layers: 2 is the output of layer 1. Those in
+`eagle_config` count outputs in SpecForge and Model Optimizer (usually 1, n // 2 - 1 and n - 4), and inputs in other
+folders; SGLang assumes outputs if they begin with 1. So they are determined when the target is known
+(`Eagle3Config.at_usual_layers`), or by numbers in both places, of which the inner ones are one lower if they count
+outputs. `layer_folders` has what these folders share with others.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _MODEL_OPTIMIZER = {
     "next_layer_regular": True,
     "parallel_draft_step": 1,
 }
-"""What `eagle_config` says of the heads that are read; other values make other heads."""
+"""Supported values in `eagle_config`; other values are other heads."""
 _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Head)
 
 
 def kind_in(path: Path) -> str | None:
-    """The same as a word."""
+    """The name of `eagle_kind`."""
     found = eagle_kind(path)
     return None if found is None else found.kind
 
 
 def eagle_kind(path: Path) -> type[LayerHead] | None:
-    """The kind of head that a folder of one of these projects says it holds; None: it is of none."""
+    """The kind of head in a folder of one of these projects; None if there is none."""
     return named_kind(path, _NESTED, _FLAT)
 
 
 def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = False) -> _Eagle3:
-    """A head of one of these projects; arguments and errors are those of `load_layer_folder`."""
+    """Load a head of one of these projects; arguments and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Eagle3Config:
         nested = SPECULATORS in record
@@ -97,14 +97,12 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = Fal
 
 
 def _layers(entered: Sequence[int], inside: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """The layers that are read, and whether it is still open if their numbers count what layers give.
+    """The layers that are read, and whether it is open what their numbers count.
 
-    Args:
-        entered: numbers that count what enters layers.
-        inside: those of `eagle_config`.
+    `entered` count inputs of layers, `inside` are those in `eagle_config`.
 
     Raises:
-        OptionError: they do not name the same layers.
+        OptionError: they name different layers.
     """
     given, within = tuple(number - 1 for number in entered), tuple(inside)
     if not given:
@@ -121,12 +119,10 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
     """Write a head as EAGLE, SGLang, SpecForge and vLLM read it, in the dtype of its weights.
 
     Args:
-        head: that counts positions from 0.
-        folder: of its files, made if need be.
-        target: what the target is called.
+        head: with positions from 0.
 
     Raises:
-        ModelError: the format has no place for something that the head has, or the files cannot be written.
+        ModelError: the format does not support this head, or the files cannot be written.
     """
     config = head.config
     unlike = config.norm_before_residual or config.norm_before_fc or config.more_layers
@@ -150,17 +146,15 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
 def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = "", family: str = "") -> None:
     """Write a head, EAGLE-3's or P-EAGLE's, as `speculators` and vLLM read it, in the dtype of its weights.
 
-    Positions of EAGLE-3 count from 1 there; a rotation sees their differences alone, so a head that counts from 0
-    drafts the same. An embedding that the head has not is the target's, which `speculators` looks for at `target`.
+    EAGLE-3 positions count from 1 there; a rotary embedding depends only on differences, so a head that counts from 0
+    drafts the same. Without its own embedding a head uses the target's, which `speculators` reads from `target`.
 
     Args:
-        head: with an LM head of its own.
-        folder: of its files, made if need be.
         target: a folder or a hub name of the target; without one `speculators` does not load the folder.
         family: the target's class, such as "LlamaForCausalLM".
 
     Raises:
-        ModelError: the format has no place for something that the head has, or the files cannot be written.
+        ModelError: the format does not support this head, or the files cannot be written.
     """
     config = head.config
     if not config.own_output or not config.layers:

@@ -1,4 +1,4 @@
-"""The head of EAGLE-3: a decoder layer that reads vectors of some of the target's layers, and the tokens behind them.
+"""The head of EAGLE-3: a decoder layer that reads some of the target's layers, and the next tokens.
 
 EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
 """
@@ -24,19 +24,19 @@ class Eagle3Config(LayerConfig):
     """Sizes of an EAGLE-3 head; layer -1 is the embedding.
 
     Attributes:
-        reach: how many tokens behind the next it was trained to guess; it can draft further.
-        norm_before_residual: whether the residual stream begins with the normed vector.
-        norm_before_fc: whether all layers' vectors together are normed before they are merged.
-        fc_norm: whether each layer's are, by a norm of its own (EAGLE-3.1).
-        norm_output: whether what goes into the next step is normed (EAGLE-3.1).
-        query_norms: whether each head's queries and keys are normed before they are rotated, as in Qwen 3.
+        reach: number of tokens after the next in training; it can draft further.
+        norm_before_residual: whether the residual stream begins with the normalized hidden state.
+        norm_before_fc: whether all layers' hidden states are normalized together before they are merged.
+        fc_norm: whether each layer's are normalized separately (EAGLE-3.1).
+        norm_output: whether the input of the next step is normalized (EAGLE-3.1).
+        query_norms: whether each head's queries and keys are normalized before rotation, as in Qwen 3.
         rope_start: position of the first pair; 1 in heads of `speculators`.
-        more_layers: ordinary decoder layers behind the one that reads both.
-        layers_unsettled: whether `layers` are numbers of a published folder that may count what enters layers, see
+        more_layers: number of ordinary decoder layers after the first.
+        layers_unsettled: whether `layers` are numbers of a published folder that may count inputs of layers, see
             `at_usual_layers`.
 
     Raises:
-        OptionError: sizes that make no head.
+        OptionError: invalid sizes.
     """
 
     noun = "an EAGLE-3 head"
@@ -57,7 +57,6 @@ class Eagle3Config(LayerConfig):
     layers_unsettled: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no head."""
         LayerConfig.__post_init__(self)
         for name in ("more_layers", "rope_start"):
             if not is_whole(value := getattr(self, name), 0) or value > MOST_MODULES:
@@ -66,16 +65,16 @@ class Eagle3Config(LayerConfig):
             raise OptionError("layers are normed together or each for itself, not both")
 
     def usual_of(self, count: int) -> tuple[int, ...]:
-        """Those whose output enters layers 2, the middle one and the third last."""
+        """The inputs of layers 2, the middle one and the third last."""
         return (1, count // 2 - 1, count - 4) if count > 6 else ()
 
     def at_usual_layers(self, count: int) -> Self:
-        """The same with `usual_of` a target with so many layers, where none are named, and with settled numbers.
+        """As in `LayerConfig`; also determines what the numbers of layers count.
 
-        Worked example: of 36 layers, 24, 30 and 36 can only count what enters layers, so they are 23, 29 and 35 here.
+        Worked example: of 36 layers, 24, 30 and 36 can only count inputs of layers, so they are 23, 29 and 35 here.
 
         Raises:
-            OptionError: it has too few, or the numbers fit either count.
+            OptionError: it has too few, or the numbers are ambiguous.
         """
         if not self.layers_unsettled:
             return LayerConfig.at_usual_layers(self, count)
@@ -93,7 +92,7 @@ class Eagle3Config(LayerConfig):
 
 
 class _First(DecoderLayer):
-    """The layer that reads embedding and vector."""
+    """The layer that reads embedding and hidden state."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, 2 * config.width, norms=config.query_norms)
@@ -101,14 +100,11 @@ class _First(DecoderLayer):
 
 
 class Eagle3Head(LayerHead):
-    """A pair of a vector at position i and the token at i + 1 gives the distribution of the token at i + 2.
+    """A pair of a hidden state at position i and the token at i + 1 gives the distribution of the token at i + 2.
 
-    The vectors of the layers go side by side through `fc` (`fuse`). The one layer reads the normed embedding of the
-    token beside the normed vector, and adds to the vector; what it gives is normed and goes through the LM head. For a
-    drafted token, it stands in for the target's vector, which nobody knows yet (2503.01840, section 3.1).
-
-    Args:
-        config: sizes.
+    `fc` merges the layers' hidden states (`fuse`). The layer reads the normalized embedding of the token concatenated
+    with the normalized hidden state; its output is normalized and enters the LM head. For a drafted token, this output
+    replaces the target's hidden state, which is not known yet (2503.01840, section 3.1).
     """
 
     kind: ClassVar[str] = "eagle"
@@ -138,20 +134,19 @@ class Eagle3Head(LayerHead):
         self._add_ends()
 
     def fuse(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Vectors of each layer that is read, `[rows, width]`, merged into one."""
+        """Merge the hidden states of the layers, `[rows, width]` each, into one."""
         chunks = [norm(each) for norm, each in zip(self.fc_norm, vectors, strict=True)] if self.fc_norm else vectors
         together = torch.cat(list(chunks), dim=-1)
         merged: Tensor = self.fc(together if self.input_norm is None else self.input_norm(together))
         return merged
 
     def step(self, vectors: Tensor, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """What stands in for the target's vector at the tokens, `[rows, width]`.
+        """The replacement of the target's hidden state at the tokens, `[rows, width]`.
 
         Args:
-            vectors: `[rows, width]`: of the position before each token: merged ones of the target, or what this gave.
-            embedded: `[rows, width]`: embeddings of the tokens.
-            rotation: of the rows.
-            attend: of the rows, each to those before it; called once for each layer, in order.
+            vectors: `[rows, width]`: of the position before each token: merged ones of the target, or this method's
+                output.
+            attend: of each row to those before it; called once per layer, in order.
         """
         layer, normed = self.midlayer, self.midlayer.hidden_norm(vectors)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
@@ -161,5 +156,5 @@ class Eagle3Head(LayerHead):
         return self.norm(x) if self.config.norm_output else x
 
     def leaving(self, x: Tensor) -> Tensor:
-        """What enters the LM head, `[rows, width]`, of what `step` gave."""
+        """Input of the LM head, `[rows, width]`, from the output of `step`."""
         return x if self.config.norm_output else self.norm(x)

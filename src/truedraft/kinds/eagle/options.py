@@ -10,7 +10,7 @@ from truedraft.training.options import ChainRunOptions, LayerHeadOptions, Trains
 
 @dataclass(frozen=True)
 class Eagle3SizeOptions(LayerHeadOptions):
-    """What an EAGLE-3 head is."""
+    """Sizes of an EAGLE-3 head."""
 
     fc_norm: bool = option(
         True, "Norm each layer's vectors before they are merged (EAGLE-3.1).", "", name="--fc-norm/--no-fc-norm"

@@ -1,4 +1,4 @@
-"""EAGLE-3 (2503.01840) as the training sees it: its numbers, and its training-time test."""
+"""Training of EAGLE-3 heads (2503.01840): their configuration, and the training-time test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Eagle3TrainingConfig(Eagle3SizeOptions, ChainTrainingConfig):
-    """All numbers of a training of an EAGLE-3 head.
+    """Configuration of a training of an EAGLE-3 head.
 
     Raises:
         OptionError: a value out of its range.
@@ -45,17 +45,17 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, ChainTrainingConfig):
 
 
 class Unrolled(Chains):
-    """A head that reads answers of its target, and then its own vectors for some steps: training-time test.
+    """A head that reads answers of its target, and then its own outputs for some steps: training-time test.
 
-    At step k (from 0) the pair at index i is of what stands for the vector at position i + k and the text's token at
-    i + k + 1; it is about the token behind that. It sees pairs 0 to i of step 0, and those of its own index at later
-    steps: what is there in decoding, where a chain of k tokens was drafted behind position i (2503.01840, section 3.2).
+    At step k (from 0) the pair at index i has the hidden state, or its replacement, at position i + k and the text's
+    token at i + k + 1; it predicts the next token. It attends to pairs 0 to i of step 0, and those of its own index at
+    later steps: the same as in decoding, after a chain of k drafted tokens at position i (2503.01840, section 3.2).
     """
 
     def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
         head, device = self.head, texts.tokens.device
         counts, starts = texts.counts, torch.tensor(texts.starts[:-1], device=device)[:, None]
-        # Rows of the pairs, [texts, pairs]; behind a text's end its last, which none before it sees.
+        # Rows of the pairs, [texts, pairs]; padded with a text's last, which no earlier one attends to.
         most, last = max(counts) - 1, torch.tensor(counts, device=device)[:, None] - 2
         rows = starts + torch.arange(most, device=device).minimum(last)
         self._table.reach(most + head.reach + head.config.rope_start)
@@ -80,13 +80,11 @@ class Unrolled(Chains):
             yield UnrolledStep(leaving, *texts.behind(places), torch.tensor(chains, device=device))
 
     def _entering(self, step: int, pairs: Tensor, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands for vectors and embeddings, `[texts, rows, width]`, of the pairs `[texts, rows]` of a step.
+        """Hidden states and embeddings, `[texts, rows, width]`, of the pairs `[texts, rows]` of a step.
 
         Args:
-            step: its number.
-            pairs: that are read.
-            x: what the step before gave, at first the target's vectors; behind the second its first rows are theirs.
-            embedded: `[texts, pairs, width]`: embeddings of the text's tokens.
+            x: output of the step before, at first the target's hidden states; after the second step its first rows are
+                the pairs'.
         """
         texts = torch.arange(len(pairs), device=pairs.device)[:, None]
         return x[texts, pairs] if step < 2 else x[:, : pairs.shape[1]], embedded[texts, pairs + step]
@@ -98,11 +96,7 @@ class Unrolled(Chains):
 
 
 class _Seen:
-    """Attention of the steps, one after another, over what they gave so far.
-
-    Args:
-        layers: of the head, which call it in turn.
-    """
+    """Attention of consecutive steps over all their keys and values so far."""
 
     def __init__(self, layers: int) -> None:
         self._layers: Iterator[tuple[list[Tensor], list[Tensor]]] = itertools.cycle([([], []) for _ in range(layers)])
@@ -110,7 +104,7 @@ class _Seen:
     def __call__(self, pairs: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`[rows, heads, head]` and twice `[rows, kv_heads, head]` to `[rows, heads * head]`.
 
-        The pairs `[texts, rows / texts]` of each step behind the second are the first ones of the step before.
+        After the second step, the pairs `[texts, rows / texts]` of each step are the first ones of the step before.
         """
         keys, values = next(self._layers)
         shared, scale = query.shape[1] // key.shape[1], 1.0 / math.sqrt(query.shape[-1])

@@ -1,4 +1,4 @@
-"""What people get wrong about an EAGLE-3 or P-EAGLE head: the variants that the doctor tries, each with its fix."""
+"""Common mistakes with EAGLE-3 and P-EAGLE heads: the variants that the doctor tries, each with its fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from truedraft.measure.variants import LAYERS, Examined, another_head, changed, 
 
 
 def inputs_exchanged(head: Any) -> Any:
-    """An EAGLE-3 head whose attention reads vector and embedding in the other order."""
+    """An EAGLE-3 head with hidden state and embedding exchanged in its attention's input."""
     names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
     state = head.state_dict()
     return changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})

@@ -1,4 +1,4 @@
-"""Medusa (Cai et al., arXiv 2401.10774): heads on the target's last vector, each guesses one token further ahead."""
+"""Medusa (Cai et al., arXiv 2401.10774): heads on the target's last hidden state, one per token further ahead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def medusa(
     branching: Sequence[int] | None = None,
     tree: str | None = None,
 ) -> Any:
-    """Medusa heads at a path: trees of the nodes that pay, or the same tree at all steps."""
+    """Medusa heads at a path: trees chosen at each step, or one fixed tree."""
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
     from truedraft.kinds.medusa.drafter import Medusa
@@ -42,12 +42,11 @@ def medusa(
 
 
 def _listed(file: str) -> RankTree:
-    """A tree that somebody wrote by hand."""
     from truedraft.core.rank_tree import RankTree
 
     try:
         paths = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError) as error:  # the last: the home of nobody, or lists without end
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown home folder, or recursive lists
         raise OptionError(f"cannot read the tree {file!r} ({error}); give a JSON list of rank paths") from error
     whole = isinstance(paths, list) and all(
         isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths

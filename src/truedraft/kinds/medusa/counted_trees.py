@@ -1,4 +1,4 @@
-"""The trees that are kept with several heads: counted ones, those chosen at each step, and what both are to bring."""
+"""The trees stored with Medusa heads: counted ones, those chosen at each step, and their expected tokens."""
 
 from __future__ import annotations
 
@@ -32,27 +32,26 @@ if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
 
 _TOP = 5
-_ROWS = 1024  # positions whose trees are made at once
-_COUPLED = 3000  # positions at which noise is drawn for every token id, about
+_ROWS = 1024  # positions per batch
+_COUPLED = 3000  # approximate number of positions with noise for every token id
 
 
 @dataclass(frozen=True)
 class CountedTree:
-    """A tree for one kind of requests, and what choosing one at each step would bring in its place.
+    """A tree for one kind of requests, compared with trees chosen at each step.
 
     Attributes:
         tree: nodes in the order of a greedy choice.
-        promises: what its first nodes are expected to bring, at the numbers of nodes that reports speak of.
+        promises: expected tokens of its first nodes, at the reported numbers of nodes.
         accuracy: `[heads][ranks]`: how often the true token had which rank for each head.
-        positions: how many were counted.
-        likeliest: what trees that are chosen at each step are expected to bring instead: (nodes, tokens per target
-            call), replayed, for rising numbers of nodes.
-        survival: what these are chosen by; None takes the heads' own probabilities.
+        likeliest: expected tokens of trees chosen at each step: (nodes, tokens per target call), replayed, for rising
+            numbers of nodes.
+        survival: the scores of these; None is the heads' own probabilities.
         coupled: the same for requests that share their noise with the target.
-        chosen: which trees serve: "likeliest", or "counted" where that was the better.
-        compared: what decided it, tokens per target call, the mean over `BUDGETS`: of trees chosen by calibrated
-            survival ("calibrated"), by probability ("raw"), and counted, each fitted to one half of the text and
-            replayed on the other; empty where a half is too short.
+        chosen: the better trees: "likeliest" or "counted".
+        compared: tokens per target call, the mean over `BUDGETS`: of trees chosen by calibrated survival
+            ("calibrated"), by probability ("raw"), and counted, each fitted to one half of the text and replayed on the
+            other; {} if a half is too short.
     """
 
     tree: RankTree
@@ -66,15 +65,14 @@ class CountedTree:
     compared: Mapping[str, float] = field(default_factory=dict)
 
     def promised(self, nodes: int) -> float:
-        """Tokens per target call that the first `nodes` nodes promise; of all, where there are fewer."""
+        """Expected tokens per target call of the first `nodes` nodes, or of all if there are fewer."""
         return next(each.replayed for each in self.promises if each.nodes == min(nodes, len(self.tree)))
 
     def promised_by_likeliest(self, nodes: int) -> float:
-        """The same of trees chosen at each step, at one of the numbers of nodes that were replayed."""
+        """The same for trees chosen at each step, at a replayed number of nodes."""
         return dict(self.likeliest)[nodes]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; the tree itself is kept elsewhere."""
         return {
             "nodes": len(self.tree),
             "positions": self.positions,
@@ -91,7 +89,7 @@ class CountedTree:
 
 
 def survival_of(trees: Mapping[str, CountedTree]) -> dict[str, AcceptanceOdds]:
-    """What trees are chosen by, for each kind of requests where it was calibrated."""
+    """The calibrated scores of trees, by the kind of requests."""
     found = {kind: each.survival for kind, each in trees.items()}
     found[COUPLED] = next((each.coupled for each in trees.values() if each.coupled is not None), None)
     return {kind: survival for kind, survival in found.items() if survival is not None}
@@ -101,12 +99,10 @@ def count_trees(heads: MedusaHeads, lm_head: LmHead, text: WrittenText) -> dict[
     """Trees for greedy and for sampled requests.
 
     Args:
-        heads: trained.
-        lm_head: of their target.
         text: written by their target at both of `TREE_TEMPERATURES`, used for nothing else.
 
     Raises:
-        DataError: the answers are shorter than what the heads reach.
+        DataError: the answers are shorter than the number of heads requires.
     """
     found = {}
     for kind, temperature in TREE_TEMPERATURES.items():
@@ -116,21 +112,20 @@ def count_trees(heads: MedusaHeads, lm_head: LmHead, text: WrittenText) -> dict[
         if temperature:
             some = traces[:: max(1, sum(trace.steps for trace in traces) // _COUPLED)]
             heard = [HeadGuesses.coupled(heads, lm_head, some[first::2], MOST_RANKS, first) for first in range(2)]
-            worse = raw_is_kept(compare(heard), 0.0)  # what the noise decides is as sure as greedy choice
+            worse = raw_is_kept(compare(heard), 0.0)  # coupled choices are as certain as greedy ones
             coupled = None if worse else _survival(HeadGuesses.joined(heard))
         found[kind] = _count(halves, temperature, coupled)
     return found
 
 
 def _count(halves: Sequence[HeadGuesses], temperature: float, coupled: AcceptanceOdds | None) -> CountedTree:
-    """From what heads guessed to the trees for one kind of requests."""
     guesses, compared = HeadGuesses.joined(halves), compare(halves)
     table = RankTable.of(guesses)
     tree = choose_tree(table)
     expected = tuple(tokens_of_tree(table, tree, BUDGETS))
     survival = None if raw_is_kept(compared, temperature) else _survival(guesses)
     points = replay_likeliest(guesses, survival).points()
-    best = max(compared, key=lambda way: compared[way], default=CALIBRATED)  # of equal ones the first
+    best = max(compared, key=lambda way: compared[way], default=CALIBRATED)  # the first of equal ones
     chosen = COUNTED if best == COUNTED else LIKELIEST
     return CountedTree(tree, expected, table.accuracy, len(table.whole), points, survival, coupled, chosen, compared)
 
@@ -140,7 +135,7 @@ def _survival(guesses: HeadGuesses) -> AcceptanceOdds:
 
 
 def compare(halves: Sequence[HeadGuesses]) -> dict[str, float]:
-    """What each way to make trees brings on text that it was not fitted to; see `CountedTree.compared`."""
+    """Tokens per call of each way to make trees, on text that it was not fitted to; see `CountedTree.compared`."""
 
     def ways(fitted: HeadGuesses, other: HeadGuesses) -> Mapping[str, TraceReplay]:
         return {
@@ -159,9 +154,8 @@ def replay_likeliest(
     """Replay the trees of the likeliest paths at every position.
 
     Args:
-        guesses: at each position, as many of each head as a tree of `most` nodes may take up (`MOST_RANKS`).
-        survival: what paths are chosen by; None takes the heads' own probabilities.
-        most: the largest number of nodes.
+        guesses: at each position, as many of each head as a tree of `most` nodes may use (`MOST_RANKS`).
+        survival: scores of paths; None uses the heads' own probabilities.
 
     Raises:
         OptionError: `most` is below 1.
@@ -186,22 +180,21 @@ def replay_likeliest(
 
 
 def _places(candidates: CandidatePaths, log_probs: Numbers, ranks: Numbers) -> Numbers:
-    """The place of each true path, and of those above it, in the order in which paths are taken up, from 1.
+    """The rank, from 1, of each true path and its prefixes in the order in which paths are added.
 
     Args:
-        candidates: that can be among the likeliest.
         log_probs: `[depth, rows, ranks]`.
         ranks: `[rows, depth]` of the true tokens.
 
     Returns:
-        `[rows, depth]`, int64; `NEVER` for paths that are no candidates.
+        `[rows, depth]`, int64; `NEVER` for paths that are not candidates.
     """
     scores = candidates.scores(log_probs)  # [rows, candidates]
     found = candidates.find(ranks)
     numbers = np.arange(scores.shape[1])
     places = np.full(found.shape, NEVER)
     for head, own in enumerate(found.T):
-        score = np.take_along_axis(scores, own[:, None], axis=1)  # of a path that is none, the last one's: not used
+        score = np.take_along_axis(scores, own[:, None], axis=1)  # arbitrary for paths that are no candidates
         before = (scores > score) | ((scores == score) & (numbers < own[:, None]))
         places[:, head] = np.where(own < 0, NEVER, before.sum(axis=1) + 1)
     return places

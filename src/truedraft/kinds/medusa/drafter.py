@@ -1,4 +1,4 @@
-"""Medusa heads as drafter: one vector of the target gives guesses for several tokens, and they fill in a tree."""
+"""Medusa heads as drafter: heads on one hidden state of the target guess several tokens, which fill a tree."""
 
 from __future__ import annotations
 
@@ -26,34 +26,30 @@ from truedraft.kinds.medusa.module import MedusaHeads, MedusaRunner
 from truedraft.models.base import LanguageModel
 
 DEFAULT_NODES = 16
-"""Nodes of a tree whose size nobody chose; what is best depends on the machine and is measured (planning)."""
+"""Default number of nodes; the best number depends on the machine and is measured (planning)."""
 
 
 class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
     """Drafts with heads on the target's last hidden state (Medusa 2401.10774, section 2.1).
 
-    Each head's likeliest tokens are candidates, put together by a tree of ranks. They were chosen, not drawn, so the
-    rule follows the child that carries the token it draws from the target's distribution: exact at every temperature.
-    Ties go to the lowest id, so a request's candidates do not depend on its neighbours.
+    Each head's likeliest tokens are candidates, combined by a tree of ranks. They are chosen, not drawn, so
+    verification is exact at every temperature. Ties go to the lowest id, so a request's candidates do not depend on
+    other requests.
 
     Seeded requests get the tokens that their noise makes likeliest (`coupled_guesses`), in the same trees. They are
-    judged by comparison, so these candidates too are deterministic.
+    verified by comparison, so these candidates are deterministic too.
 
     Args:
-        heads: trained for the target.
-        trees: how guesses become trees; a mapping stands for `fixed_trees` of it; None takes what was found best on
-            held-out text, see `trees_for`.
-        nodes: most nodes of a proposal; None takes 16 until `with_nodes` says better.
+        trees: how guesses become trees; a mapping means `fixed_trees` of it; None is the best on held-out text, see
+            `trees_for`.
+        nodes: maximum number of nodes of a proposal; None is 16 until `with_nodes`.
 
     Attributes:
-        nodes: most nodes of a proposal.
         nodes_chosen: whether the number of nodes was chosen, by the caller or by measuring.
-        guess_trees: how guesses become trees.
-        tree_kind: its name, "likeliest" or "fixed".
 
     Raises:
-        OptionError: no tree, one that is deeper than there are heads, or an unusable number of nodes.
-        ModelError: what is known about the heads is damaged.
+        OptionError: no tree, one that is deeper than the number of heads, or an invalid number of nodes.
+        ModelError: the heads' facts are damaged.
     """
 
     name: ClassVar[str] = "medusa"
@@ -78,30 +74,25 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         self.tree_kind = self.guess_trees.name
 
     def with_nodes(self, nodes: int) -> Medusa:
-        """The same heads and trees with another number of nodes, as measuring may show it to be best; 0 drafts nothing.
-
-        The new drafter has no requests of the old one.
-        """
+        """The same heads and trees with another number of nodes, and without requests; 0 drafts nothing."""
         return Medusa(self.head, self.guess_trees, nodes=nodes)
 
     def tree_for(self, params: SamplingParams) -> RankTree | None:
-        """The whole fixed tree of ranks for requests with these options, all of its nodes; None if there is none."""
+        """The whole fixed tree of ranks for requests with these options; None if there is none."""
         return self.guess_trees.counted(params)
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """What nodes are expected to bring to requests with these options; None where nobody measured it."""
         curve = self.guess_trees.acceptance_curve(params)
         return None if curve is None else replace(curve, text=str(self.facts.get(PROMISED_ON, "")))
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """One, unless the number of nodes was chosen."""
         curve = None if self.nodes_chosen else self.acceptance_curve(params)
         if curve is None:
             return ()
         return (SizePlan("", curve, self.with_nodes(len(curve.marginal_gains)), self.with_nodes),)
 
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
-        """The counted tree, with the accuracies that were kept with the heads; None without such a tree or nodes."""
+        """The counted tree, with accuracies stored with the heads; None without such a tree or nodes."""
         whole = self.tree_for(params)
         if whole is None or not self.nodes:
             return None
@@ -121,7 +112,6 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """A tree for each request, by one pass of the heads over all their vectors."""
         proposals = [Proposal.empty()] * len(batch)
         allowed = [Budget(each.depth, each.width, min(each.nodes, self.nodes)) for each in budgets]
         wanted = [self.guess_trees.wanted(each.params, own) for each, own in zip(batch, allowed, strict=True)]
@@ -132,7 +122,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         ]
         if not asked:
             return proposals
-        # Those alike stand side by side: their guesses are made together, and come to the host together with all.
+        # Seeded requests last, so that each kind is computed together; one transfer copies all guesses to the host.
         asked.sort(key=lambda place: batch[place].params.seeded)
         guesses = self._guess(
             [batch[place] for place in asked], [wanted[place] for place in asked], [noise[place] for place in asked]
@@ -143,12 +133,10 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         return proposals
 
     def _guess(self, asked: Sequence[DraftRequest], wanted: Sequence[Budget], noise: Sequence[Noise]) -> TopK:
-        """Guesses `[depth, requests, ranks]` for requests, those that are seeded last; on a device they stay there.
+        """Guesses `[depth, requests, ranks]` for requests, seeded ones last; on a device they stay there.
 
         Args:
-            asked: those that a tree is drafted for.
-            wanted: how many heads, guesses and nodes each takes.
-            noise: of each, at this step.
+            wanted: number of heads, guesses and nodes of each request.
         """
         guesses, target = self._running
         depth = max(each.depth for each in wanted)
@@ -168,6 +156,5 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
 
 
 def _side_by_side(guesses: Sequence[TopK]) -> TopK:
-    """Guesses `[depth, some requests, ranks]` of equal depth and ranks as those of all the requests."""
     ids = torch.cat([each.ids for each in guesses], dim=1)
     return TopK(ids, torch.cat([each.log_probs for each in guesses], dim=1))

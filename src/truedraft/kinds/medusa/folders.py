@@ -1,11 +1,11 @@
-"""Medusa heads as vLLM reads them: a `config.json` of model_type "medusa", and `model.safetensors` beside it.
+"""Medusa heads in vLLM's format: a `config.json` of model_type "medusa", and `model.safetensors`.
 
-`blocks.{i}.layers.{j}.weight` is block j of head i, with a bias where `medusa_fc_bias` says so. Each head ends in
-`lm_heads.{i}.weight`, or all in one `lm_head.weight` where `original_lm_head` says so. With `truncated_vocab_size`
-below the vocabulary, `token_map` holds the ids that heads guess among. vLLM drafts a chain of the likeliest tokens;
-here the heads get trees as all others do.
+`blocks.{i}.layers.{j}.weight` is block j of head i, with a bias if `medusa_fc_bias` is true. Each head ends in
+`lm_heads.{i}.weight`, or all in one `lm_head.weight` if `original_lm_head` is true. With `truncated_vocab_size` below
+the vocabulary, `token_map` holds the ids of the reduced one. vLLM drafts a chain of the likeliest tokens; here the
+heads get trees as all others do.
 
-Only tensors are read, no code that a file may hold. The format does not say for which weights of a target heads are.
+Only tensors are read, no code that a file may hold. The format does not identify the target's weights.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _Medusa = TypeVar("_Medusa", bound=MedusaHeads)
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of heads that a path of this format or of the original project holds; None: it is of neither."""
+    """The kind of heads in a path of this format or of the original project; None if it is neither."""
     return MedusaHeads.kind if is_original(path) or is_vllm_medusa(path) else None
 
 
 def load_published(path: Path, kind: type[_Medusa]) -> _Medusa | None:
-    """Heads of one of these two; None where a path has none. Errors are those of the one that it is."""
+    """Load heads in one of these two formats; None if there are none."""
     if is_original(path):
         return load_original(path, kind)
     return load_vllm_medusa(path, kind) if is_vllm_medusa(path) else None
 
 
 def is_vllm_medusa(path: Path) -> bool:
-    """Whether a folder's config.json says that it is of this format."""
+    """Whether a folder's config.json is of this format."""
     return object_of(path / _CONFIG).get("model_type") == _TYPE
 
 
 def load_vllm_medusa(path: Path, kind: type[_Medusa]) -> _Medusa:
-    """Heads of this format, with outputs of their own.
+    """Load heads in this format, with their own outputs.
 
     Raises:
         ModelNotFoundError: there are no weights.
-        ModelError: a file is damaged, or the weights are not those that config.json names.
+        ModelError: a file is damaged, or the weights do not match config.json.
     """
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
@@ -71,7 +71,7 @@ def load_vllm_medusa(path: Path, kind: type[_Medusa]) -> _Medusa:
         _check_map(weights, config, file)
         names[_MAP] = "draft_ids"
         for name, each in weights.items():
-            if name in names and name.startswith("lm_heads.") and len(each) == config.vocab_size:  # whole ones are cut
+            if name in names and name.startswith("lm_heads.") and len(each) == config.vocab_size:  # whole ones get cut
                 weights[name] = each[weights[_MAP]]
     if not record.get("medusa_fc_bias"):
         number = next((each.dtype for each in weights.values() if each.is_floating_point()), torch.float32)
@@ -104,7 +104,7 @@ def _sizes(path: Path, record: Mapping[str, Any]) -> MedusaConfig:
 
 
 def _names(config: MedusaConfig) -> dict[str, str]:
-    """The name here of each tensor of theirs: `blocks.0.layers.1.bias` is `heads.0.blocks.1.linear.bias`."""
+    """Our names of their tensors: `blocks.0.layers.1.bias` is `heads.0.blocks.1.linear.bias`."""
     names = {f"lm_heads.{head}.weight": f"heads.{head}.output.weight" for head in range(config.heads)}
     for head, block, part in product(range(config.heads), range(config.layers), ("weight", "bias")):
         names[f"blocks.{head}.layers.{block}.{part}"] = f"heads.{head}.blocks.{block}.linear.{part}"
@@ -112,11 +112,6 @@ def _names(config: MedusaConfig) -> dict[str, str]:
 
 
 def _check_map(weights: Mapping[str, Tensor], config: MedusaConfig, file: Path) -> None:
-    """Refuse ids that are none.
-
-    Raises:
-        ModelError: there are no such ids, or not as many as config.json says.
-    """
     ids = weights.get(_MAP)
     if ids is None:
         raise ModelError(f"{str(file)!r} lacks {_MAP}, the ids of its truncated vocabulary; {_AGAIN}")
@@ -132,12 +127,10 @@ def write_vllm_medusa(heads: MedusaHeads, folder: Path, *, lm_head: Tensor | Non
     """Write heads as vLLM reads them, in the dtype of their weights.
 
     Args:
-        heads: that read vectors alone.
-        folder: of its files, made if need be.
-        lm_head: `[vocab, width]`: of the target, which tied heads end in.
+        lm_head: `[vocab, width]`: the target's, for tied heads.
 
     Raises:
-        ModelError: the format has no place for something that the heads have, or the files cannot be written.
+        ModelError: the format does not support these heads, or the files cannot be written.
     """
     config, state = heads.config, heads.state_dict()
     if config.reads_token or (config.tied and lm_head is None):

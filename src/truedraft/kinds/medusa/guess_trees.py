@@ -1,4 +1,4 @@
-"""Guesses of several heads, and how they become a tree for each request: by a tree of ranks, or by probabilities."""
+"""Builds a tree per request from the guesses of several heads: by a tree of ranks, or by probabilities."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from truedraft.drafters.heads.calibration import FACT, GREEDY, SAMPLED, Calibrat
 from truedraft.errors import CompositionError, OptionError
 
 MOST_RANKS = 64
-"""Guesses of a head that a tree chosen at each step may take up."""
+"""Maximum number of a head's guesses in a tree chosen at each step."""
 MOST_CHOSEN_NODES = 256
-"""Nodes of a tree chosen at each step; the paths to choose from grow faster than these."""
+"""Maximum number of nodes of a tree chosen at each step; the number of paths to choose from grows faster."""
 
 _KINDS = (GREEDY, SAMPLED)
 
@@ -35,31 +35,29 @@ Wanted: TypeAlias = tuple[SamplingParams, Budget]
 
 
 class GuessTrees:
-    """Makes trees of what heads guess: of ranks that were fixed before, or at each step the likeliest rank paths.
+    """Makes trees from the heads' guesses: fixed trees of ranks, or at each step the likeliest rank paths.
 
-    A fixed tree was counted on the target's text, or made by hand. On a device the guesses are not looked at: filling
-    in such a tree takes none of them to the host.
+    A fixed tree was counted on the target's text, or made by hand. On a device, filling it needs no transfer to the
+    host.
 
-    The likeliest paths are those that are then likeliest to be accepted, as far as is known before: by the product of
-    their tokens' calibrated survivals, or of the heads' own probabilities at temperature 1 where nothing was
-    calibrated. Both are functions of the vector and the token that are known before the draw that judges, so the
-    candidates are as deterministic as fixed ones, and the rule is as exact. On a device the guesses come to the host
-    once: one wait more in a step than with fixed trees.
+    The likeliest paths have the largest product of their tokens' calibrated survival, or, without calibration, of the
+    heads' own probabilities at temperature 1. Both depend only on the hidden state and the token before the draft, so
+    the candidates are deterministic, and verification is exact. On a device the guesses are copied to the host once:
+    one more wait per step than with fixed trees.
 
     Args:
-        heads: that guess.
-        curves: by the kind of requests, "greedy" and "sampled", what nodes of trees chosen at each step bring; where
-            one is missing, the fixed tree's counts stand in for it.
-        fixed: trees of ranks for requests at temperature 0, "greedy", and for others, "sampled"; if one is missing, the
-            other serves for both. None: there are none.
-        calibration: survival of guesses; None takes the heads' probabilities.
-        fixed_for: kinds of requests that get the fixed tree, for it was measured to be the better one, or asked for.
+        curves: acceptance curves of trees chosen at each step, for "greedy" and "sampled" requests; a missing one is
+            replaced by the fixed tree's counts.
+        fixed: trees of ranks for requests at temperature 0, "greedy", and for others, "sampled"; a missing one is
+            replaced by the other. None: there are none.
+        calibration: survival of guesses; None uses the heads' probabilities.
+        fixed_for: kinds of requests that get the fixed tree, as measured or requested.
 
     Attributes:
-        name: of the way, for reports and kept costs: "fixed" where every request gets a fixed tree, or "likeliest".
+        name: for reports and stored costs: "fixed" if every request gets a fixed tree, otherwise "likeliest".
 
     Raises:
-        OptionError: no tree, one for other requests, or fixed trees are to be used and there are none.
+        OptionError: no tree, an unknown kind of requests, or `fixed_for` without fixed trees.
     """
 
     def __init__(
@@ -86,12 +84,12 @@ class GuessTrees:
         self.name = "likeliest" if self._chooses else "fixed"
 
     def extent(self, nodes: int) -> Budget:
-        """The largest depth, width and number of nodes of trees of at most so many nodes.
+        """The largest depth, width and number of nodes of trees of at most `nodes` nodes.
 
         Raises:
-            OptionError: more nodes than it can deal with.
+            OptionError: more nodes than supported.
         """
-        # Limits of whole trees: cutting is done by order, not by depth or rank.
+        # Limits of whole trees, because trees are cut by order, not by depth or rank.
         kept = [tree.first(nodes) for tree in self._drafted.values()]
         limits = [(tree.depth, tree.width, len(tree)) for tree in kept]
         if self._chooses:
@@ -104,13 +102,13 @@ class GuessTrees:
         return Budget(*map(max, zip(*limits, strict=True)))
 
     def check(self, heads: int, vocab_size: int | None = None) -> None:
-        """Refuse so few heads, or so few ids of a target.
+        """Refuse too few heads, or too few ids of a target.
 
         Raises:
             OptionError: there are too few heads.
             CompositionError: the target has too few ids.
         """
-        # Of fewer ids than ranks a tree chosen at each step takes them all.
+        # A tree chosen at each step may have fewer ranks.
         if self._chooses and self._heads > heads:
             raise OptionError(f"trees of {self._heads} heads need as many, and there are {heads}; choose by fewer")
         for tree in self._drafted.values():
@@ -125,11 +123,10 @@ class GuessTrees:
                 )
 
     def wanted(self, params: SamplingParams, budget: Budget) -> Budget:
-        """How many heads (`depth`), guesses (`width`) and nodes a request takes; a budget of zero if it drafts nothing.
+        """Number of heads (`depth`), guesses (`width`) and nodes for a request; zero if it drafts nothing.
 
         Args:
-            params: of the request.
-            budget: of this step, the drafter's own number of nodes included.
+            budget: of this step, including the drafter's own number of nodes.
         """
         if self.is_fixed(params):
             tree = self._fitting(params, budget)
@@ -143,8 +140,8 @@ class GuessTrees:
         """A tree for each request.
 
         Args:
-            guesses: `[depth, requests, ranks]`, at least as deep and wide as every request wanted.
-            requests: their options and budgets, for which `wanted` is not zero.
+            guesses: `[depth, requests, ranks]`, at least as deep and wide as `wanted` of every request.
+            requests: options and budgets, with `wanted` not zero.
         """
         found: dict[int, TokenTree] = {}
         fixed: dict[tuple[str, Budget], list[int]] = {}
@@ -164,32 +161,32 @@ class GuessTrees:
         if alike:
             ids, log_probs = _on_host(guesses)
             for (wanted, survival), rows in alike.items():
-                every = slice(None) if len(rows) == len(requests) else rows  # a view, where all are alike
+                every = slice(None) if len(rows) == len(requests) else rows  # a view if all are alike
                 within = slice(wanted.depth), every, slice(wanted.width)
                 found.update(zip(rows, _likeliest(ids[within], log_probs[within], wanted.nodes, survival), strict=True))
         return [found[row] for row in range(len(requests))]
 
     def counted(self, params: SamplingParams) -> RankTree | None:
-        """The whole fixed tree of ranks for requests with such options; None where there is none."""
+        """The whole fixed tree of ranks for requests with such options; None if there is none."""
         return self._counted.get(kind_of(params))
 
     def is_fixed(self, params: SamplingParams) -> bool:
-        """Whether requests with such options are drafted by the tree that `counted` gives."""
+        """Whether requests with such options get the tree of `counted`."""
         return kind_of(params) in self._drafted
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """What nodes are expected to bring to requests with such options; None where nobody measured that."""
+        """Expected tokens by number of nodes for requests with such options; None if not measured."""
         curve = self._curves.get(kind_of(params))
         if curve is not None and not self.is_fixed(params):
             return curve
         tree = self.counted(params)
         if tree is None or not tree.survival:
             return None
-        # By how often each node was accepted.
+        # From how often each node was accepted.
         return AcceptanceCurve(tree.survival, tuple(itertools.accumulate(map(len, tree.paths), max, initial=0)))
 
     def _fitting(self, params: SamplingParams, budget: Budget) -> RankTree:
-        """The part of a request's tree that fits a budget: the first of the nodes that are not too deep or wide."""
+        """The part of a request's tree within a budget: the first nodes that are not too deep or wide."""
         key = (kind_of(params), budget.depth, budget.width, budget.nodes)
         if key not in self._cut:
             kind, depth, width, nodes = key
@@ -198,21 +195,19 @@ class GuessTrees:
 
 
 def fixed_trees(trees: Mapping[str, RankTree]) -> GuessTrees:
-    """Trees of ranks that were fixed before, for every request.
+    """Fixed trees of ranks for every request.
 
     Raises:
-        OptionError: no tree, or one for other requests.
+        OptionError: no tree, or an unknown kind of requests.
     """
     return GuessTrees(max((tree.depth for tree in trees.values()), default=0), fixed=trees, fixed_for=_KINDS)
 
 
 def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, Any]) -> GuessTrees:
-    """What heads draft by unless somebody says otherwise: trees chosen at each step where these were not worse.
+    """The default trees of heads: trees chosen at each step, if these were not worse than counted ones.
 
     Args:
-        heads: that guess.
-        counted: trees that were counted for them, by the kind of requests; none for those of other projects.
-        facts: what was found out about them.
+        counted: trees by the kind of requests; {} for heads of other projects.
 
     Raises:
         ModelError: the facts are damaged.
@@ -225,7 +220,6 @@ def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, A
 def _likeliest(
     ids: NDArray[Any], log_probs: NDArray[Any], nodes: int, survival: AcceptanceOdds | None
 ) -> list[TokenTree]:
-    """The trees of the best paths among guesses `[depth, requests, ranks]`."""
     if survival is not None:
         log_probs = survival.of_depths(torch.from_numpy(log_probs)).numpy()
     chosen = likeliest_paths(log_probs, nodes)
@@ -236,7 +230,7 @@ def _likeliest(
 
 
 def _on_host(guesses: TopK) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ids, int64, and log probabilities, float32, `[depth, requests, ranks]`; read from a device at once."""
+    """Ids, int64, and log probabilities, float32, `[depth, requests, ranks]`; one transfer from a device."""
     ids, log_probs = guesses.ids, guesses.log_probs
     if not transfers.waits(ids.device):
         return ids.numpy(), log_probs.numpy()
@@ -245,26 +239,25 @@ def _on_host(guesses: TopK) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequence[Noise], ranks: int) -> TopK:
-    """The likeliest choices of a target that draws by coupled noise, as far as heads know (arXiv 2408.07978).
+    """The likeliest choices of a target that draws by coupled noise, as predicted by the heads (arXiv 2408.07978).
 
-    The target's choice is argmax(log p + G), with noise G that is known before anything is drafted (docs/concepts.md).
-    A head's own candidate for it would be argmax(log q + G) with its distribution q at the request's temperature T,
-    which is the argmax of its logits plus T G. But a head does not know the tokens between, so its distribution is a
-    mixture: the target's is sharper, and its noise decides less often. So the noise is weighed by `noise_weight`, and
-    the softmax of what comes out stands for the probability that a token is the target's choice.
+    The target's choice is argmax(log p + G), with noise G that is known before drafting (docs/concepts.md). A head's
+    own candidate would be argmax(log q + G) with its distribution q at the request's temperature T, which is the argmax
+    of its logits plus T G. But a head does not see the tokens in between, so its distribution is a mixture: the
+    target's is sharper, and its noise decides less often. So the noise is scaled by `noise_weight`, and the softmax of
+    the sum approximates the probability that a token is the target's choice.
 
-    Top-k, top-p and min-p are not asked for: a token that they take from the head's distribution may well be in the
-    target's, and acceptance was measured to be the same with and without them.
+    Top-k, top-p and min-p are ignored: a token that they remove from the head's distribution may be in the target's,
+    and measured acceptance is the same with and without them.
 
     Args:
-        logits: `[depth, rows, vocab]`: row 0 of the first axis guesses the first token that the step decides.
+        logits: `[depth, rows, vocab]`: row 0 of the first axis guesses the first token of the step.
         temperatures: of the rows' requests, above 0.
-        noise: of each row's request at this step.
         ranks: guesses of each head, at most `vocab`.
 
     Returns:
-        The guesses `[depth, rows, ranks]`, on the device of the logits; a row depends on itself alone. The host does
-        not wait.
+        The guesses `[depth, rows, ranks]`, on the device of the logits; a row depends only on itself. The host does not
+        wait.
     """
     depth, rows, vocab = logits.shape
     scores = logits.float().clone()
@@ -275,12 +268,12 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
 
 
 def keyed_guesses(logits: Tensor, weights: Tensor, keys: Tensor, ranks: int) -> TopK:
-    """The same by tensors alone, with the noise of many rows at once, so that it can be recorded.
+    """The same with tensors only, and the noise of many rows at once, so that it can be recorded.
 
     Args:
         logits: `[depth, rows, vocab]`.
         weights: `[rows]`, float64: `noise_weight` of each row's temperature.
-        keys: `[rows, depth]`, int64: what `gumbel_key` gives for each head, the same 64 bits.
+        keys: `[rows, depth]`, int64: the 64 bits of `gumbel_key` for each head.
         ranks: guesses of each head, at most `vocab`.
     """
     depth, rows, vocab = logits.shape
@@ -296,9 +289,9 @@ def keyed_guesses(logits: Tensor, weights: Tensor, keys: Tensor, ranks: int) -> 
 
 
 def noise_weight(temperature: float) -> float:
-    """How much a target's noise counts beside a head's logits: T min(T, 1).
+    """Scale of the target's noise when added to a head's logits: T min(T, 1).
 
-    T would be right if the head's distribution were the target's. Below 1, fitting the weight to the choices of the
+    T would be right if the head's distribution were the target's. Below 1, fitting the scale to the choices of the
     embedded target gave about T squared for every head (0.5 at T = 0.7, 0.9 at T = 1), and more accepted tokens than T.
     """
     return temperature * min(temperature, 1.0)

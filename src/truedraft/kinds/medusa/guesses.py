@@ -1,4 +1,4 @@
-"""What Medusa heads guess for the requests of a step, in one recorded call where the target is recorded."""
+"""Medusa heads' guesses for the requests of a step, in one recorded graph if the target is recorded."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ from truedraft.models.backends.graphs.replay import Outputs, RecordedFunction, R
 
 
 class MedusaGuesses:
-    """Guesses of the heads for vectors of the target and the tokens drawn from them; on a device they stay there.
+    """Guesses of the heads from hidden states of the target and the tokens drawn from them; they stay on the device.
 
-    Recorded heads always give as many guesses as there can be, so that all budgets share a recording. The first ones
-    are the same.
+    Recorded heads always compute the maximum number of guesses, so that all budgets share a graph.
 
     Args:
-        runner: of the heads.
-        depth: the most heads that are asked for.
-        ranks: the most guesses of each.
-        recorder: makes the recordings; None: nothing is recorded.
+        recorder: makes the graphs; None: nothing is recorded.
     """
 
     def __init__(self, runner: MedusaRunner, depth: int, ranks: int, recorder: Recorder | None) -> None:
@@ -37,17 +33,15 @@ class MedusaGuesses:
 
     @property
     def warmups(self) -> int:
-        """Calls so far that took longer than others of their shape will."""
+        """Number of calls so far that were slower than later ones of the same shape."""
         return self._likeliest.warmups + self._coupled.warmups
 
     def likeliest(self, hidden: Tensor, drawn: Tensor, depth: int, ranks: int) -> TopK:
         """The likeliest tokens by the heads' own distributions.
 
         Args:
-            hidden: `[rows, width]`: vectors that entered the target's LM head; a row's guesses depend on it alone.
+            hidden: `[rows, width]`: inputs of the target's LM head; a row's guesses depend only on it.
             drawn: `[rows]`, int64: the tokens that were drawn from them.
-            depth: heads that are asked for.
-            ranks: guesses of each.
 
         Returns:
             `[depth or more, rows, ranks or more]`, on the target's device.
@@ -63,15 +57,11 @@ class MedusaGuesses:
         depth: int,
         ranks: int,
     ) -> TopK:
-        """The likeliest choices of a target that draws by coupled noise, see `coupled_guesses`; as `likeliest`.
+        """The likeliest choices of a target that draws by coupled noise, see `coupled_guesses`.
 
         Args:
-            hidden: as of `likeliest`, and so are `drawn`, `depth` and `ranks`.
-            drawn: see there.
+            hidden: as of `likeliest`, as are `drawn`, `depth`, `ranks` and the result.
             temperatures: of the rows' requests, above 0.
-            noise: of each row's request at this step.
-            depth: see there.
-            ranks: see there.
         """
         most = self._most
         keys = [] if most is None else [gumbel_key(own, head) for own in noise for head in range(most[0])]
@@ -97,6 +87,6 @@ def _by_row(guesses: TopK) -> Outputs:
 
 
 def _by_head(outputs: Outputs) -> TopK:
-    """Back again."""
+    """The inverse of `_by_row`."""
     ids, log_probs = (each.transpose(0, 1) for each in outputs)
     return TopK(ids, log_probs)

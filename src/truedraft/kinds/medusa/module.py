@@ -1,4 +1,4 @@
-"""Medusa heads: each guesses one of the tokens after the next, all from one vector of the target."""
+"""Medusa heads: each guesses one of the tokens after the next, all from one hidden state of the target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from truedraft.errors import OptionError
 from truedraft.models.base import HeadRun, LanguageModel
 from truedraft.models.packed_linear import filled, joined
 
-_FACTS = "facts"  # beside the trees
+_FACTS = "facts"  # key next to the trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,15 @@ class MedusaConfig:
     """Sizes of Medusa heads.
 
     Attributes:
-        width: entries of the vector that enters the target's LM head.
-        vocab_size: token ids.
-        heads: how many tokens after the next are guessed.
-        layers: residual blocks of a head.
-        tied: whether the heads end in the target's own LM head, or each in a linear layer of its own.
-        reads_token: whether the heads also read the embedding of the token that was drawn from the vector. Medusa's
-            own do not: they guess what follows whatever token the vector may give.
-        draft_vocab: ids that heads with outputs of their own guess among; 0 is all.
+        width: entries of the hidden state that enters the target's LM head.
+        heads: number of guessed tokens after the next.
+        tied: whether the heads end in the target's LM head, or each in its own linear layer.
+        reads_token: whether the heads also read the embedding of the token drawn from the hidden state. The paper's do
+            not: they guess for any token that may be drawn.
+        draft_vocab: size of a reduced vocabulary of heads with their own outputs; 0 is the whole one.
 
     Raises:
-        OptionError: a size below 1, or heads with fewer ids that end in the target's LM head.
+        OptionError: a size below 1, or a reduced vocabulary with the target's LM head.
     """
 
     width: int
@@ -59,7 +57,6 @@ class MedusaConfig:
     draft_vocab: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no heads."""
         for name in ("width", "vocab_size", "heads", "layers"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} of Medusa heads must be 1 or more, got {getattr(self, name)}")
@@ -72,7 +69,7 @@ class MedusaConfig:
 
 
 class MedusaHead(nn.Module):
-    """One head: residual blocks, then the target's LM head or a linear layer of its own."""
+    """One head: residual blocks, then the target's LM head or its own linear layer."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -83,22 +80,18 @@ class MedusaHead(nn.Module):
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The linear layer of each block."""
         return linears_of(self.blocks)
 
 
 class MedusaHeads(VectorHead):
-    """Head k (from 0) guesses the token k + 2 places behind the vector's own token: h -> W2 (h + SiLU(W1 h)).
+    """Head k (from 0) guesses the token k + 2 positions after the hidden state's own token: h -> W2 (h + SiLU(W1 h)).
 
-    Medusa 2401.10774, section 2.1.1. The vector h enters the target's LM head, which gives the token one place behind.
-    W1 starts at 0 and W2 at the LM head, so every head starts as the LM head itself.
+    Medusa 2401.10774, section 2.1.1. The hidden state h enters the target's LM head, which predicts the next token. W1
+    starts at 0 and W2 at the LM head, so every head starts as the LM head itself.
 
-    Heads that read the token too add to h a linear layer, shared by all heads and 0 at the start, of its embedding e
-    scaled to a root mean square of 1: h + Wt e / rms(e). (So does the first of the Hydra heads, 2402.05109; but these
-    do not wait for each other.) The token is known before anything is drafted, and h alone only knows its distribution.
-
-    Args:
-        config: sizes.
+    With `reads_token`, a linear layer of the token's embedding e, scaled to a root mean square of 1, is added to h: h +
+    Wt e / rms(e). It is shared by all heads and starts at 0. (The first Hydra head does the same, 2402.05109; but these
+    heads run in parallel.) The token is known before drafting, and h contains only its distribution.
     """
 
     kind: ClassVar[str] = "medusa"
@@ -147,15 +140,15 @@ class MedusaHeads(VectorHead):
                 head.output.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
 
     def entering(self, hidden: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """What enters the blocks, `[rows, width]`: the vectors, with the tokens drawn from them if heads read these.
+        """Input of the blocks, `[rows, width]`: hidden states, plus the drawn tokens if heads read these.
 
         Args:
-            hidden: `[rows, width]`: vectors that entered the target's LM head.
-            embedded: `[rows, width]`: the target's embeddings of the tokens drawn from them; heads that do not read
-                tokens need none.
+            hidden: `[rows, width]`: inputs of the target's LM head.
+            embedded: `[rows, width]`: the target's embeddings of the tokens drawn from them; only for heads that read
+                tokens.
 
         Raises:
-            ValueError: heads that read tokens were given none.
+            ValueError: heads that read tokens got none.
         """
         if self.token is None:
             return hidden
@@ -164,7 +157,7 @@ class MedusaHeads(VectorHead):
         return hidden + self.token(scaled_embedding(embedded.to(hidden.dtype)))
 
     def vectors(self, hidden: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """What the blocks make of vectors and tokens, see `entering`: `[heads, rows, width]`."""
+        """Output of the blocks, `[heads, rows, width]`; arguments as of `entering`."""
         entering = self.entering(hidden, embedded)
         return torch.stack([head.blocks(entering) for head in self.each()])
 
@@ -174,13 +167,11 @@ class MedusaHeads(VectorHead):
     def logits(
         self, hidden: Tensor, unembed: Unembed, finish: Callable[[Tensor], Tensor], embedded: Tensor | None = None
     ) -> Tensor:
-        """Logits `[heads, rows, vocab]` for vectors and tokens, see `entering`.
+        """Logits `[heads, rows, vocab]`; `hidden` and `embedded` as of `entering`.
 
         Args:
-            hidden: vectors that entered the target's LM head.
-            unembed: the target's LM head, which tied heads end in.
-            finish: what the target does to the logits of its LM head (scale, soft-cap), for free heads.
-            embedded: the target's embeddings of the tokens drawn from them.
+            unembed: the target's LM head, for tied heads.
+            finish: the target's scale and soft-cap of logits, for heads with their own outputs.
         """
         vectors = self.vectors(hidden, embedded)
         if self.config.tied:
@@ -199,13 +190,7 @@ class MedusaHeads(VectorHead):
 
 
 class MedusaRunner:
-    """The first heads of a set, in the dtype and on the device of a target; their weights are copied.
-
-    Args:
-        heads: of the target's width and vocabulary.
-        target: whose LM head tied heads end in.
-        depth: how many heads are used.
-    """
+    """The first `depth` heads, in the dtype and on the device of a target; their weights are copied."""
 
     def __init__(self, heads: MedusaHeads, target: LanguageModel, depth: int) -> None:
         used = list(heads.each())[:depth]
@@ -217,7 +202,7 @@ class MedusaRunner:
 
     @cached_property
     def _plain(self) -> _Plain:
-        """Beside a faster way of the target it is a second copy of the weights, so it is made when it is needed."""
+        """A second copy of the weights if the target has a faster way, so it is made on first use."""
         return _Plain(self._used, self._target, self._ids)
 
     @torch.inference_mode()
@@ -225,10 +210,8 @@ class MedusaRunner:
         """The guesses of the first `depth` heads.
 
         Args:
-            hidden: `[rows, width]`: vectors that entered the target's LM head; a row's guesses depend on it alone.
-            depth: at most as many as there are heads.
-            ranks: guesses of each head.
-            tokens: `[rows]`, int64: those drawn from the vectors; heads that do not read tokens need none.
+            hidden: `[rows, width]`: inputs of the target's LM head; a row's guesses depend only on it.
+            tokens: `[rows]`, int64: drawn from the hidden states; only for heads that read tokens.
 
         Returns:
             The likeliest ids `[depth, rows, ranks]`, on the target's device.
@@ -241,7 +224,6 @@ class MedusaRunner:
         return self._plain.logits(self._entering(hidden, tokens), depth)
 
     def _entering(self, hidden: Tensor, tokens: Tensor | None) -> Tensor:
-        """What enters the heads' blocks: the vectors, with the tokens drawn from them where heads read these."""
         if self._token is None:
             return hidden
         assert tokens is not None, "these heads read tokens"
@@ -250,7 +232,7 @@ class MedusaRunner:
 
 
 class _Plain:
-    """By products of torch: the first blocks of all heads read one vector, so they are one product."""
+    """Products in torch: the first blocks of all heads read one hidden state, so they are one product."""
 
     def __init__(self, heads: Sequence[MedusaHead], target: LanguageModel, ids: Tensor | None) -> None:
         self._target, self._ids = target, None if ids is None else ids.to(target.device)
@@ -275,7 +257,7 @@ class _Plain:
         return torch.stack([over_whole_vocabulary(each, self._ids, vocab) for each in products])
 
     def _leaving(self, hidden: Tensor, depth: int) -> Tensor:
-        """What leaves the blocks of the first heads, `[depth, rows, width]`."""
+        """Output of the blocks of the first heads, `[depth, rows, width]`."""
         rows, width = hidden.shape
         hidden = filled(hidden)
         steps = self._first(hidden).view(len(hidden), self._heads, width)[:, :depth]

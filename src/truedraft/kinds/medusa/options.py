@@ -10,7 +10,7 @@ from truedraft.training.options import HeadRunOptions, HeadSizeOptions, Trains
 
 @dataclass(frozen=True)
 class MedusaSizeOptions(HeadSizeOptions):
-    """What Medusa heads are."""
+    """Sizes of Medusa heads."""
 
     heads: int = option(4, "How many tokens after the next are guessed.", "N")
     layers: int = option(1, "Residual blocks of a head.", "N")
@@ -24,7 +24,7 @@ class MedusaSizeOptions(HeadSizeOptions):
 
 @dataclass(frozen=True)
 class MedusaRunOptions(HeadRunOptions):
-    """The same for Medusa heads."""
+    """Training options of Medusa heads."""
 
     law_share: float = option(
         1.0, "1 learns the target's distributions, 0 its tokens alone, in between a mixture.", "X"
@@ -33,7 +33,7 @@ class MedusaRunOptions(HeadRunOptions):
 
 @dataclass(frozen=True)
 class JointOptions:
-    """Stage 2: heads and target together."""
+    """Stage 2: training heads and target together."""
 
     stage: int = option(
         1, "1: heads of a frozen target. 2: the target learns too; heads to start from are warm already.", "1|2"

@@ -1,9 +1,9 @@
-"""Heads of the original Medusa project: its weights in our module, and the tree that it ships.
+"""Heads of the original Medusa project: loads its weights, and its default tree.
 
 It writes `medusa_lm_head.pt`, a state dict: `{i}.{j}.linear.weight` and `.bias` of block j of head i, and
-`{i}.{layers}.weight` of the head's own output, all of them sometimes behind `medusa_head.`. Its config.json names the
-target's folder or hub name; how many heads it counts is not to be relied on, so sizes are taken from the weights. It
-does not say for which weights of a target its heads are.
+`{i}.{layers}.weight` of the head's own output, sometimes all with the prefix `medusa_head.`. Its config.json names the
+target's folder or hub name; its number of heads is unreliable, so sizes come from the weights. It does not identify the
+target's weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PUBLISHED = """
 
 
 def published_tree() -> RankTree:
-    """The tree of 63 nodes, 4 deep, that the original project counted for its 7B model and ships as the default."""
+    """The tree of 63 nodes, 4 deep, that the original project counted for its 7B model and has as its default."""
     return RankTree(tuple(tuple(map(int, path)) for path in _PUBLISHED.split()))
 
 
@@ -45,7 +45,7 @@ def is_original(path: Path) -> bool:
 
 
 def load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
-    """Heads of the original Medusa project, with outputs of their own, and the published tree as far as they reach.
+    """Load heads of the original Medusa project, with their own outputs, and the published tree as far as they reach.
 
     Raises:
         ModelError: the file is damaged, or holds something else.
@@ -67,7 +67,6 @@ def load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
 
 
 def _medusa_of(state: dict[str, Tensor], file: Path, kind: type[_Medusa]) -> _Medusa:
-    """Heads with exactly these weights."""
     outputs = {int(match[1]): int(match[2]) for match in map(_OUTPUT.fullmatch, state) if match}
     layers = next(iter(outputs.values()), 0)
     if set(outputs.values()) != {layers} or layers < 1:
@@ -81,5 +80,4 @@ def _medusa_of(state: dict[str, Tensor], file: Path, kind: type[_Medusa]) -> _Me
 
 
 def _target_name(config: Path) -> str:
-    """What a config.json beside the weights calls the target; "" where it does not."""
     return str(object_of(config).get("base_model_name_or_path", ""))

@@ -1,8 +1,8 @@
-"""Which rank path the true continuation took: counted over traces, and the tree of ranks that is chosen by the counts.
+"""Counts which rank path the true continuation took over traces, and chooses the tree of ranks by the counts.
 
-Medusa 2401.10774, section 2.3.3, with joint counts: heads err together, which the product of their accuracies does
-not see. Plain counts take all positions alike. Decoding does not: a step starts behind what the last one accepted,
-at a place where the heads had just failed. A replay walks as decoding does.
+Medusa 2401.10774, section 2.3.3, with joint counts: heads err together, which the product of their accuracies does not
+include. Plain counts weight all positions equally. In decoding a step starts after the last accepted token, where the
+heads had just failed. A replay visits positions as decoding does.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class RankTable:
-    """At each position of some traces, the rank that each head gave to the true token.
+    """At each position of traces, the rank that each head gave to the true token.
 
     Attributes:
-        ranks: `[positions, heads]`, int64, from 0; `limit` where the token was not among the first `limit` guesses,
-            or is the trace's last or beyond it, which the engine never drafts.
+        ranks: `[positions, heads]`, int64, from 0; `limit` if the token was not among the first `limit` guesses, or is
+            the trace's last or after it, which the engine never drafts.
         starts: of the traces, by `starts_of`.
-        limit: ranks that are told apart.
+        limit: number of distinguished ranks.
     """
 
     ranks: Tensor
@@ -43,7 +43,7 @@ class RankTable:
 
     @classmethod
     def of(cls, guesses: HeadGuesses, limit: int = 10) -> RankTable:
-        """The ranks of true tokens, of which the first `limit` are told apart.
+        """The ranks of true tokens, of which the first `limit` are distinguished.
 
         Raises:
             OptionError: a limit below 1, or so large that paths cannot be numbered.
@@ -57,19 +57,18 @@ class RankTable:
 
     @property
     def heads(self) -> int:
-        """How many heads guess."""
         return self.ranks.shape[1]
 
     @cached_property
     def whole(self) -> Tensor:
-        """Positions `[some]` at which every head's token lies within the trace: those that plain counts take."""
+        """Positions `[some]` with every head's token inside the trace, for plain counts."""
         spans = itertools.pairwise(self.starts)
         rows = [torch.arange(first, max(first, end - self.heads)) for first, end in spans]
         return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
 
     @cached_property
     def _codes(self) -> list[Tensor]:
-        """For each depth the path down to it as one number `[positions]`; -1 where a head missed."""
+        """For each depth the path down to it as one number `[positions]`; -1 if a head missed."""
         codes = []
         code = torch.zeros(len(self.ranks), dtype=torch.int64)
         for ranks in self.ranks.unbind(1):
@@ -82,7 +81,7 @@ class RankTable:
         """Decoding with the first nodes of a tree, for every number of them.
 
         Raises:
-            OptionError: the tree looks at more heads or ranks than were counted.
+            OptionError: the tree has more heads or ranks than were counted.
         """
         if tree.depth > self.heads or tree.width > self.limit:
             raise OptionError(
@@ -95,7 +94,7 @@ class RankTable:
         return TraceReplay(fewest, self.starts, len(tree))
 
     def frequencies(self, rows: Tensor) -> dict[RankPath, float]:
-        """For each path of ranks that occurs, the share of `rows` at which the true continuation follows it."""
+        """The share of `rows` at which the true continuation follows each path of ranks that occurs."""
         found: dict[RankPath, float] = {}
         for depth, codes in enumerate(self._codes, 1):
             here = codes[rows]
@@ -109,7 +108,7 @@ class RankTable:
         """The same over all positions with a whole continuation, each counted once.
 
         Raises:
-            DataError: no trace is longer than what the heads reach.
+            DataError: every trace is shorter than the heads' reach.
         """
         if not len(self.whole):
             raise DataError(
@@ -120,7 +119,7 @@ class RankTable:
 
     @cached_property
     def accuracy(self) -> tuple[tuple[float, ...], ...]:
-        """`[heads][ranks]`: for each head how often the true token had which rank, over the same positions."""
+        """`[heads][ranks]`: how often the true token had which rank for each head, over the same positions."""
         ranks = self.ranks[self.whole]
         counts = [torch.bincount(each, minlength=self.limit + 1)[: self.limit] for each in ranks.unbind(1)]
         return tuple(tuple((count / len(ranks)).tolist()) for count in counts)
@@ -156,18 +155,17 @@ def most_frequent(frequencies: Mapping[RankPath, float], nodes: int) -> RankTree
 def choose_tree(table: RankTable, nodes: int = 64, settle_for: int = 32) -> RankTree:
     """The paths to keep, in the order in which a budget takes them, with the probability that each is accepted.
 
-    Begins with the most frequent paths over all positions. Then they are counted again over the positions at which
-    decoding with the first `settle_for` nodes starts its steps, and chosen again, as long as that makes the replayed
-    mean acceptance length grow. The probabilities are those at the positions that decoding with the kept tree visits,
-    so 1 + the sum of the first `settle_for` is the replayed length itself.
+    It begins with the most frequent paths over all positions. Then it repeatedly counts at the positions at which
+    decoding with the first `settle_for` nodes starts its steps, and chooses again, while the replayed mean acceptance
+    length grows. The probabilities are those at the positions that decoding with the kept tree visits, so 1 + the sum
+    of the first `settle_for` is the replayed length itself.
 
     Args:
         table: of traces that no head was trained on.
-        nodes: most nodes to keep.
-        settle_for: node budget for which the order is settled; smaller and larger ones take it as it is.
+        settle_for: node budget for which the order is optimized; other budgets use the same order.
 
     Raises:
-        DataError: no trace is longer than what the heads reach.
+        DataError: every trace is shorter than the heads' reach.
         OptionError: a negative number of nodes.
     """
     best = most_frequent(table.counted, nodes)
@@ -189,11 +187,10 @@ def with_survival(table: RankTable, tree: RankTree, settle_for: int) -> RankTree
 
 @dataclass(frozen=True, slots=True)
 class TreeTokens:
-    """What the first nodes of a tree are expected to bring, in tokens per target call.
+    """Expected tokens per target call of the first nodes of a tree.
 
     Attributes:
-        nodes: how many of them.
-        replayed: on the counting text, walked as decoding walks: what is promised.
+        replayed: on the counting text, with positions as in decoding; the reported value.
         counted: 1 + the sum of plain path frequencies, all positions alike.
         product: the same if heads erred independently.
     """
@@ -207,12 +204,9 @@ class TreeTokens:
 def tokens_of_tree(
     table: RankTable, tree: RankTree, budgets: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
 ) -> list[TreeTokens]:
-    """What a tree is expected to bring at some node budgets; of those above its size, at its own size once.
+    """Expected tokens of a tree at some node budgets, rising; larger ones than its size are replaced by its size.
 
-    Args:
-        table: of the text on which it was counted.
-        tree: whose first nodes each budget takes.
-        budgets: rising.
+    `table` is of the text on which the tree was counted.
     """
     found, replay = [], table.replay(tree)
     for nodes in sorted({min(nodes, len(tree)) for nodes in budgets}):

@@ -1,4 +1,4 @@
-"""What heads guess at the positions of traces, and how they rank what the target said there."""
+"""The heads' guesses at the positions of traces, and the ranks of the target's tokens among them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
 
 LOGITS = 1 << 24
-"""Logits that are held at a time: 64 MiB in float32."""
+"""Maximum number of logits in memory: 64 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class HeadGuesses:
-    """What heads guessed at each position of some traces, and how they ranked what the target said there.
+    """The heads' guesses at each position of traces, and the ranks of the target's tokens among them.
 
     Attributes:
-        log_probs: float32 `[heads, positions, guesses]`: logs of the probabilities of the likeliest guesses, falling.
-        ranks: int64 `[positions, heads]`: ids that rank before the true token; -1 where none is drafted.
-        depths: `[positions]`: how deep a tree may be there, see `tree_depths`.
-        starts: of the traces, by `starts_of`.
+        log_probs: float32 `[heads, positions, guesses]`: log probabilities of the likeliest guesses, descending.
+        ranks: int64 `[positions, heads]`: number of ids that rank before the true token; -1 if none is drafted.
+        depths: `[positions]`: possible depth of a tree, see `tree_depths`.
     """
 
     log_probs: Tensor
@@ -42,14 +41,11 @@ class HeadGuesses:
     def along(
         cls, heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], count: int, logits_at_once: int = LOGITS
     ) -> HeadGuesses:
-        """Look at every position.
+        """Evaluate every position.
 
         Args:
-            heads: guess; they compute on their own device and in their own dtype.
-            lm_head: of the target that wrote the traces.
-            traces: written at the temperature at which the heads are to draft, by the target alone or losslessly.
-            count: guesses of a head that are kept; of fewer ids all.
-            logits_at_once: the largest number of logits that is held at a time.
+            traces: written at the temperature at which the heads are to draft, by the target or losslessly.
+            count: number of guesses per head to keep.
         """
         return cls._of(heads, guesses_along(heads, lm_head, traces, logits_at_once), traces, count)
 
@@ -58,14 +54,9 @@ class HeadGuesses:
     def coupled(
         cls, heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], count: int, seed: int = 0
     ) -> HeadGuesses:
-        """What heads guess for seeded requests at temperature 1, beside noise that could have drawn the traces.
+        """The guesses for seeded requests at temperature 1, with noise that could have drawn the traces.
 
-        Args:
-            heads: guess; they compute on their own device and in their own dtype.
-            lm_head: of the target that wrote the traces.
-            traces: drawn at temperature 1, by any noise.
-            count: guesses of a head that are kept; of fewer ids all.
-            seed: of the noise.
+        Arguments as of `along`; the traces are drawn at temperature 1, by any noise.
         """
         generator = torch.Generator().manual_seed(seed)
         parts = [cls.along(heads, lm_head, [], count)]
@@ -79,13 +70,13 @@ class HeadGuesses:
     def _of(
         cls, heads: MedusaHeads, logits: Iterable[tuple[Tensor, Tensor]], traces: Sequence[Trace], count: int
     ) -> HeadGuesses:
-        """The likeliest guesses among logits at every position of some traces, as `guesses_along` yields them."""
+        """The likeliest guesses among logits at every position of traces, as `guesses_along` yields them."""
         config = heads.config
         count = min(count, config.vocab_size)
         log_probs = [torch.zeros(config.heads, 0, count)]
         ranks = [torch.zeros(0, config.heads, dtype=torch.int64)]
         for own, tokens in logits:
-            own_s = own.float()  # which of equally likely ids comes first does not matter for their probabilities
+            own_s = own.float()  # the order of equally likely ids does not change their probabilities
             log_probs.append((own_s.topk(count).values - own_s.logsumexp(dim=-1, keepdim=True)).cpu())
             ranks.append(torch.where(tokens < 0, -1, true_ranks(own, tokens)).cpu())
         depths = tree_depths(traces, config.heads)
@@ -93,7 +84,6 @@ class HeadGuesses:
 
     @classmethod
     def joined(cls, parts: Sequence[HeadGuesses]) -> HeadGuesses:
-        """Those of several traces behind another."""
         starts = [0]
         for part in parts:
             starts += [starts[-1] + start for start in part.starts[1:]]
@@ -121,7 +111,7 @@ def guesses_along(
 
 
 def true_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """How many ids rank before each token: `[rows, heads]`, int64; the vocabulary for token -1.
+    """Number of ids that rank before each token: `[rows, heads]`, int64; the vocabulary size for token -1.
 
     Args:
         logits: `[heads, rows, vocab]`; of equal ones the lower id ranks first.
@@ -135,16 +125,14 @@ def true_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def noise_behind(log_probs: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Gumbel noise G under which argmax(log p + G) gives the tokens that were drawn: `[rows, vocab]`.
+    """Gumbel noise G under which argmax(log p + G) gives the drawn tokens: `[rows, vocab]`.
 
-    Drawn from its distribution given those tokens, so that token and noise together are as if the noise had come first.
-    The largest log p + G is a Gumbel variable that does not depend on which token has it, and the others are Gumbel
-    variables below it.
+    Drawn from its distribution given those tokens, so that token and noise together are distributed as if the noise had
+    come first. The largest log p + G is a Gumbel variable that does not depend on which token has it, and the others
+    are Gumbel variables below it.
 
     Args:
         log_probs: `[rows, vocab]`, of the distribution that each token was drawn from.
-        tokens: `[rows]`, int64.
-        generator: of the noise.
     """
     largest = _gumbel(log_probs[:, :1].shape, generator)
     free = log_probs + _gumbel(log_probs.shape, generator)
@@ -158,7 +146,7 @@ def _gumbel(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def _with_noise(guesses: Iterable[tuple[Tensor, Tensor]], noise: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits `[heads, rows, vocab]` at the positions of a trace, each with the noise `[tokens, vocab]` of its token."""
+    """Logits `[heads, rows, vocab]` at the positions of a trace, plus the noise `[tokens, vocab]` of their tokens."""
     first = 1
     for logits, tokens in guesses:
         places = torch.arange(first, first + len(tokens))

@@ -1,4 +1,4 @@
-"""Medusa heads (2401.10774) as the training sees them: their numbers, their loss, and the trees they draft by."""
+"""Training of Medusa heads (2401.10774): their configuration, their loss, and their draft trees."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConfig):
-    """All numbers of a training of Medusa heads.
+    """Configuration of a training of Medusa heads.
 
     Attributes:
-        law_share: how much of the loss is the target's distribution at a place, and how much its token: (1 - law_share)
-            CE(token) + law_share KL(p || q). Medusa 2401.10774, section 2.2.1, has the token alone; a whole
-            distribution says more about a position than one draw from it.
+        law_share: weight of the target's distribution in the loss: (1 - law_share) CE(token) + law_share KL(p || q).
+            Medusa 2401.10774, section 2.2.1, uses the token only; a whole distribution has more information than one
+            draw.
 
     Raises:
         OptionError: a value out of its range.
@@ -90,7 +90,6 @@ class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConf
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """Count trees, fit how guesses survive, and measure small and large trees of both kinds."""
         del target
         on_progress("choosing trees", 0, 1)
         counted = count_trees(head, lm_head, text)
@@ -103,7 +102,7 @@ class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConf
 
 
 def _rounds(heads: MedusaHeads, counted: Mapping[str, CountedTree]) -> list[EngineRound]:
-    """Trees chosen at each step, and counted ones, of several numbers of nodes, greedily and at temperature 1."""
+    """Trees chosen at each step, and counted ones, of several numbers of nodes, greedy and at temperature 1."""
     ways = {
         LIKELIEST: GuessTrees(heads.reach, calibration=Calibration(survival_of(counted))),
         COUNTED: fixed_trees({kind: each.tree for kind, each in counted.items()}),
@@ -125,7 +124,6 @@ _TREES = {LIKELIEST: "chosen at each step", COUNTED: "counted, one for all"}
 
 
 def _described(heads: HeadReport) -> Iterator[str | Rows]:
-    """How often the heads are right, and the mean acceptance lengths."""
     trees = heads.facts["trees"]
     for kind, counted in trees.items():
         shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted["rank_accuracy"])

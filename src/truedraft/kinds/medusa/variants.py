@@ -1,4 +1,4 @@
-"""What people get wrong about Medusa heads: the variants that the doctor tries, each with its fix."""
+"""Common mistakes with Medusa heads: the variants that the doctor tries, each with its fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from truedraft.measure.variants import RAW, TIED, WIDE, Examined, another_head, 
 
 
 def _later_heads(head: Any) -> Any:
-    """Medusa heads without the first: those of a folder whose first guesses the next token itself."""
+    """Medusa heads without the first, for a folder with a first head that guesses the next token itself."""
     names = {name: name.split(".", 2) for name in head.state_dict() if name.startswith("heads.")}
     moved = {
         f"heads.{int(number) - 1}.{rest}": head.state_dict()[name]

@@ -1,4 +1,4 @@
-"""The layers that a target's checkpoint brings along to predict further tokens (multi-token prediction)."""
+"""Multi-token prediction (MTP): layers in a target's checkpoint that predict further tokens."""
 
 from __future__ import annotations
 

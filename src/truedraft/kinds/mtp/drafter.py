@@ -1,8 +1,8 @@
-"""MTP layers as drafter: what a checkpoint brings along, with the vectors that it reads found out by measuring.
+"""MTP layers as drafter: layers in a checkpoint; which hidden states they read is found by measuring.
 
-Whether the layer reads the target's vectors before or behind the final norm, and whether its own output goes round
-before or behind the norm that follows it, differs between checkpoints, and none says. A wrong choice costs acceptance
-and nothing else, so it is not noticed. Both are tried on a few tokens of the target's own.
+Checkpoints differ in whether the layer reads the target's hidden states before or after the final norm, and whether its
+own output is fed back before or after the norm that follows it, and none documents it. A wrong choice only lowers
+acceptance, so it is not noticed. Both are tried on a few tokens of the target's own.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.base import LanguageModel, Segment
 
 _BEGINNING = "The best way to learn a language is to"
-_READ_IDS, _WRITTEN = 8, 32  # tokens of a text without a tokenizer, and that the target writes behind a text
+_READ_IDS, _WRITTEN = 8, 32  # tokens of a prompt without a tokenizer, and tokens that the target generates
 _BEHIND, _BEFORE = "behind", "before"
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """A text that the target went on with greedily.
+    """A text with the target's greedy continuation.
 
     Attributes:
-        tokens: `[n + 1]`.
-        vectors: `[n, width]` each, at all but the last: behind the final norm, and before it where that is shown.
-        first: the place from which tokens are the target's own.
+        vectors: `[n, width]` each, at all but the last: after the final norm, and before it if available.
     """
 
     tokens: Tensor
@@ -42,7 +40,6 @@ class _Own:
 
     @classmethod
     def of(cls, target: LanguageModel) -> _Own:
-        """By so many forwards of a token each."""
         if target.tokenizer is None:
             ids = [7919 * place % target.vocab_size for place in range(1, _READ_IDS + 1)]
         else:
@@ -63,23 +60,12 @@ class _Own:
 
 
 class MtpRunner:
-    """An MTP layer beside its target.
-
-    Args:
-        head: of the target.
-        target: whose embeddings it reads and whose LM head it ends in.
+    """An MTP layer that runs with its target.
 
     Attributes:
-        device: where it computes.
-        pool: where caches of requests come from.
-        token_bytes: of a token's keys and values.
-        layers: that have keys and values: one.
-        reads: "behind" or "before": which vectors of the target it reads, by the final norm; and likewise
-        returns: which of its own go round, by the norm behind it.
-        scores: mean log-probability of the target's own tokens for each choice, of those that it reads and then of
-            those that go round.
-        records: whether whole drafts are one recording: they are not.
-        warmups: forwards so far that took longer than others of their shape will: none.
+        reads: "behind" or "before": whether it reads the target's hidden states after or before the final norm.
+        returns: "behind" or "before": whether its own output is fed back after or before the norm that follows it.
+        scores: mean log probability of the target's own tokens for each choice of `reads` and of `returns`.
     """
 
     records = False
@@ -100,12 +86,11 @@ class MtpRunner:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """As `Eagle3Runner.forward`; what it gave and what was observed are read alike."""
+        """As `Eagle3Runner.forward`; `observed` has no effect."""
         own, logits = self._run(segments, vectors)
         return own[self.returns], logits
 
     def run_trees(self, *_: object) -> Outputs:
-        """Whole drafts are not one recording."""
         raise NotImplementedError
 
     def _run(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -114,7 +99,7 @@ class MtpRunner:
         return {_BEHIND: behind, _BEFORE: before}, self._target.unembed(behind)
 
     def _first_steps(self, own: _Own, vectors: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """How likely the target's tokens are behind pairs with its own vectors; and what the layer gives there."""
+        """Mean log probability of the target's tokens given its own hidden states, and the layer's output there."""
         tokens = own.tokens[1:-1]
         cache = self.pool.acquire()
         try:
@@ -127,10 +112,10 @@ class MtpRunner:
         return _mean(logits, own.tokens[2:], own.first - 2), given
 
     def _second_steps(self, own: _Own, reads: str, given: dict[str, Tensor]) -> dict[str, float]:
-        """The same behind pairs with what the layer gave, for each of its vectors.
+        """The same given the layer's output, for each kind of output.
 
-        Worked example: pairs 0, 1, 2 with the target's vectors are a chain, and below each of the first two hangs the
-        pair that follows with the layer's vector: parents -1, 0, 1, 0, 1.
+        Worked example: pairs 0, 1, 2 with the target's hidden states are a chain, and below each of the first two is
+        the next pair with the layer's output: parents -1, 0, 1, 0, 1.
         """
         tokens = own.tokens[1:-1]
         pairs = len(tokens)
@@ -149,16 +134,14 @@ class MtpRunner:
 
 
 def _mean(logits: Tensor, tokens: Tensor, first: int) -> float:
-    """Mean log-probability of tokens from the given place on."""
     found = logits.float().log_softmax(-1)[torch.arange(len(tokens)), tokens.to(logits.device)]
     return float(found[max(first, 0) :].mean())
 
 
 class Mtp(PairDrafter[MtpHead, MtpRunner]):
-    """Drafts with the MTP layer that the target's checkpoint brings along; options: `LevelDrafter`.
+    """Drafts with the MTP layer in the target's checkpoint; options: `LevelDrafter`.
 
-    Which vectors it reads is measured when it is checked against the target, see `MtpRunner`; `facts` and `note` say
-    what was found.
+    Which hidden states it reads is measured by `check`, see `MtpRunner`; `facts` and `note` have the result.
     """
 
     name: ClassVar[str] = "mtp"

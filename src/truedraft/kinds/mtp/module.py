@@ -1,4 +1,4 @@
-"""The layer that a checkpoint brings along to predict a token further (MTP), as a head of its own model."""
+"""The layer in a checkpoint that predicts one token further (MTP), as a head of its own model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class MtpConfig:
     """Sizes of an MTP layer.
 
     Attributes:
-        width: entries of the target's vectors.
-        vocab_size: token ids of the target.
-        reach: how many tokens it drafts where nobody says; it was trained for one, and its output goes round.
+        reach: default number of drafted tokens; it was trained for one, and its output is fed back.
     """
 
     width: int
@@ -37,16 +35,9 @@ class MtpConfig:
 
 
 class MtpHead(Head):
-    """A pair of a vector at position i and the token at i + 1 gives the distribution of the token at i + 2.
+    """A pair of a hidden state at position i and the token at i + 1 gives the distribution of the token at i + 2.
 
-    It is of the target's own files, or fine-tuned from it, and is not trained here.
-
-    Args:
-        config: sizes.
-        layer: as it was read for the target.
-
-    Attributes:
-        layer: as given.
+    It is part of the target's own files, or fine-tuned from it, and is not trained here.
     """
 
     kind: ClassVar[str] = _WORD
@@ -88,12 +79,12 @@ class MtpHead(Head):
 
 
 def kind_in(path: Path) -> str | None:
-    """Its word, where a folder says that it holds an MTP layer of `speculators`; else None."""
+    """The kind of a folder with an MTP layer of `speculators`; otherwise None."""
     return _WORD if object_of(path / CONFIG).get(SPECULATORS) == _WORD else None
 
 
 def reach_of(folder: str | None) -> int:
-    """How many tokens a folder of `speculators` says that its layer drafts; None is the target's own."""
+    """Number of drafted tokens in a `speculators` folder; None is the target's own layer."""
     record = {} if folder is None else object_of(user_path(folder) / CONFIG)
     try:
         found = record["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
@@ -107,13 +98,12 @@ def reach_of(folder: str | None) -> int:
 def write_mtp_folder(
     folder: Path, target: str, source: str | None = None, *, tokens: int | None = None, family: str = ""
 ) -> None:
-    """Write the layer that a checkpoint brings along, or one of a folder, as `speculators` reads and trains it.
+    """Write the layer of a checkpoint or a folder as `speculators` reads and trains it.
 
     Args:
-        folder: of its files, made if need be.
-        target: as `load_model` takes it, whose embedding and LM head `speculators` looks for there.
+        target: as `load_model` takes it; `speculators` takes embedding and LM head from it.
         source: a folder as `MtpHead.of` takes it.
-        tokens: that it drafts; None is `reach_of` the source.
+        tokens: number of drafted tokens; None is `reach_of` the source.
         family: the target's class, such as "Qwen3NextForCausalLM".
 
     Raises:

@@ -1,4 +1,4 @@
-"""P-EAGLE as drafter: one forward reads what was committed and masks behind it, and gives all guesses."""
+"""P-EAGLE as drafter: one forward reads the committed tokens and masks after them, and gives all guesses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from truedraft.models.base import LanguageModel
 class PEagle(Eagle3):
     """Drafts with a P-EAGLE head (2602.01469); options: `LevelDrafter`.
 
-    All nodes at one depth share a distribution, which does not know what was drawn above them; a rule judges draws from
-    it as exactly as any others. A proposal costs one forward, whatever its depth.
+    All nodes at one depth share a distribution, which does not depend on the draws above them; verification is as exact
+    as for any other draws. A proposal is one forward at any depth.
 
     Raises:
         OptionError: an option is out of range, or the head does not name its layers.
@@ -38,7 +38,6 @@ class PEagle(Eagle3):
         return torch.full((masks,), self.head.config.mask_token), self._mask.expand(masks, -1)
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
-        """Read what trees stand behind and the masks, then grow them level by level."""
         _, logits = self._catch_up(level)
         ahead = dict(zip(level, logits.split(list(map(levels_of, level))), strict=True))
         depth = 0

@@ -16,10 +16,10 @@ class PEagleConfig(Eagle3Config):
     """Sizes of a P-EAGLE head.
 
     Attributes:
-        mask_token: the id whose embedding stands for tokens that nobody knows yet.
+        mask_token: the id with the embedding of unknown tokens.
 
     Raises:
-        OptionError: sizes that make no head.
+        OptionError: invalid sizes.
     """
 
     mask_token: int = 0
@@ -30,14 +30,11 @@ class PEagleConfig(Eagle3Config):
 
 
 class PEagleHead(Eagle3Head):
-    """Pairs of vectors and tokens as those of EAGLE-3, and behind them pairs that nobody knows: masks.
+    """Pairs of hidden states and tokens as in EAGLE-3, followed by unknown pairs: masks.
 
-    The last known pair gives the distribution of the next but one token, the k-th mask behind it that of the token k
-    places further, whatever tokens are drafted before it. A mask is the embedding of the mask token beside a vector
-    that was learned in place of the target's.
-
-    Args:
-        config: sizes.
+    The last known pair gives the distribution of the next but one token, and the k-th mask after it that of the token k
+    positions further, whatever tokens are drafted before it. A mask is the embedding of the mask token with a learned
+    vector in place of the target's hidden state.
     """
 
     kind: ClassVar[str] = "p-eagle"

@@ -10,7 +10,7 @@ from truedraft.training.options import ChainRunOptions, LayerHeadOptions, Trains
 
 @dataclass(frozen=True)
 class PEagleSizeOptions(LayerHeadOptions):
-    """What a P-EAGLE head is."""
+    """Sizes of a P-EAGLE head."""
 
     length: int = option(8, "How many tokens are guessed at once.", "T")
     depth: int = option(4, "Decoder layers of the head.", "N")
@@ -24,7 +24,7 @@ class PEagleSizeOptions(LayerHeadOptions):
 
 @dataclass(frozen=True)
 class PEagleRunOptions(ChainRunOptions):
-    """How it is trained."""
+    """Training options of a P-EAGLE head."""
 
     kept: float = option(
         0.7, "Share of the places with one more mask at each token further ahead, at random; a fifth remain.", "SHARE"

@@ -1,4 +1,4 @@
-"""P-EAGLE (2602.01469) as the training sees it: behind each pair masks, of which few are kept far ahead."""
+"""Training of P-EAGLE heads (2602.01469): masks after each pair, of which few are kept far ahead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LEAST = 0.2  # of the pairs, at any depth
 
 @dataclass(frozen=True)
 class PEagleTrainingConfig(PEagleSizeOptions, PEagleRunOptions, ChainTrainingConfig):
-    """All numbers of a training of a P-EAGLE head.
+    """Configuration of a training of a P-EAGLE head.
 
     Raises:
         OptionError: a value out of its range.
@@ -66,17 +66,13 @@ class PEagleTrainingConfig(PEagleSizeOptions, PEagleRunOptions, ChainTrainingCon
 
 
 class Masked(Unrolled):
-    """A head that reads answers of its target, and behind each pair masks, all of a step at once.
+    """A head that reads answers of its target, and masks after each pair, all of a step at once.
 
-    At step k the pair at index i is of the k-th mask behind it, at position i + k, and about the text's token at
-    i + k + 2. It sees pairs 0 to i of the text, and the masks of its own index up to itself (2602.01469, section 3).
+    At step k the pair at index i is its k-th mask, at position i + k, and predicts the text's token at i + k + 2. It
+    attends to pairs 0 to i of the text, and the masks of its own index up to itself (2602.01469, section 3).
 
     Args:
-        head: in training, in float32.
-        lm_head: of the target.
-        model: the target.
         kept: share of the pairs with a mask that also have the next one, in training, down to a fifth of all.
-        seed: of which.
     """
 
     def __init__(self, head: PEagleHead, lm_head: LmHead, model: LanguageModel, kept: float, seed: int) -> None:

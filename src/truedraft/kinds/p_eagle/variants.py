@@ -1,4 +1,4 @@
-"""What the doctor tries of a P-EAGLE head: the variants of EAGLE-3."""
+"""The variants of P-EAGLE heads that the doctor tries: those of EAGLE-3."""
 
 from truedraft.kinds.eagle.variants import VARIANTS
 from truedraft.kinds.p_eagle.drafter import PEagle

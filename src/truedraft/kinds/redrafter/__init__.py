@@ -1,4 +1,4 @@
-"""ReDrafter (Zhang et al., arXiv 2403.09919): one recurrent head, whose beams are merged into a tree."""
+"""ReDrafter (Zhang et al., arXiv 2403.09919): one recurrent head, with beams that are merged into a tree."""
 
 from __future__ import annotations
 

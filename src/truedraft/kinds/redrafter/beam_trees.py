@@ -1,4 +1,4 @@
-"""Trees of a recurrent head's beams for the requests of a step, in one recorded call where the target is recorded."""
+"""Trees of a recurrent head's beams for the requests of a step, in one recorded graph if the target is recorded."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ from truedraft.models.backends.graphs.replay import Outputs, RecordedFunction, R
 
 
 class BeamTrees:
-    """Searches beams and merges them; also steps of the head alone, for beams that are drawn on the host.
+    """Searches and merges beams; also runs single steps of the head, for beams that are drawn on the host.
 
-    Recorded searches always go on to the same length, so that all budgets, also those near the end of an answer, share
-    a recording; trees are cut to their depths as they are merged.
+    Recorded searches always have the same length, so that all budgets share a graph; trees are cut to their depths when
+    they are merged.
 
     Args:
-        runner: of the head.
-        length: the longest search.
-        recorder: makes the recordings; None: nothing is recorded.
+        recorder: makes the graphs; None: nothing is recorded.
     """
 
     def __init__(self, runner: RedrafterRunner, length: int, recorder: Recorder | None) -> None:
@@ -46,7 +44,7 @@ class BeamTrees:
 
     @property
     def warmups(self) -> int:
-        """Calls so far that took longer than others of their shape will."""
+        """Number of calls so far that were slower than later ones of the same shape."""
         return sum(each.warmups for each in (self._by_numbers, self._first, self._next))
 
     def trees(
@@ -61,19 +59,17 @@ class BeamTrees:
         """The tree of each request; the host waits once, for their shapes.
 
         Args:
-            hidden: `[requests, width]`: the vectors from which the requests' last tokens were drawn.
+            hidden: `[requests, width]`: hidden states from which the requests' last tokens were drawn.
             drawn: `[requests]`, int64: those tokens, on the target's device.
-            depths: of the trees, 1 to `length`; a deeper neighbour changes nothing.
-            odds: what the paths of each request are chosen by; None: the head's probabilities.
-            beams: that are kept, at most as many as there are token ids.
-            nodes: most nodes of a tree, 1 or more.
+            depths: of the trees, 1 to `length`; deeper ones do not change the others.
+            odds: scores of each request's paths; None: the head's probabilities.
         """
         device = hidden.device
         deep = transfers.upload(depths, device)
         if not self._is_recorded:
             return trees_of(*self._merged(hidden, drawn, deep, scores_for(odds, device), beams, max(depths), nodes))
         length = self._length
-        # Numbers of each request, so that whoever asks beside whom needs no recording of its own.
+        # Numbers per request, so that all combinations of requests share a graph.
         if any(odds):
             numbers = transfers.upload(numbers_of(odds, length, beams), device)
         else:
@@ -81,7 +77,7 @@ class BeamTrees:
         return trees_of(*self._by_numbers((hidden, drawn, deep, numbers), beams, length, nodes))
 
     def start(self, hidden: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Contexts and states `[requests, ...]` behind drawn tokens, and the logits `[requests, vocab]` there."""
+        """Contexts and states `[requests, ...]` after drawn tokens, and the logits `[requests, vocab]` there."""
         context, state, logits = self._first((hidden, drawn))
         return context, state, logits
 

@@ -1,10 +1,9 @@
-"""Beams of a recurrent head: the search for the likeliest continuations, and the token tree that they make.
+"""Beam search of a recurrent head, and the token trees of the beams.
 
 Beams that share prefixes are merged by comparing tensors.
 
-ReDrafter (2403.09919), section 3.2, calls this dynamic tree attention: the tree is another at each step, so it is
-found by the same few operations on tensors for all requests, on the device where the beams lie. The likeliest nodes of
-it are kept.
+ReDrafter (2403.09919), section 3.2, calls this dynamic tree attention: the tree differs at each step, so it is computed
+by a few tensor operations for all requests, on the device. The likeliest nodes of it are kept.
 
 Worked example, three beams with the log probabilities of their prefixes; the last one was dropped after one token:
 
@@ -12,14 +11,14 @@ Worked example, three beams with the log probabilities of their prefixes; the la
     beam 1: 5 7 8    -0.1 -0.3 -1.0
     beam 2: 6        -1.5
 
-Beams 0 and 1 share 5 and 5 7, whose first holder is beam 0. So a list of seven tokens makes five nodes, in the order of
-their probabilities 5, 7, 8, 6, 9, with parents -1, 0, 1, -1, 1. Back in the places of the beams, these are the nodes
+Beams 0 and 1 share 5 and 5 7, which beam 0 holds first. So seven tokens make five nodes, in the order of their
+probabilities 5, 7, 8, 6, 9, with parents -1, 0, 1, -1, 1. At the positions of the beams, these are the nodes
 
     beam 0: 0 1 4
     beam 1: 0 1 2
     beam 2: 3
 
-Cut to four nodes, 9 is gone: there is no node for the last token of beam 0.
+Cut to four nodes, 9 is removed: there is no node for the last token of beam 0.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from truedraft.drafters.heads.acceptance import Scores, as_they_are
 from truedraft.kinds.redrafter.module import RedrafterRunner
 
 NO_TOKEN = -1
-"""Behind the end of a beam that is shorter than others."""
-_IMPOSSIBLE = -1e30  # a sum of many is still a number, and below every log probability
+"""Padding after the end of a shorter beam."""
+_IMPOSSIBLE = -1e30  # sums of it are finite, and below every log probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +44,10 @@ class Beams:
     """Continuations of some requests.
 
     Attributes:
-        tokens: `[requests, beams, length]`, int64; `NO_TOKEN` behind the end of a shorter beam.
-        scores: `[requests, beams, length]`, float32: logs of the probabilities of their prefixes up to each token, or
-            other numbers above -inf that never rise along a beam and are the same for equal prefixes; any number behind
-            a beam's end.
+        tokens: `[requests, beams, length]`, int64; padded with `NO_TOKEN`.
+        scores: `[requests, beams, length]`, float32: log probabilities of their prefixes up to each token, or other
+            numbers above -inf that never rise along a beam and are equal for equal prefixes; arbitrary after a beam's
+            end.
     """
 
     tokens: Tensor
@@ -57,14 +56,13 @@ class Beams:
 
 @dataclass(frozen=True, slots=True)
 class MergedBeams:
-    """The nodes of the trees that beams make.
+    """The nodes of the trees of beams.
 
     Attributes:
         tokens: `[requests, nodes]`, int64: those with the largest scores first, a parent before its children.
         parents: `[requests, nodes]`, int64: number of the parent, -1 for the root.
-        counts: `[requests]`, int64: how many of the entries are nodes; the others lie behind them.
-        node_of: `[requests, beams, length]`, int64: the node that holds each token of the beams; -1 where there is no
-            token, or its node was cut.
+        counts: `[requests]`, int64: number of nodes; the other entries follow them.
+        node_of: `[requests, beams, length]`, int64: the node of each token of the beams; -1 without a token or node.
     """
 
     tokens: Tensor
@@ -78,19 +76,17 @@ def beam_search(
 ) -> Iterator[Beams]:
     """The likeliest continuations under a recurrent head (ReDrafter 2403.09919, section 3.1), of one token, of two, ...
 
-    Each beam is continued by its likeliest tokens, and the `beams` likeliest of all are kept. What one request gets
-    does not depend on the others; nothing waits for a device.
+    Each beam is extended by its likeliest tokens, and the `beams` likeliest of all are kept. A request's result does
+    not depend on other requests; nothing waits for a device.
 
     Args:
-        runner: of the head.
-        hidden: `[requests, width]`: the vectors from which the requests' last tokens were drawn.
+        hidden: `[requests, width]`: hidden states from which the requests' last tokens were drawn.
         drawn: `[requests]`, int64: those tokens, on the target's device.
-        beams: how many are kept, at most as many as there are token ids.
-        scores: what beams are chosen by: for one row or beam after another of each request, by `acceptance.scores_for`.
+        beams: number of kept beams, at most the number of token ids.
 
     Yields:
-        For length 1, 2, 3, ... the beams that are kept, the best first; their scores are sums of what `scores` makes of
-        the log probabilities under the head's distribution at temperature 1.
+        For length 1, 2, 3, ... the kept beams, the best first; their scores are sums of `scores` of the log
+            probabilities under the head's distribution at temperature 1.
     """
     with torch.inference_mode():
         context = runner.context(hidden)
@@ -99,23 +95,17 @@ def beam_search(
         now = Beams(found.ids[:, :, None], scores(_possible(found.log_probs), 1)[:, :, None])
         context = context.repeat_interleave(beams, dim=0)
         first = torch.arange(len(hidden), device=hidden.device)[:, None]
-        parents = first.expand(-1, beams)  # the row of `state` that each beam goes on from
+        parents = first.expand(-1, beams)  # the row of `state` that each beam continues
     while True:
         yield now
-        with torch.inference_mode():  # not around the yield: whoever asks has a mode of their own
+        with torch.inference_mode():  # not around the yield: the caller has its own mode
             state = runner.advance(state[parents.flatten()], now.tokens[:, :, -1].flatten())
             now, come_from = _continued(now, runner.likeliest(context, state, beams), scores)
             parents = first * beams + come_from
 
 
 def _continued(beams: Beams, found: TopK, score: Scores) -> tuple[Beams, Tensor]:
-    """The best of all beams with one token more, and the beam `[requests, beams]` that each comes from.
-
-    Args:
-        beams: of some requests.
-        found: `[requests * beams, beams]`: the likeliest next tokens of each.
-        score: of these.
-    """
+    """The best beams with one more token, and the beam `[requests, beams]` that each continues."""
     requests, count, length = beams.tokens.shape
     gains = score(_possible(found.log_probs).view(requests, count, count), length + 1)
     totals = (beams.scores[:, :, -1:] + gains).flatten(1)
@@ -129,17 +119,14 @@ def _continued(beams: Beams, found: TopK, score: Scores) -> tuple[Beams, Tensor]
 
 
 def _possible(log_probs: Tensor) -> Tensor:
-    """Log probabilities that are numbers, and not above 0 by rounding."""
+    """Log probabilities without NaN and -inf, and at most 0."""
     return log_probs.nan_to_num(nan=_IMPOSSIBLE, neginf=_IMPOSSIBLE).clamp(max=0.0)
 
 
 def with_dropped(steps: Sequence[Beams]) -> Beams:
-    """The beams of some steps of a search, also those that were dropped on the way: they are as long as their step.
+    """The beams of all steps of a search, including dropped ones, which are as long as their step.
 
-    A dropped beam is often likelier, as far as it goes, than the end of a longer one.
-
-    Args:
-        steps: the beams of length 1, 2, ...
+    A dropped beam is often likelier, as far as it was searched, than the end of a longer one.
     """
     longest = len(steps)
     tokens = [pad(each.tokens, (0, longest - length), value=NO_TOKEN) for length, each in enumerate(steps, 1)]
@@ -148,11 +135,7 @@ def with_dropped(steps: Sequence[Beams]) -> Beams:
 
 
 def first_with_prefix(tokens: Tensor) -> Tensor:
-    """The first beam of a request that has the same prefix: `[requests, beams, length]`, int64.
-
-    Args:
-        tokens: `[requests, beams, length]`.
-    """
+    """The first beam of a request with the same prefix, int64, for tokens `[requests, beams, length]`."""
     same: Tensor | None = None
     first = []
     for column in tokens.unbind(dim=-1):  # over the length, never over the beams
@@ -163,26 +146,24 @@ def first_with_prefix(tokens: Tensor) -> Tensor:
 
 
 def merge(beams: Beams, nodes: int, depths: Tensor | None = None) -> MergedBeams:
-    """Merge equal prefixes, and keep the `nodes` of a request with the largest scores.
+    """Merge equal prefixes, and keep the `nodes` nodes of a request with the largest scores.
 
-    A search that goes on changes nothing of what it found before, so cut to `depths` a tree is what a search of that
-    length gives.
+    Continuing a search does not change earlier results, so a tree cut to `depths` equals that of a search of that
+    length.
 
     A parent's score is not below its children's, and of equal scores the shorter prefix comes first, then the earlier
-    beam; so what is kept is a tree.
+    beam; so the kept nodes are a tree.
 
     Args:
-        beams: of some requests.
-        nodes: most nodes of a tree, 1 or more.
-        depths: `[requests]`, int64: of each tree; None: as deep as the beams are long.
+        depths: `[requests]`, int64: of each tree; None: the beams' length.
     """
     count, length = beams.tokens.shape[1:]
-    # Place l * beams + b holds token l of beam b: shorter prefixes come first.
+    # Index l * beams + b holds token l of beam b: shorter prefixes come first.
     tokens, scores, first = (
         each.transpose(1, 2).flatten(1) for each in (beams.tokens, beams.scores, first_with_prefix(beams.tokens))
     )
     place = torch.arange(count * length, device=tokens.device)
-    holder = first + (place - place % count)  # the place of the first beam with this prefix
+    holder = first + (place - place % count)  # the index of the first beam with this prefix
     own = (holder == place) & (tokens != NO_TOKEN)
     if depths is not None:
         own &= place // count < depths[:, None]
@@ -192,7 +173,7 @@ def merge(beams: Beams, nodes: int, depths: Tensor | None = None) -> MergedBeams
     rows = torch.arange(places.shape[1], device=tokens.device).expand_as(places)
     number.scatter_(1, places, rows.masked_fill(~kept, -1))
     node_of = number.gather(1, holder)
-    above = node_of.gather(1, (places - count).clamp(min=0))  # of the same beam's token one before
+    above = node_of.gather(1, (places - count).clamp(min=0))  # of the same beam's previous token
     parents = above.masked_fill(places < count, -1)
     spread = node_of.unflatten(1, (length, count)).transpose(1, 2)
     return MergedBeams(tokens.gather(1, places), parents, kept.sum(dim=1), spread)

@@ -25,45 +25,40 @@ from truedraft.kinds.redrafter.sampled_beams import SampledBeams
 from truedraft.models.base import LanguageModel
 
 DEFAULT_BEAMS, DEFAULT_NODES = 8, 16
-"""Sizes that nobody chose; what is best depends on the machine and is measured (planning)."""
+"""Default sizes; the best ones depend on the machine and are measured (planning)."""
 DRAWN_FROM = 0.8
-"""The temperature from which on drawn paths brought more than chosen ones, where both were measured
+"""The temperature from which drawn paths had more accepted tokens than chosen ones
 (benchmarks/results/drawn_beams.jsonl, docs/drafters.md)."""
 
 
 _CHOSEN, _DRAWN = frozenset({DrawKind.DETERMINISTIC}), frozenset({DrawKind.WITHOUT_REPLACEMENT})
 _LIMITS = {"beams": (1, 256), "length": (1, 32), "nodes": (0, 1024)}
-"""Least and most; a search grows with beams times length, and merging with the square of it."""
+"""Minimum and maximum; search costs grow with beams times length, and merging with the square of it."""
 
 
 class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
     """Drafts with a recurrent head on the target's last hidden state (ReDrafter 2403.09919).
 
-    The head reads that state and the tokens drafted so far, so each guess depends on those before it. Beam search keeps
-    the best continuations; with those that it drops on the way they are merged into a tree wherever they share
-    prefixes, and the tree's best nodes are proposed. Best is what is likeliest to be accepted, by the odds that were
-    fitted for this head (`AcceptanceOdds`), or else by its own probabilities. Beams were chosen, not drawn, so the
-    rule follows the child that carries the token it draws from the target's distribution: exact at every temperature.
-    (Accepting beams as if they had been drawn, as the published code does, is not.)
+    The head reads that hidden state and the tokens drafted so far, so each guess depends on those before it. Beam
+    search keeps the best continuations. They and the dropped ones are merged into a tree where they share prefixes, and
+    the tree's best nodes are proposed, by calibrated survival (`AcceptanceOdds`) or else the head's own probabilities.
+    Beams are chosen, not drawn, so they are verified as deterministic candidates: exact at every temperature.
+    (Verifying beams as if they had been drawn, as the published code does, is not.)
 
-    Requests at a temperature of `DRAWN_FROM` or more get paths drawn without replacement from the head's distribution
-    instead, judged by recursive rejection, exact too, if their rule judges such draws; with `sampled` all requests at a
-    temperature do, or none. Seeded requests get the paths that their noise makes likeliest.
+    Requests at a temperature of at least `DRAWN_FROM` get paths drawn without replacement from the head's distribution
+    instead, verified by recursive rejection, exact too, if their rule verifies such draws; `sampled` overrides this for
+    all requests at a temperature above 0. Seeded requests get the paths that their noise makes likeliest.
 
-    On a device the host waits once a step for the shape of the merged tree; for drawn paths, once a level.
+    On a device the host waits once per step for the shape of the merged tree; for drawn paths, once per level.
 
     Args:
-        head: trained for the target.
-        beams: continuations that are kept; None takes 8 until measuring says better.
-        length: newly drafted tokens of each; None takes what the head was trained for.
-        nodes: most nodes of a proposal, the likeliest; None takes 16 until measuring says better.
-        sampled: whether requests at a temperature get drawn paths; None: from `DRAWN_FROM` on, and where their rule
-            can judge them.
+        beams: number of kept continuations; None is 8 until measured.
+        length: number of drafted tokens of each; None is what the head was trained for.
+        nodes: maximum number of nodes of a proposal, the likeliest; None is 16 until measured.
+        sampled: whether requests at a temperature above 0 get drawn paths; None: from `DRAWN_FROM` on, if their rule
+            can verify them.
 
     Attributes:
-        beams: as given, or chosen.
-        length: as given, or chosen.
-        nodes: as given, or chosen.
         sizes_chosen: whether beams, length and nodes were chosen, by the caller or by measuring.
 
     Raises:
@@ -96,14 +91,11 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         self.limits = Budget(self.length, self.beams, min(self.nodes, self.beams * self.length))
 
     def with_sizes(self, beams: int, length: int, nodes: int) -> Redrafter:
-        """The same head with other sizes, as measuring may show them to be best; 0 nodes draft nothing.
-
-        The new drafter has no requests of the old one.
-        """
+        """The same head with other sizes, and without requests; 0 nodes draft nothing."""
         return Redrafter(self.head, beams=beams, length=length, nodes=nodes, sampled=self.sampled)
 
     def settled(self, params: SamplingParams) -> Redrafter:
-        """The same head and sizes, and it is said whether it draws for requests with such options."""
+        """The same head and sizes, with `sampled` set as for requests with such options."""
         if self.sampled is not None:
             return self
         sizes = (self.beams, self.length, self.nodes) if self.sizes_chosen else (None, None, None)
@@ -117,13 +109,14 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         return _DRAWN if self.sampled else _CHOSEN
 
     def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
-        """Chosen paths alone where drawn ones cannot be judged, unless somebody asked for drawn ones."""
+        """Only chosen paths if drawn ones cannot be verified, unless `sampled` is set."""
         return self.kinds if self.sampled is not None or judged >= _DRAWN else _CHOSEN
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """Every width and length of beams that were replayed; drawn paths were not.
+        """Every replayed width and length of beams; drawn paths were not replayed.
 
-        Where they are drawn unasked they bring as much at least, so sizes that pay for chosen ones pay for them."""
+        By default drawn paths are used only if they are at least as good, so the sizes fit them too.
+        """
         if self.sizes_chosen or (self.sampled is not None and self._draws(params)):
             return ()
         plans = []
@@ -137,7 +130,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         return plans
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """That of its beams, replayed at this length or the nearest; None where drawn paths were asked for."""
+        """The curve of its beams, replayed at this length or the nearest; None if `sampled` requests drawn paths."""
         if self.sampled is not None and self._draws(params):
             return None
         curves = [each for each in beam_curves(self.facts, params) if each.beams == self.beams]
@@ -153,7 +146,6 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """A tree for each request; those whose beams are chosen, and those whose beams are drawn, all at once."""
         proposals = [Proposal.empty()] * len(batch)
         asked = [place for place, request in enumerate(batch) if self._can_draft(request, budgets[place])]
         drawn = [place for place in asked if self._draws(batch[place].params, batch[place].judged)]
@@ -170,7 +162,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         return not budget.is_zero and self.nodes > 0 and self._vectors.get(request.id) is not None
 
     def _draws(self, params: SamplingParams, judged: frozenset[DrawKind] | None = None) -> bool:
-        """Whether requests with such options get drawn paths, not chosen ones; `judged` by their rule, None: all."""
+        """Whether requests with such options get drawn paths; `judged`: the kinds that their rule verifies."""
         if params.greedy or params.seeded or self.sampled is not None:
             return not params.greedy and (params.seeded or bool(self.sampled))
         return params.temperature >= DRAWN_FROM and (judged is None or judged >= _DRAWN)
@@ -178,29 +170,27 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
     def _choose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """The beams that are likeliest to be accepted, merged and cut."""
         hidden, drawn = self._ends(batch)
         depths = [min(budget.depth, self.length) for budget in budgets]
         odds = [self._calibration(request.params) for request in batch]
-        # Cut to budgets afterwards: a neighbour's changes nothing.
+        # Cut to budgets afterwards, so that other requests' budgets change nothing.
         trees = self._running[0].trees(hidden, drawn, depths, odds, self._width, self.nodes)
         return [Proposal.deterministic(self._within(*each)) for each in zip(trees, budgets, strict=True)]
 
     def _within(self, tree: TokenTree, budget: Budget) -> TokenTree:
-        """The first nodes of a tree that a budget allows; the likeliest come first, so they are a tree too."""
+        """The first nodes of a tree within a budget, which are a tree too."""
         if budget.width < self._width:
             tree = narrowed(tree, budget.width)
         return tree.first(min(budget.nodes, self.nodes))
 
     def _draw(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
-        """Beams that are drawn, see `SampledBeams`."""
         hidden, drawn = self._ends(batch)
         within = [Budget(each.depth, each.width, min(each.nodes, self.nodes), each.min_probability) for each in budgets]
         beams = SampledBeams(self._running[0], self._width, self._longest(budgets))
         return beams.propose(batch, within, noise, hidden, drawn)
 
     def _ends(self, batch: Sequence[DraftRequest]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The vectors `[requests, width]` of some requests, and the tokens `[requests]` drawn from them."""
+        """The hidden states `[requests, width]` of requests, and the tokens `[requests]` drawn from them."""
         vectors = [self._vectors.get(request.id) for request in batch]
         hidden = torch.stack([vector for vector in vectors if vector is not None])
         return hidden, transfers.upload([request.tokens[-1] for request in batch], hidden.device)
@@ -210,5 +200,4 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
 
     @property
     def _width(self) -> int:
-        """Beams that there can be."""
         return min(self.beams, self._running[1].vocab_size)

@@ -1,9 +1,9 @@
-"""Recurrent heads as Apple's recurrent-drafting project publishes them, in its `Drafter` format: weights alone.
+"""Recurrent heads as Apple's recurrent-drafting project publishes them, in its `Drafter` format: only weights.
 
 config.json has `model_type` "recurrent_drafting_drafter", `hidden_size`, `exit_dim`, `num_draft_layers`, `rnn` and
-`vocab_size`. The weights are `input_proj` (where twice the hidden size is not `exit_dim`), `lm_head.{i}.linear` of each
-residual block, `lm_head.{num_draft_layers}.weight` of the output, and, of a recurrent one, `rnn_u` and `rnn_w.weight`.
-It does not say for which weights of a target its heads are.
+`vocab_size`. The weights are `input_proj` (if twice the hidden size is not `exit_dim`), `lm_head.{i}.linear` of each
+residual block, `lm_head.{num_draft_layers}.weight` of the output, and, with `rnn`, `rnn_u` and `rnn_w.weight`. It does
+not identify the target's weights.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _Redrafter = TypeVar("_Redrafter", bound=RedrafterHead)
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of head that a folder of this format holds; None: it is of none."""
+    """The kind of head in a folder of this format; None if there is none."""
     return RedrafterHead.kind if object_of(path / _CONFIG).get("model_type") == _APPLE_TYPE else None
 
 
 def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
-    """A recurrent head of Apple's project, with an output of its own.
+    """Load a recurrent head of Apple's project, with its own output.
 
     Raises:
         ModelNotFoundError: there are no weights.
-        ModelError: a file is damaged, or the weights are not those that config.json names.
+        ModelError: a file is damaged, or the weights do not match config.json.
     """
     config = _apple_sizes(path / _CONFIG)
     file = next((path / name for name in _APPLE_FILES if (path / name).is_file()), None)
@@ -70,7 +70,6 @@ def _apple_sizes(path: Path) -> RedrafterConfig:
 
 
 def _apple_names(config: RedrafterConfig) -> dict[str, str]:
-    """The name of each of their weights in our head."""
     names = {f"lm_head.{config.layers}.weight": "output.weight"}
     for layer in range(config.layers):
         for part in ("weight", "bias"):

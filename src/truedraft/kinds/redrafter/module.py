@@ -1,4 +1,4 @@
-"""The recurrent head of ReDrafter: one head for all places, which reads the tokens that were drafted so far."""
+"""The recurrent head of ReDrafter: one head for all positions, which reads the tokens drafted so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from truedraft.models.packed_linear import filled
 
 _SIZES = ("width", "vocab_size", "state", "exit_width", "length")
 _TABLE_BYTES = 64 << 20
-"""What the recurrence reads of a token is looked up where a table of all of them is not larger."""
+"""Maximum size of a table with the recurrence's input for every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,15 @@ class RedrafterConfig:
     """Sizes of a recurrent head.
 
     Attributes:
-        width: entries of the vector that enters the target's LM head, and of the target's embeddings.
-        vocab_size: token ids.
-        state: entries of the recurrent state.
-        exit_width: entries of what enters the residual blocks and the output; `width` where the output is tied.
-        layers: residual blocks.
-        length: how many tokens after the next it was trained to guess; it can be unrolled further.
-        tied: whether it ends in the target's own LM head, or in a linear layer of its own.
-        rnn: whether the state is SiLU(W e + U s + b); otherwise it is the plain sum of the embeddings e.
-        scaled: whether embeddings are scaled to a root mean square of 1 before they are read.
+        width: entries of the hidden state that enters the target's LM head, and of the target's embeddings.
+        exit_width: entries of the input of the residual blocks and the output; `width` if the output is tied.
+        length: number of guessed tokens after the next in training; it can be unrolled further.
+        tied: whether it ends in the target's LM head, or in its own linear layer.
+        rnn: whether the state is SiLU(W e + U s + b); otherwise it is the sum of the embeddings e.
+        scaled: whether embeddings are scaled to a root mean square of 1.
 
     Raises:
-        OptionError: sizes that make no head.
+        OptionError: invalid sizes.
     """
 
     width: int
@@ -60,7 +57,6 @@ class RedrafterConfig:
     scaled: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no head."""
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} of a recurrent head must be 1 or more, got {getattr(self, name)}")
@@ -81,16 +77,13 @@ class RedrafterConfig:
 
 
 class RedrafterHead(VectorHead):
-    """h and the drafted tokens x_1, ..., x_i give the distribution of the token behind x_i (2403.09919, section 3.1).
+    """h and the drafted tokens x_1, ..., x_i give the distribution of the token after x_i (2403.09919, section 3.1).
 
-    s_0 = 0; s_i = SiLU(W e(x_i) + U s_(i-1) + b), e the target's embedding and x_1 the token that was drawn from the
-    vector h. [h, s_i] goes through a linear layer to the exit width, where that is another width, then through blocks
-    x + SiLU(L x + c), then through the target's LM head or a linear layer of its own.
+    s_0 = 0; s_i = SiLU(W e(x_i) + U s_(i-1) + b), with the target's embedding e and the token x_1 drawn from the hidden
+    state h. [h, s_i] passes through a linear layer if the exit width differs, then blocks x + SiLU(L x + c), then the
+    target's LM head or the head's own linear layer.
 
-    The linear layer starts as the choice of h, and the blocks as the identity, so a tied head starts as the LM head.
-
-    Args:
-        config: sizes.
+    The linear layer starts as the selection of h, and the blocks as the identity, so a tied head starts as the LM head.
     """
 
     kind: ClassVar[str] = "redrafter"
@@ -122,16 +115,15 @@ class RedrafterHead(VectorHead):
             nn.init.zeros_(self.recurrent.bias)
         if self.entry is not None:
             nn.init.zeros_(self.entry.bias)
-            nn.init.eye_(self.entry.weight)  # entry i of [h, s], so h first, where the exit is as wide as h
+            nn.init.eye_(self.entry.weight)  # entry i of [h, s], so this selects h
 
     @torch.no_grad()
     def start_from(self, weight: Tensor) -> None:
-        if self.output is not None and self.output.weight.shape == weight.shape:  # another exit width starts at random
+        if self.output is not None and self.output.weight.shape == weight.shape:  # else it stays random
             self.output.weight.copy_(weight)
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The linear layer of each residual block."""
         return linears_of(self.blocks)
 
     @property
@@ -152,19 +144,14 @@ class RedrafterHead(VectorHead):
         return torch.zeros(rows, self.config.state, dtype=weight.dtype, device=weight.device)
 
     def advance(self, state: Tensor, embedded: Tensor) -> Tensor:
-        """The state `[rows, state]` after one token more.
-
-        Args:
-            state: `[rows, state]`: before it.
-            embedded: `[rows, width]`: the target's embedding of the token.
-        """
+        """The state `[rows, state]` after one more token, with the target's embedding `[rows, width]` of the token."""
         read = (scaled_embedding(embedded) if self.config.scaled else embedded).to(state.dtype)
         if self.token is None or self.recurrent is None:
             return state + read
         return silu(self.token(read) + self.recurrent(state))
 
     def leaving(self, hidden: Tensor, state: Tensor) -> Tensor:
-        """What enters the output, `[rows, exit_width]`, for vectors `[rows, width]` and states `[rows, state]`."""
+        """Input of the output layer, `[rows, exit_width]`, from `[rows, width]` and `[rows, state]`."""
         entering = torch.cat([hidden.to(state.dtype), state], dim=-1)
         blocks: Tensor = self.blocks(entering if self.entry is None else self.entry(entering))
         return blocks
@@ -180,12 +167,8 @@ class RedrafterHead(VectorHead):
 class RedrafterRunner:
     """A recurrent head in the dtype and on the device of a target; its weights are copied.
 
-    A row of each result depends on that row of the arguments alone. Rows are as many as there are beams; `context` is
-    made once a step, for each request, and spread over its beams by the caller.
-
-    Args:
-        head: of the target's width and vocabulary.
-        target: whose embeddings it reads, and whose LM head it ends in if it is tied.
+    Each row of a result depends only on that row of the arguments. There is one row per beam; `context` is computed
+    once per request and step, and repeated for its beams by the caller.
     """
 
     def __init__(self, head: RedrafterHead, target: LanguageModel) -> None:
@@ -200,7 +183,7 @@ class RedrafterRunner:
         if head.entry is not None:
             of_vector, of_state = head.entry.weight.split([config.width, config.state], dim=1)
             self._entry = placed(of_vector, head.entry.bias, target), placed(of_state, None, target)
-        # Blocks and LM head in one call, where the target has one.
+        # Blocks and LM head in one call, if the target supports it.
         self._shared = target.shared_heads([head.linears]) if config.tied and head.linears else None
         self._blocks = [placed(each.weight, each.bias, target) for each in head.linears]
         self._output = None if head.output is None else placed(head.output.weight, None, target)
@@ -209,28 +192,23 @@ class RedrafterRunner:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         return self._target.device
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that there are."""
         return self._target.vocab_size
 
     def context(self, hidden: Tensor) -> Tensor:
-        """What a request's vector adds to what enters the blocks: `[rows, width]` to `[rows, some width]`."""
+        """Contribution of a hidden state `[rows, width]` to the blocks' input: `[rows, some width]`."""
         hidden = hidden.to(self._target.dtype)
         return hidden if self._entry is None else _in_rows(self._entry[0], hidden)
 
     def advance(self, state: Tensor | None, tokens: Tensor) -> Tensor:
-        """The recurrent state after a token more.
+        """The recurrent state `[rows, state]` after one more token.
 
         Args:
             state: `[rows, state]`; None is the state before the first token.
             tokens: `[rows]`, int64, on the target's device.
-
-        Returns:
-            `[rows, state]`.
         """
         told = self._told(tokens) if self._table is None else embedding(tokens, self._table)
         if self._recurrent is None:
@@ -238,13 +216,13 @@ class RedrafterRunner:
         return silu(told if state is None else told + _in_rows(self._recurrent, state))
 
     def _told(self, tokens: Tensor) -> Tensor:
-        """What the recurrence reads of tokens `[rows]`: W e + b, or e itself where the state is a sum."""
+        """The recurrence's input for tokens `[rows]`: W e + b, or e itself if the state is a sum."""
         embedded = self._target.embed(tokens).to(self._target.dtype)
         read = scaled_embedding(embedded) if self._scaled else embedded
         return read if self._token is None else _in_rows(self._token, read)
 
     def likeliest(self, context: Tensor, state: Tensor, ranks: int) -> TopK:
-        """The likeliest next tokens `[rows, ranks]` of contexts and states `[rows, ...]`."""
+        """The likeliest next tokens `[rows, ranks]` for contexts and states `[rows, ...]`."""
         if self._shared is not None:
             return self._shared(self._entering(context, state), 1, ranks).view(len(state))
         leaving = self._leaving(context, state)
@@ -275,6 +253,6 @@ class RedrafterRunner:
 
 
 def _in_rows(product: Product, x: Tensor) -> Tensor:
-    """A product whose rows have the same bits in any company."""
+    """A product with rows that are bitwise independent of the other rows."""
     rows = len(x)
     return product(filled(x))[:rows]

@@ -10,7 +10,7 @@ from truedraft.training.options import HeadRunOptions, HeadSizeOptions, Trains
 
 @dataclass(frozen=True)
 class RedrafterSizeOptions(HeadSizeOptions):
-    """What a recurrent head is."""
+    """Sizes of a recurrent head."""
 
     length: int = option(5, "How many tokens after the next are guessed in training.", "T")
     state: int | None = option(None, "Entries of the recurrent state.", "N", shown_default="the target's width")
@@ -31,7 +31,7 @@ class RedrafterSizeOptions(HeadSizeOptions):
 
 @dataclass(frozen=True)
 class RedrafterRunOptions(HeadRunOptions):
-    """The same for a recurrent head."""
+    """Training options of a recurrent head."""
 
     loss: str = option(
         "kl",

@@ -1,15 +1,14 @@
-"""Beams that are drawn: paths without replacement from a recurrent distribution, or those that coupled noise makes
-likeliest.
+"""Sampled beams: paths without replacement from a recurrent distribution, or those that coupled noise makes likeliest.
 
 Stochastic beam search (Kool et al. 1903.06059; for drafting RSD-S of 2402.14160): every path has a Gumbel-perturbed log
 probability, and the paths with the largest ones are a sample without replacement. From the top down, a node's first
-child has the node's own score, and the next ones ever smaller ones: below the score g before it, the next is
+child has the node's own score, and the next ones smaller scores: after the score g, the next is
 
     -log(exp(-g) + E / m),   E a standard exponential, m the probability of all that is left below the node,
 
-which no more depends on *which* token is drawn than the maximum of Gumbel variables on the argument that attains it.
-So the children can be drawn first, one after another without replacement, and their scores after. Cutting by score is
-then a predictable choice (docs/concepts.md): recursive rejection stays exact.
+which is independent of *which* token is drawn, just as the maximum of Gumbel variables is independent of its argmax. So
+the children can be drawn first, without replacement, and their scores after. Cutting by score is then a predictable
+choice (docs/concepts.md): recursive rejection stays exact.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from truedraft.drafters.draws import Child, OpenNode, drawing_for, fetch_childre
 from truedraft.kinds.redrafter.beam_trees import BeamTrees
 
 _DRAWS = 4
-"""Draws at a node below the root: each costs a pass over the distribution, and later ones are rarely among the best."""
+"""Draws at a node below the root: each reads the whole distribution, and later ones are rarely among the best."""
 _SCORES, _SIBLINGS = 1 << 40, 1 << 20
-"""Keys of the scores' noise begin here, those of the draws at 0; a node has fewer children than the second number."""
+"""First key of the scores' noise (draws begin at 0), and a number that is larger than that of a node's children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,9 @@ class _Node:
     """A drawn token.
 
     Attributes:
-        token: its id.
         parent: number of its parent among the nodes of its tree, -1 for the root.
-        depth: 1 for a child of the root.
-        score: perturbed log probability of its path, or how near it is to what coupled noise would choose.
-        mass: log probability of its path under the head; kept where scores need it.
-        row: of the state that its children are drawn from.
+        score: perturbed log probability of its path, or its closeness to the choice of coupled noise.
+        mass: log probability of its path under the head; only if scores need it.
     """
 
     token: int
@@ -66,9 +62,9 @@ class _BeamTree:
     request: DraftRequest
     budget: Budget
     noise: Noise
-    row: int  # of the request among those that grow together
+    row: int  # of the request in the batch
     nodes: list[_Node] = field(default_factory=list)
-    open: list[int] = field(default_factory=lambda: [-1])  # nodes whose children are drawn next; -1 is the root
+    open: list[int] = field(default_factory=lambda: [-1])  # nodes with children still to draw; -1 is the root
     probs: dict[int, Tensor] = field(default_factory=dict)  # by tree row
     kind: DrawKind = DrawKind.WITHOUT_REPLACEMENT
 
@@ -76,7 +72,7 @@ class _BeamTree:
         return [OpenNode(self.noise, depth, number * width, width) for number in range(len(self.open))]
 
     def shaped(self, logits: Tensor) -> Tensor:
-        """Logits `[open nodes, vocab]` as the request's options change them behind the nodes' paths."""
+        """Logits `[open nodes, vocab]` after the request's options, each for its node's path."""
         shaping = self.request.shaping
         if shaping is None:
             return logits
@@ -85,13 +81,7 @@ class _BeamTree:
 
 
 class SampledBeams:
-    """Draws trees of beams for some requests at once.
-
-    Args:
-        head: the recurrent head, as it runs.
-        beams: paths that are kept at each depth.
-        length: of the paths.
-    """
+    """Draws trees of beams for several requests at once."""
 
     def __init__(self, head: BeamTrees, beams: int, length: int) -> None:
         self._head = head
@@ -110,10 +100,8 @@ class SampledBeams:
         """A tree for each request, within its budget.
 
         Args:
-            batch: the requests; neighbours with the same options share computations.
-            budgets: none is zero.
-            noise: of each.
-            hidden: `[requests, width]`: the vectors from which their last tokens were drawn.
+            batch: consecutive requests with the same options share computations.
+            hidden: `[requests, width]`: hidden states from which their last tokens were drawn.
             drawn: `[requests]`: those tokens, on the target's device.
         """
         trees = [_BeamTree(*each, row) for row, each in enumerate(zip(batch, budgets, noise, strict=True))]
@@ -140,7 +128,7 @@ class SampledBeams:
         return proposals
 
     def _next(self, level: Sequence[_BeamTree], context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The states of all open nodes, and logits `[open nodes, vocab]` behind them."""
+        """The states of all open nodes, and logits `[open nodes, vocab]` after them."""
         opened = [(tree, tree.nodes[node]) for tree in level for node in tree.open]
         tokens = transfers.upload([node.token for _, node in opened], context.device)
         above = transfers.upload([node.row for _, node in opened], context.device)
@@ -148,10 +136,10 @@ class SampledBeams:
         return self._head.behind(context[rows], state[above], tokens)
 
     def _those_that_can(self, tree: _BeamTree, context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """`_next` for each open node alone, for all together failed; those that fail alone are open no more.
+        """`_next` for each open node separately, because all together failed; closes nodes that fail.
 
-        To draw nothing below the others either would bend the answer: which nodes are kept in the end is said by the
-        scores of all, so whether a node that fails is there would depend on its token.
+        Drawing nothing below the others would bias the answer: all scores decide which nodes are kept, so whether a
+        failing node exists would depend on its token.
         """
         every, tree_open = [(state[:0], state[:0])], []
         for node in tree.open:
@@ -164,7 +152,6 @@ class SampledBeams:
         return torch.cat(states), torch.cat(logits)
 
     def _draw_level(self, level: Sequence[_BeamTree], depth: int, logits: Tensor) -> None:
-        """Draw the children of all open nodes, and keep the best of each tree."""
         width = self._beams if depth == 0 else min(self._beams, _DRAWS)
         start = 0
         for _, group in itertools.groupby(level, key=lambda tree: _draws_alike(tree.request)):
@@ -194,10 +181,7 @@ class SampledBeams:
         noise: Sequence[Sequence[float]] | None,
         first_row: int,
     ) -> None:
-        """Of the children that were drawn below the open nodes, keep those with the best scores.
-
-        `noise` is that of each child where it is shared with the target.
-        """
+        """Keep the drawn children of the open nodes with the best scores; `noise` is their coupled noise, if any."""
         tree.kind = DrawKind.WITHOUT_REPLACEMENT if noise is None else DrawKind.COUPLED
         found: list[_Node] = []
         for number, (parent, drawn) in enumerate(zip(tree.open, children, strict=True)):
@@ -210,7 +194,7 @@ class SampledBeams:
                 _Node(token, parent, depth + 1, score, mass, first_row + number)
                 for (token, _), (score, mass) in zip(drawn, scored, strict=True)
             ]
-        found.sort(key=lambda node: -node.score)  # stable: earlier draws of a node stay before later ones
+        found.sort(key=lambda node: -node.score)  # stable: earlier draws of a node come first
         first = len(tree.nodes)
         tree.nodes += found[: self._beams]
         tree.open = list(range(first, len(tree.nodes)))
@@ -243,7 +227,7 @@ def _perturbed_scores(
 def _noise_of(
     children: Sequence[Sequence[Child]], nodes: Sequence[Sequence[OpenNode]], depth: int, probs: Tensor
 ) -> list[list[float]]:
-    """The Gumbel noise of each node's children, which the target will have too; read in one transfer."""
+    """The Gumbel noise of each node's children, which the target shares; one transfer."""
     wanted = []
     for drawn, node in zip(children, itertools.chain.from_iterable(nodes), strict=True):
         noise = node.noise.gumbel(depth, probs.shape[-1], probs.device)
@@ -254,14 +238,13 @@ def _noise_of(
 def _coupled_scores(
     tree: _BeamTree, parent: int, drawn: Sequence[Child], noise: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """How far each child's log q + G lies below the largest one, summed along the path; the target has the same G."""
+    """Difference of each child's log q + G from the largest, summed along the path; the target has the same G."""
     score = 0.0 if parent < 0 else tree.nodes[parent].score
     values = [math.log(max(q, 1e-300)) + g for (_, q), g in zip(drawn, noise, strict=True)]
-    return [(score + (value - values[0]), 0.0) for value in values]  # the first has exactly its parent's
+    return [(score + (value - values[0]), 0.0) for value in values]  # the first has exactly its parent's score
 
 
 def _log_add(a: float, b: float) -> float:
-    """log(exp(a) + exp(b))."""
     high, low = max(a, b), min(a, b)
     return high + math.log1p(math.exp(low - high))
 

@@ -1,4 +1,4 @@
-"""What beams of a recurrent head bring: their trees replayed along what the target wrote, and how to choose them."""
+"""Expected tokens of a recurrent head's beams: replays their trees along the target's text, and calibrates them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ from truedraft.measure.written_text import (
 )
 from truedraft.models.base import LanguageModel
 
-_WIDTHS = (1, 2, 4, 8, 16, 32)  # numbers of beams that are replayed; those of `BUDGETS` are among them
-_POSITIONS = 3000  # of a replay, about: it runs the head for every beam at each of them
-_ROWS = 2048  # beams that are continued at once
-_UNDRAFTED = -2  # no token, and not the end of a beam either
+_WIDTHS = (1, 2, 4, 8, 16, 32)  # replayed numbers of beams, including those of `BUDGETS`
+_POSITIONS = 3000  # approximate number per replay, which runs the head for every beam at each
+_ROWS = 2048  # beams per batch
+_UNDRAFTED = -2  # neither a token nor the end of a beam
 
 
 @dataclass(frozen=True, slots=True)
 class BeamTokens:
-    """What beams of a width and length bring, in tokens per target call.
+    """Tokens per target call with beams of one width and length.
 
     Attributes:
-        beams: continuations that are kept.
-        length: newly drafted tokens of each.
-        nodes: numbers of nodes that the merged trees are cut to, rising.
-        tokens: for each of them the mean acceptance length, replayed.
-        listed: tokens of the longest beams of a step, not merged: those that there can be, times length.
-        merged: nodes that they come to when merged, the mean over positions.
+        nodes: sizes of the cut merged trees, rising.
+        tokens: replayed mean acceptance length for each size.
+        listed: number of tokens of the longest beams of a step before merging.
+        merged: their mean number of nodes after merging.
     """
 
     beams: int
@@ -55,25 +53,23 @@ class BeamTokens:
     merged: float
 
     def at(self, nodes: int) -> float:
-        """Tokens per target call with so many nodes or, where the beams never come to that, with all of them."""
+        """Tokens per target call with `nodes` nodes, or with all if the beams have fewer."""
         points = list(zip(self.nodes, self.tokens, strict=True))
         return next(tokens for at, tokens in reversed(points) if at <= nodes)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ReplayedBeams:
-    """What beams bring to one kind of requests, replayed on held-out text.
+    """Expected tokens of beams for one kind of requests, replayed on held-out text.
 
     Attributes:
-        promises: of several widths and all lengths.
-        survival: what beams are chosen by; None where the head's own probabilities were the better.
-        compared: what decided it: tokens per target call of the smaller of `BUDGETS`, with as many beams, chosen by
-            survival ("calibrated") that was fitted to one half of the text and replayed on the other, and by
-            probability ("raw"); empty where a half is too short.
+        survival: scores of beams; None if the head's own probabilities were better.
+        compared: tokens per target call at the smaller of `BUDGETS`, with as many beams, scored by survival
+            ("calibrated") that was fitted to one half of the text and replayed on the other, and by probability
+            ("raw"); {} if a half is too short.
     """
 
     promises: Sequence[BeamTokens]
@@ -82,7 +78,7 @@ class ReplayedBeams:
 
 
 def facts_of(replayed: Mapping[str, ReplayedBeams]) -> dict[str, Any]:
-    """What is kept with the head, for JSON."""
+    """The facts stored with the head, for JSON."""
     return {
         BEAMS_FACT: {kind: [each.as_dict() for each in of_kind.promises] for kind, of_kind in replayed.items()},
         FACT: {kind: of.survival.depths for kind, of in replayed.items() if of.survival is not None},
@@ -97,13 +93,10 @@ def replay_beams(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, ReplayedBeams]:
-    """How the head's guesses survive, and what beams of several widths and all lengths are expected to bring by that.
+    """Calibrate the survival of the head's guesses, and replay beams of several widths and all lengths.
 
     Args:
-        target: the head's.
-        head: of that target, in evaluation mode.
         text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else; a part of it is replayed.
-        on_progress: called with the number of finished widths, and of all.
     """
     runner, found = RedrafterRunner(head, target), {}
     length, total = head.config.length, len(_WIDTHS) * len(TREE_TEMPERATURES)
@@ -123,7 +116,7 @@ def replay_beams(
 
 
 def compare_beams(runner: RedrafterRunner, traces: Sequence[Trace], length: int) -> dict[str, float]:
-    """What beams bring that are chosen by survival, and by probability; see `ReplayedBeams.compared`."""
+    """Tokens per call of beams scored by survival, and by probability; see `ReplayedBeams.compared`."""
     width = BUDGETS[0]
 
     def ways(fitted: Sequence[Trace], other: Sequence[Trace]) -> Mapping[str, TraceReplay]:
@@ -144,18 +137,14 @@ def tokens_of_beams(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[BeamTokens]:
-    """Replay the trees of beams of some widths and all lengths up to one.
+    """Replay the trees of beams of some widths and all lengths up to `length`.
 
     Args:
-        runner: of the head, with the target that wrote the traces.
         traces: written at the temperature of use.
-        widths: numbers of beams; of those above the number of token ids as many are kept.
-        length: the longest.
-        survival: what beams are chosen by; None takes the head's own probabilities.
-        on_progress: called with the widths that are done, and all.
+        widths: numbers of beams, limited to the number of token ids.
 
     Returns:
-        For each width all lengths, rising; none at all where no trace has two tokens, for then nothing is drafted.
+        For each width all lengths, rising; [] if no trace has two tokens, because then nothing is drafted.
     """
     if not any(trace.steps for trace in traces):
         return []
@@ -174,9 +163,9 @@ def tokens_of_beams(
 def _replays(
     runner: RedrafterRunner, traces: Sequence[Trace], beams: int, length: int, survival: AcceptanceOdds | None
 ) -> tuple[list[TraceReplay], list[float]]:
-    """The replay of trees of so many beams of each length, and the nodes that the longest beams alone come to.
+    """The replay of trees of `beams` beams of each length, and the nodes of the longest beams only.
 
-    Near the end of an answer the engine searches less deep, so other nodes come first than in a deeper tree.
+    Near the end of an answer the engine searches less deep, so the order of nodes differs from that of a deeper tree.
     """
     by_length, merged = _fewest_nodes(runner, traces, min(beams, runner.vocab_size), length, survival)
     replays = []
@@ -193,17 +182,14 @@ def _replays(
 def _fewest_nodes(
     runner: RedrafterRunner, traces: Sequence[Trace], width: int, length: int, survival: AcceptanceOdds | None
 ) -> tuple[list[Tensor], list[float]]:
-    """For each length, at each position, how many nodes it takes until a tree of that depth holds the continuation.
+    """For each length, at each position, how many nodes a tree of that depth needs to hold the continuation.
 
     Args:
-        runner: of the head.
-        traces: of which one has two tokens or more.
-        width: beams that are kept, at most as many as there are token ids.
-        length: the longest.
-        survival: what beams are chosen by.
+        traces: at least one with two tokens or more.
+        width: number of beams, at most the number of token ids.
 
     Returns:
-        For each length `[positions, length]`, int64; and the mean number of nodes that the longest beams alone come to.
+        For each length `[positions, length]`, int64; and the mean number of nodes of the longest beams only.
     """
     fewest: list[list[Tensor]] = [[] for _ in range(length)]
     merged = [0.0] * length
@@ -224,21 +210,15 @@ def _fewest_nodes(
 
 
 def _holding(beams: Beams, node_of: Tensor, truth: Tensor) -> Tensor:
-    """How many nodes hold each prefix of `truth` `[rows, length]`; `NEVER` where none does."""
+    """How many nodes hold each prefix of `truth` `[rows, length]`; `NEVER` if none do."""
     right = (beams.tokens == truth[:, None]).to(torch.uint8).cumprod(dim=-1)  # [rows, beams, length]
-    holder = right.argmax(dim=1, keepdim=True)  # the first beam that is right so far, if any is
+    holder = right.argmax(dim=1, keepdim=True)  # the first beam that is right so far, if any
     return torch.where(right.any(dim=1), node_of.gather(1, holder).squeeze(1) + 1, NEVER)
 
 
 @torch.inference_mode()
 def beam_survival(runner: RedrafterRunner, traces: Sequence[Trace], length: int) -> AcceptanceOdds:
-    """Odds of acceptance that are fitted to what a head gave to its guesses behind the text's own tokens.
-
-    Args:
-        runner: of the head, with the target that wrote the traces.
-        traces: written at the temperature of use.
-        length: the largest depth.
-    """
+    """Odds of acceptance, fitted to the head's probabilities of its guesses after the text's own tokens."""
     count = min(RANKS, runner.vocab_size)
     log_probs = [torch.zeros(length, 0, count)]
     ranks = [torch.zeros(0, length, dtype=torch.int64)]

@@ -1,4 +1,4 @@
-"""The recurrent head of ReDrafter (2403.09919) as the training sees it: its numbers, its loss, and its beams."""
+"""Training of the recurrent head of ReDrafter (2403.09919): its configuration, its loss, and its beams."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from truedraft.training.report import HeadResult, Rows
     from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData
 
-_CHUNK = 256  # positions whose logits are held at once
+_CHUNK = 256  # positions with logits in memory
 _LAWS = ("computed", "stored")
-_TEXT = "train"  # names the kept distributions, as the text beside them
+_TEXT = "train"  # names the stored distributions, as the text next to them
 
 
 @dataclass(frozen=True)
 class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTrainingConfig):
-    """All numbers of a training of a recurrent head (ReDrafter 2403.09919).
+    """Configuration of a training of a recurrent head (ReDrafter 2403.09919).
 
-    It is unrolled over the `length` tokens that it guesses. `self_fed` 0 is teacher forcing.
+    It is unrolled over the `length` guessed tokens. `self_fed` 0 is teacher forcing.
 
     Raises:
         OptionError: a value out of its range.
@@ -83,7 +83,7 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
         check_share("self_fed", self.self_fed)
         if self.laws not in _LAWS:
             raise UnknownOptionError.nearest("kind of distributions", self.laws, _LAWS)
-        asks = self.distillation_loss.reads_target  # refuses an unknown loss
+        asks = self.distillation_loss.reads_target  # raises for an unknown loss
         if self.laws == "stored" and not asks:
             raise OptionError(
                 f"need not be stored for the loss {self.loss!r}, which looks at tokens alone", field="laws"
@@ -129,7 +129,6 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """Fit how guesses survive, replay beams of many widths and lengths, and measure small and large trees."""
         accuracy = HeldOutAccuracy.on(head, lm_head, text, len(text.tokens))()
         replayed = replay_beams(target, head, text, on_progress=functools.partial(on_progress, "replaying beams"))
         kept = facts_of(replayed)
@@ -142,7 +141,7 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
 
 
 def _round(head: RedrafterHead, temperature: float, nodes: int, replayed: ReplayedBeams) -> EngineRound:
-    """As many beams as nodes, so that the tree has the likeliest nodes of all; chosen ones, as they were replayed."""
+    """As many beams as nodes, so that the tree has the likeliest nodes of all; chosen, as in the replay."""
     beams, length = nodes, head.reach
     promised = _promised(replayed.promises, beams, length, nodes)
     about = {"nodes": nodes, "beams": beams, "length": length, "promised": promised}
@@ -150,10 +149,7 @@ def _round(head: RedrafterHead, temperature: float, nodes: int, replayed: Replay
 
 
 def _promised(promises: Sequence[BeamTokens], beams: int, length: int, nodes: int) -> float | None:
-    """Tokens per target call, of so many nodes or, where the beams never come to that, of all that they come to.
-
-    None where there was nothing to replay.
-    """
+    """Expected tokens per target call with `nodes` nodes, or all if the beams have fewer; None without a replay."""
     promise = next((each for each in promises if (each.beams, each.length) == (beams, length)), None)
     return None if promise is None else promise.at(nodes)
 
@@ -161,14 +157,11 @@ def _promised(promises: Sequence[BeamTokens], beams: int, length: int, nodes: in
 class SelfFeeding:
     """At a share of the positions the recurrence reads the head's own greedy guesses, from the second token on.
 
-    The first token is the one that the target gave, which is known in decoding too. Which positions these are is a
-    function of the seed and the batch alone, so a resumed training draws the same.
+    The first token is the target's, which is known in decoding too. The positions depend only on the seed and the
+    batch, so a resumed training draws the same.
 
     Args:
-        head: that guesses.
-        lm_head: of its target.
         share: in [0, 1], the probability of each position.
-        seed: of the choice.
     """
 
     def __init__(self, head: RedrafterHead, lm_head: LmHead, share: float, seed: int) -> None:
@@ -178,7 +171,7 @@ class SelfFeeding:
         self._seed = seed
 
     def __call__(self, batch: CollatedBatch, hidden: Tensor) -> Tensor:
-        """The tokens to read, `[positions, reach]`, at the places of a batch and their vectors `[positions, width]`."""
+        """The tokens to read, `[positions, reach]`, for a batch with hidden states `[positions, width]`."""
         tokens = text_tokens(batch, self._head.reach)
         key = (self._seed, len(batch.rows), int(batch.rows[0]), int(batch.rows[-1]))
         drawn = np.random.default_rng(key).random(len(tokens))
@@ -189,7 +182,7 @@ class SelfFeeding:
 
     @torch.no_grad()
     def _guesses(self, hidden: Tensor, token: Tensor) -> Tensor:
-        """Greedy guesses `[positions, reach - 1]` behind a token `[positions]`."""
+        """Greedy guesses `[positions, reach - 1]` after a token `[positions]`."""
         head, lm_head = self._head, self._lm_head
         state, found = head.new_state(len(hidden)), []
         for place in range(head.reach - 1):

@@ -1,4 +1,4 @@
-"""What people get wrong about a recurrent head: the variants that the doctor tries, each with its fix."""
+"""Common mistakes with recurrent heads: the variants that the doctor tries, each with its fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of decoding went, held against cost curves that were measured before."""
+"""The time of decoding by part, compared with cost curves that were measured before."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ _ROUNDING = 0.005  # of a share that is shown with two digits
 
 
 class CurveCosts:
-    """What the steps of one engine should cost.
-
-    Args:
-        target: V(rows, contexts) of its target.
-        drafting: the cost of each of its drafters' proposals, by name; none without a drafter.
-    """
+    """Predicted costs of one engine's steps: V(rows, contexts) of its target, and the proposal cost of each drafter by
+    name."""
 
     def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
         self._target = target
@@ -26,13 +22,11 @@ class CurveCosts:
         self._of_nodes: dict[tuple[str, int], float] = {}
 
     def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of one target forward: V(rows, contexts)."""
         return self._target(rows, contexts)
 
     def drafting_s(self, step: StepRecord) -> float:
-        """Seconds of drafting: as long as one request's share takes each drafter alone, for a batch is drafted in
-        common forwards.
-        """
+        """Seconds of drafting: each drafter takes as long as for one request's share, because a batch is drafted in
+        common forwards."""
         return sum(self._of(name, step) for name in self._drafting)
 
     def _of(self, name: str, step: StepRecord) -> float:
@@ -49,21 +43,16 @@ class CurveCosts:
 @dataclass(frozen=True, slots=True)
 class Breakdown:
     """Sums over the settled decoding steps (those without a part of a prompt), in seconds unless it says otherwise.
+    `draft_s`, `target_s` and `verify_s` (distributions and verdicts) are timed within the steps.
 
     Attributes:
-        steps: how many.
-        requests: requests that took part, summed over steps: their target calls.
+        requests: requests summed over steps: their target calls.
         rows: tokens fed to the target.
-        nodes: drafted nodes.
-        decode_s: wall time of decoding, what lies between the steps included, without steps that were not settled.
-        draft_s: the drafter, as timed within the steps.
-        target_s: the target's forward, as timed within the steps.
-        verify_s: distributions and verdicts, as timed within the steps.
+        decode_s: wall time of decoding, including the time between steps, without steps that were not settled.
         forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
         plain_curve_s: V(one row a request, contexts) of each step, by the curve.
         drafting_curve_s: the cost of each step's drafting, by the curve.
-        unsettled: decoding steps that were not settled, see `StepRecord.settled`; they are left out of all sums above.
-        unsettled_s: wall time of these.
+        unsettled: decoding steps that were not settled, see `StepRecord.settled`; not part of the sums above.
     """
 
     steps: int = 0
@@ -81,7 +70,7 @@ class Breakdown:
     unsettled_s: float = 0.0
 
     def __add__(self, other: Breakdown) -> Breakdown:
-        """The sum of two; a curve that one of them lacks is lacking in the sum."""
+        """The sum of two; a curve that is None in one of them is None in the sum."""
         sums: dict[str, Any] = {}
         for each in fields(self):
             left, right = getattr(self, each.name), getattr(other, each.name)
@@ -93,14 +82,13 @@ class Breakdown:
 class Shares:
     """Fractions of the time of decoding.
 
-    `target` + `draft` + `host` is 1, as host is what the curves leave over: step time - V - draft cost. Verification is
-    part of it. None of the three is known where the run was faster than the curves: these were then measured at another
-    speed of the machine.
+    `target` + `draft` + `host` is 1, because host is the rest after the curves: step time - V - draft cost. It includes
+    verification. All three are None where the run was faster than the curves: these were then measured at another speed
+    of the machine.
 
     Attributes:
         target: V of the steps, by the curve.
         draft: cost of drafting, by the curve.
-        host: all the rest.
         verification: distributions and verdicts, as timed.
         timed_target: the target's forward, as timed.
         timed_draft: the drafter, as timed.
@@ -115,22 +103,16 @@ class Shares:
 
 
 def known_share(share: float | None) -> float | None:
-    """A share of time or of memory bandwidth; None of more than all, which no run can have had.
+    """A share of time or of memory bandwidth; None above 1, which no run can reach.
 
-    What it is held against was then measured at another speed of the machine, or, for memory, the weights were read
-    from the processor's caches.
+    The reference was then measured at another speed of the machine, or, for memory, the weights were read from the
+    processor's caches.
     """
     return None if share is None or share > 1.0 + _ROUNDING else share
 
 
 def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | None) -> Breakdown:
-    """Sum the decoding steps of one run.
-
-    Args:
-        steps: all steps of the run, prefill among them.
-        total_s: wall time of the whole run, in seconds.
-        costs: the curves; None leaves what needs them out.
-    """
+    """Sum the decoding steps of one run; without curves the fields by the curve are None."""
     decoding = [step for step in steps if step.settled and not step.prefill]
     unsettled = [step for step in steps if not step.settled and not step.prefill]
     unsettled_s = sum(step.total_s for step in unsettled)

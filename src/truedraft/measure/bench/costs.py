@@ -1,4 +1,4 @@
-"""What this machine costs, as a benchmark uses it: what each step should take, and how many bytes it has to read."""
+"""Costs of this machine for a benchmark: predicted seconds of each step, and the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.progress import Progress
 
 PARTS = 100
-"""What the progress of one curve is counted in."""
+"""Progress units of one curve."""
 
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -24,9 +24,9 @@ _SHOWN_CONTEXTS = (128, 512, 1024)
 
 
 def reads_alike(model: LanguageModel) -> bool:
-    """Whether it is known what a forward reads, and does not depend on its tokens, as that of a mixture of experts.
+    """Whether the bytes of a forward are known and independent of its tokens, unlike a mixture of experts.
 
-    Windows of attention are not looked at: with one, the cached tokens that it leaves out are counted too.
+    Windows of attention are ignored: the cached tokens outside of a window are counted too.
     """
     config = getattr(getattr(model, "module", None), "config", None)
     return (
@@ -38,12 +38,12 @@ def reads_alike(model: LanguageModel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What memory bandwidth used is computed from.
+    """The inputs of memory bandwidth utilisation.
 
     Attributes:
         bandwidth: read bandwidth of this machine in bytes per second.
-        target: what a forward of the target reads.
-        draft: what a forward of the draft model reads; None without one.
+        target: read by a forward of the target.
+        draft: read by a forward of the draft model; None without one.
     """
 
     bandwidth: float
@@ -53,14 +53,12 @@ class Memory:
 
 @dataclass(slots=True)
 class MachineCosts:
-    """What was measured of this machine before a benchmark.
+    """Measurements of this machine before a benchmark.
 
     Attributes:
-        bandwidth: of reading memory, in bytes per second; None where it was not measured.
         points: of the curve V of the target, for plots and records: rows, context and seconds.
-        by_name: for each of our engines what its steps should cost.
-        kept: whether a curve is of an earlier run.
-        warnings: about curves that were kept and could not be used, a sentence each.
+        by_name: the costs of each of our engines' steps.
+        warnings: about stored curves that could not be used, a sentence each.
     """
 
     bandwidth: float | None = None
@@ -70,7 +68,6 @@ class MachineCosts:
     warnings: list[str] = field(default_factory=list)
 
     def memory(self, suite: Suite) -> dict[str, Memory]:
-        """What use of memory bandwidth is computed from, for each system."""
         if self.bandwidth is None or not reads_alike(suite.target):
             return {}
         target = footprint_of(suite.target)
@@ -85,16 +82,15 @@ class MachineCosts:
 
 
 def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, refresh: bool = False) -> MachineCosts:
-    """Read bandwidth, the curve V of the target and the cost of each drafter: kept ones, else measured now.
+    """Read bandwidth, the curve V of the target and the cost of each drafter: stored ones, or measured now.
 
-    Drafters whose number of nodes was left open get as many as V favours, and the suite's notes say how many, unless a
-    controller weighs costs itself: that measures now what it would measure at the first request.
+    Drafters without a fixed number of nodes get the fastest number for V, and the suite's notes say how many, unless a
+    controller weighs costs itself: for that, this measures what it would measure at the first request.
 
     Args:
-        suite: whose engines are to be predicted; they do not run meanwhile.
-        params: sampling options of the benchmark; drawing is a part of what drafting costs.
-        progress: is called with parts done, `PARTS` for each of our engines, and what is being measured.
-        refresh: measure although kept curves would do; those may be of a moment when the machine was busy.
+        suite: its engines must not run during the call.
+        progress: called with parts done, `PARTS` for each of our engines, and the name of the measurement.
+        refresh: measure even if stored curves exist, which may be from a busy moment of the machine.
 
     Raises:
         TruedraftError: a model or drafter failed.
@@ -130,13 +126,13 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
 
 
 def _part(progress: Progress, number: int, first: float = 0.0, share: float = 1.0) -> Progress:
-    """The progress of one curve as a share of those of one engine, behind those that come first."""
+    """The progress of one curve as a share of one engine's, after the share `first`."""
 
     return lambda done, label: progress(number * PARTS + int(PARTS * (first + share * done)), label)
 
 
 def shown_points(target: TargetCost, context_length: int) -> list[dict[str, float]]:
-    """Points of the curve V for plots and records: rows, context and seconds, as far as the target's context goes."""
+    """Points of the curve V for plots and records: rows, context and seconds, up to the target's context length."""
     contexts = [context for context in _SHOWN_CONTEXTS if context + _SHOWN_ROWS[-1] <= context_length]
     return [
         {"rows": rows, "context": context, "seconds": target(rows, (context,))}

@@ -1,4 +1,4 @@
-"""The divergence point of two answers that must not differ, and how near the target's choice was there."""
+"""The first difference of two answers that must be equal, and the margin of the target's choice there."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ from truedraft.models.base import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token at the place in question.
-
-    Attributes:
-        id: None where the answer had ended.
-        text: what it looks like.
-        logit: of the target, by plain forwards over everything before it.
-    """
+    """A token at the place of the difference, with the target's logit by plain forwards; `id` is None after the end."""
 
     id: int | None
     text: str
     logit: float | None
 
     def describe(self) -> str:
-        """The token and its logit."""
         return self.text if self.logit is None else f"{self.text} (logit {self.logit:.4f})"
 
 
@@ -33,9 +26,7 @@ class Difference:
     """The first place where two answers to one prompt differ.
 
     Attributes:
-        position: tokens of the answers that are equal before it.
-        plain: what plain decoding gave there.
-        speculative: what speculation gave there.
+        position: number of equal tokens before it.
         best: the two likeliest tokens there.
         margin: between the logits of these two; a small one is a near tie.
     """
@@ -47,7 +38,6 @@ class Difference:
     margin: float
 
     def describe(self) -> str:
-        """In one line."""
         first, second = self.best
         return (
             f"differs at token {self.position}: plain {self.plain.describe()}, speculative "
@@ -59,7 +49,7 @@ class Difference:
 def find_difference(
     target: LanguageModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
 ) -> Difference | None:
-    """Look at the first place where two answers differ; None if one prompt has one answer."""
+    """Find the first place where two answers differ; None if they are equal."""
     if list(plain) == list(speculative):
         return None
     shortest = min(len(plain), len(speculative))

@@ -1,4 +1,4 @@
-"""Hugging Face's own `generate` as systems under test: plain, with prompt lookup and assisted, on the same weights."""
+"""Hugging Face's `generate` as systems under test: plain, with prompt lookup and assisted, on the same weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.options import ModelOptions
 
 ASSISTED = "transformers assisted"
-# The same length as our draft's default, transformers' own adaptation, and what it does when nothing is set.
+# The length of our draft's default, transformers' own adaptation, and its default behaviour.
 _SETTINGS = (
     AssistedSetting("4 tokens", 4, "constant", 0.0),
     AssistedSetting("heuristic from 5", 5, "heuristic", 0.0),
@@ -31,13 +31,10 @@ def generate_systems(
     """Plain generation; with one prompt at a time also prompt lookup and, with a draft, assisted generation.
 
     Args:
-        target: of our engines; its weights are loaded once more.
-        loaded: what it was loaded by.
-        draft: the draft model, which shares its name with the folder that it came from; None without one.
-        batch: prompts that are answered together.
+        draft: the draft model, named after its folder; None without one.
 
     Returns:
-        The systems, and a sentence on what is left out; "" where nothing is.
+        The systems, and a sentence on systems left out; "" where there are none.
 
     Raises:
         ModelError: a model cannot be loaded a second time.
@@ -64,12 +61,8 @@ def generate_systems(
 class GenerateSystem(System):
     """One way of calling `generate`.
 
-    Target calls are counted by a hook. A call that judges a draft is a target call; the first call of assisted
-    generation already does, so its mean acceptance length counts that call and all tokens.
-
-    Args:
-        name: for reports.
-        engine: is called.
+    Target calls are counted by a hook. A call that verifies a draft is a target call. The first call of assisted
+    generation already verifies one, so its mean acceptance length includes that call and all tokens.
     """
 
     def __init__(self, name: str, engine: Generate) -> None:
@@ -77,9 +70,8 @@ class GenerateSystem(System):
         self.engine = engine
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
-        """Answer prompts in one call."""
         drafts, started = self.engine.way.drafts, time.perf_counter()
-        came: list[tuple[float, int]] = []  # seconds until tokens came, and how many for each prompt
+        came: list[tuple[float, int]] = []  # seconds until tokens arrived, and how many for each prompt
         with _counting(self.engine.model, self.engine.way.assistant) as calls:
             replies = self.engine.call(
                 prompts, params, lambda count: came.append((time.perf_counter() - started, count))
@@ -105,7 +97,7 @@ class GenerateSystem(System):
 
 @dataclass(slots=True)
 class _Calls:
-    """Forwards that were made."""
+    """Counts of forwards."""
 
     target: int = 0
     draft: int = 0

@@ -1,7 +1,6 @@
-"""The pictures of a benchmark, PNG and SVG: speed by method, cost of k tokens, acceptance by position,
-decisions, and trees.
+"""The plots of a benchmark, PNG and SVG: speed by method, cost of k tokens, acceptance by position, decisions, trees.
 
-A tree's picture shows which guesses of each head are drafted, and how likely each is to be accepted.
+A tree's plot shows which guesses of each head are drafted, and their probability of acceptance.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _COLUMNS = 120  # of a timeline, at most
 _BRANCH, _EDGE, _FILL = "#8c8c8c", "#5a7fa5", "#c6dbef"
 _SHADES = ("#eaf2fb", "#9ecae1", "#4292c6", "#08519c", "#08306b")
 _WHITE_FROM = 0.45  # share of the colour scale from which a label is white
-_TICKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # of the scale; what is below the first is as pale as it
+_TICKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # of the scale, which ends at the first
 _MARGIN = 0.15  # share of the width that the names of the levels take
 _LEVEL = 1.0  # inches between levels
 _NARROW, _WIDE = 7.0, 13.0  # inches
@@ -47,17 +46,16 @@ _NAMES = ("1st", "2nd", "3rd")
 def draw_all(
     folder: Path, summaries: Sequence[Summary], costs: Sequence[Mapping[str, float]], limit_s: float | None, under: str
 ) -> list[str]:
-    """Draw what there are numbers for.
+    """Draw the plots that there are numbers for.
 
     Args:
-        folder: where pictures go; it exists.
-        summaries: of the systems to show.
+        folder: for the plots; it must exist.
         costs: points of the target's cost curve: rows, context, seconds.
-        limit_s: seconds that reading the weights once takes; None where not known.
-        under: the circumstances, written under each picture.
+        limit_s: seconds for reading the weights once; None where unknown.
+        under: the circumstances, written under each plot.
 
     Returns:
-        Names of the pictures without suffix, in the report's order.
+        Names of the plots without suffix, in the report's order.
     """
     drawn = []
     if summaries:
@@ -73,7 +71,7 @@ def draw_all(
 
 
 def _speed(summaries: Sequence[Summary], under: str) -> Figure:
-    """Horizontal bars in the order of the table: names are long, so they stand beside the bars."""
+    """Horizontal bars in the order of the table, because names are long."""
     figure, axes = new_figure(1.9 + 0.42 * len(summaries))
     places = range(len(summaries))
     medians = [each.tokens_per_s.median for each in summaries]
@@ -122,14 +120,7 @@ def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
 
 
 def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) -> str:
-    """Draw who drafted how much while a system decoded, and what was accepted; returns the picture's name without
-    suffix.
-
-    Args:
-        folder: where the picture goes; it exists.
-        system: its name.
-        decisions: at least one step.
-        under: the circumstances, written under the picture.
+    """Draw which drafter drafted how much in a system, and what was accepted; returns the plot's name without suffix.
 
     Raises:
         OSError: a file cannot be written.
@@ -163,7 +154,7 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
 
 
 def _colours(decisions: Decisions) -> dict[str, str]:
-    """Of all that was decided: drafters in colours, plain decoding grey, probes black."""
+    """A colour for each decision: drafters in colours, plain decoding grey, probes black."""
     names = list(decisions.ordered)
     return {name: _NOT_DRAFTING.get(name, COLOURS[number % len(COLOURS)]) for number, name in enumerate(names)}
 
@@ -173,9 +164,9 @@ def _file_name(what: str, system: str) -> str:
 
 
 def draw_drafted(folder: Path, drafted: DraftedTree, under: str) -> str:
-    """Draw a system's tree into a folder; returns the picture's name without suffix.
+    """Draw a system's tree into a folder; returns the plot's name without suffix.
 
-    Where trees are chosen at each step it is the one that was counted for the same heads, and the picture says so.
+    Where trees are chosen at each step it is the counted tree of the same heads, and the plot says so.
 
     Raises:
         OSError: a file cannot be written.
@@ -195,9 +186,8 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
 
     Args:
         tree: at least one node; with `survival` the nodes are coloured and sized by it.
-        stem: path without suffix; its folder exists.
-        heading: above the picture.
-        under: what its figures were measured on, below it.
+        stem: path without suffix; its folder must exist.
+        under: a description of the measured text, below the plot.
 
     Raises:
         OSError: a file cannot be written.
@@ -225,9 +215,9 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
 
 
 def _places(tree: RankTree) -> list[float]:
-    """Where each tree row (the root, then the nodes) stands from left to right.
+    """The horizontal position of each tree row (the root, then the nodes).
 
-    Leaves stand side by side in the order of ranks, a node over the middle between its first and last child.
+    Leaves are in the order of ranks, a node in the middle between its first and last child.
     """
     children = [sorted(nodes, key=lambda node: tree.paths[node][-1]) for nodes in tree.shape.children]
     places = [0.0] * (len(tree) + 1)
@@ -248,7 +238,7 @@ def _places(tree: RankTree) -> list[float]:
 
 
 def _scale_of(tree: RankTree) -> ScalarMappable | None:
-    """From probability to colour, by its logarithm: it falls by about a factor with each level and rank."""
+    """Maps a probability to a colour by its logarithm: it falls by about a factor with each level and rank."""
     if not tree.survival:
         return None
     from matplotlib.cm import ScalarMappable
@@ -258,12 +248,11 @@ def _scale_of(tree: RankTree) -> ScalarMappable | None:
 
 
 def _shade(survival: float) -> float:
-    """Where a probability lies on the scale, from 0 to 1."""
     return 1.0 - math.log(max(survival, _TICKS[0])) / math.log(_TICKS[0])
 
 
 def _draw_edges(axes: Axes, tree: RankTree, places: list[float]) -> None:
-    """Curves from parents to children, broader where more steps pass; they end upright, clear of other nodes."""
+    """Curves from parents to children, wider for more frequent steps; they end vertically, clear of other nodes."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
@@ -277,7 +266,6 @@ def _draw_edges(axes: Axes, tree: RankTree, places: list[float]) -> None:
 
 
 def _draw_nodes(axes: Axes, tree: RankTree, places: list[float], scale: ScalarMappable | None, across: float) -> None:
-    """Circles with ranks; the root is a dot."""
     axes.plot([places[0]], [0], marker="o", markersize=5, color="black", zorder=2)
     axes.annotate("last token", (places[0], 0), xytext=(8, 2), textcoords="offset points", fontsize=8, va="center")
     for node, path in enumerate(tree.paths):
@@ -295,7 +283,7 @@ def _draw_nodes(axes: Axes, tree: RankTree, places: list[float], scale: ScalarMa
 
 
 def _name_levels(axes: Axes, tree: RankTree) -> None:
-    """At the left, which drafted token a level guesses, and in what share of steps one of its nodes is accepted."""
+    """At the left, the drafted token that a level guesses, and the share of steps that accept one of its nodes."""
     left, _ = axes.get_xlim()
     axes.annotate("in circles: the rank of\nthe head's guess, from 0", (left, 0), fontsize=8.5, va="center", ha="left")
     for depth in range(1, tree.depth + 1):

@@ -23,9 +23,9 @@ class Question:
     """One prompt of a published set.
 
     Attributes:
-        name: its id there.
-        text: what the model continues, or a user's message.
-        category: of sets that have some, else the set's name.
+        name: its id in the set.
+        text: a text to continue, or a user's message.
+        category: in sets with categories, otherwise the set's name.
     """
 
     name: str
@@ -35,13 +35,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A file format, known by its fields.
-
-    Attributes:
-        name: of the set.
-        fields: that every record has.
-        read: from a record and its number to a question.
-    """
+    """A file format, recognised by its fields."""
 
     name: str
     fields: frozenset[str]
@@ -57,7 +51,7 @@ def _gsm8k(record: Record, number: int) -> Question:
 
 
 def _turns(record: Record, _: int) -> Question:
-    """The first turn: later ones ask about the model's own earlier answers."""
+    """Only the first turn, because later ones refer to the model's own earlier answers."""
     turns = record["turns"]
     if not isinstance(turns, list) or not turns:
         raise DataError(f'question {record["question_id"]!r} needs "turns", a list with at least one text')
@@ -83,10 +77,10 @@ def is_question_file(path: Path) -> bool:
 
 
 def read_questions(path: Path) -> tuple[str, list[Question]]:
-    """A set's name and questions, of a file or a folder that holds one; of its test part where there is another, too.
+    """A set's name and questions, from a file or a folder with one; the test part where there are several parts.
 
     Raises:
-        DataError: there is no such file, several that could be meant, or a broken one; says which line.
+        DataError: there is no such file, an ambiguous choice of files, or a broken one; names the line.
     """
     file = _only_file(path) if path.is_dir() else path
     questions: list[Question] = []
@@ -105,7 +99,7 @@ def read_questions(path: Path) -> tuple[str, list[Question]]:
 
 
 def spread(items: Sequence[T], count: int | None) -> list[T]:
-    """`count` items, evenly over the whole, in order: sets are sorted by category. All, if there are no more."""
+    """`count` items, evenly over the whole, in order, because sets are sorted by category; all if there are no more."""
     if count is None or count >= len(items):
         return list(items)
     return [items[(2 * place + 1) * len(items) // (2 * count)] for place in range(count)]

@@ -1,4 +1,4 @@
-"""The one JSON object of a benchmark: what was run, where, and what came of it."""
+"""The JSON object of a benchmark: its systems, the machine, and the results."""
 
 from __future__ import annotations
 
@@ -15,37 +15,26 @@ from truedraft.measure.bench.trees import DraftedTree
 from truedraft.measure.bench.vocabularies import VocabularyCost
 
 _DIVERGENCES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy", "mean_kl_greedy")
-"""How far the distributions of emitted tokens were from the target's, by `Counters`; None after a lossless rule."""
+"""Distances of the distributions of emitted tokens from the target's, by `Counters`; None after a lossless rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What a benchmark was run on and with; its reports repeat it.
+    """The conditions of a benchmark, with names as typed; its reports repeat them.
 
     Attributes:
-        model: the target's name as it was typed.
-        note: what a padded target's figures mean; None for a target as it is.
-        pad_to: the size it was padded to, or None.
-        weights: how they were quantised at load, or None.
-        drafters: as they were typed.
-        peers: likewise.
-        rule: that judges drafted tokens.
-        dtype: of the weights.
-        device: that computes.
-        threads: of the CPU.
-        fast_paths: what is switched on in the target beyond the plain forward.
+        note: the meaning of a padded target's figures; None for an unpadded target.
+        pad_to: the padded size, or None.
+        weights: their quantisation at load, or None.
+        fast_paths: enabled in the target in addition to the plain forward.
         batch: prompts answered together.
-        prompt_set: its name.
-        prompts: how many prompts were asked for.
-        runs: how often each system answered each group.
-        sampling: all sampling options.
-        must_agree: whether our engines' tokens are promised to be those of plain decoding.
-        costs_kept: whether a cost curve is of an earlier run, and so of another moment of the machine.
+        prompts: number of requested prompts.
+        runs: answers of each system to each group.
+        must_agree: whether our engines must give the tokens of plain decoding.
+        costs_kept: whether a cost curve is from an earlier run, and so from another state of the machine.
         bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
-        weight_bytes: bytes that a forward of the target reads; None where not known.
-        machine: machine and versions.
+        weight_bytes: bytes that a forward of the target reads; None where unknown.
         lossless: whether the rule keeps the target's distribution.
-        controller: of our engines, as it was typed.
     """
 
     model: str
@@ -74,16 +63,16 @@ class Circumstances:
 
     @property
     def peers_agree(self) -> bool:
-        """Whether peers should give the same tokens, up to rounding: they draw other random numbers."""
+        """Whether peers should give the same tokens, up to rounding; they draw different random numbers."""
         return (self.must_agree or not self.lossless) and not self.sampling.get("temperature", 0.0)
 
     @property
     def tells_identical(self) -> bool:
-        """Whether identical tokens of ours say something: they are promised, or a lossy rule alone may change them."""
+        """Whether identity of our tokens is meaningful: it is guaranteed, or only a lossy rule can break it."""
         return self.must_agree or self.peers_agree
 
     def line(self) -> str:
-        """In one line, for the head of tables and under plots; with what a padded target's figures mean."""
+        """One line, for the head of tables and under plots, with the meaning of a padded target's figures."""
         where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         temperature = self.sampling.get("temperature", 0.0)
         how, seed = f"temperature {temperature:g}" if temperature else "greedy", self.sampling.get("seed")
@@ -107,7 +96,7 @@ class Circumstances:
         return head + ", ".join(parts)
 
     def of_a_row(self) -> dict[str, Any]:
-        """What each row in the file of rows repeats, for it may be all that is left of a run."""
+        """The values repeated in each row of the file, which may be all that is left of a run."""
         names = (
             "model",
             "pad_to",
@@ -136,13 +125,9 @@ def bench_record(
     """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
 
     Args:
-        summaries: of systems that finished a row.
-        circumstances: of the run.
         costs: points of the target's cost curve: rows, context, seconds.
-        results: of the run.
-        differences: where tokens part that must not, a sentence each.
-        trees: that systems drafted.
-        vocabularies: what it costs drafts that their tokenizers are not the target's.
+        differences: places where tokens differ that must not, a sentence each.
+        vocabularies: costs of drafts with other tokenizers than the target's.
     """
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]

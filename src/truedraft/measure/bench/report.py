@@ -1,6 +1,6 @@
 """The folder of a benchmark: rows as they finish, then record, plots and the Markdown report.
 
-The report says what was run, has the tables and the pictures, and tells how each figure is meant.
+The report describes the run, contains tables and pictures, and explains each figure.
 """
 
 from __future__ import annotations
@@ -78,10 +78,7 @@ steps with the plain steps that the same tokens would have needed; its interval 
 
 
 class OutputFolder:
-    """Where a benchmark is written down. An earlier one's rows stay until there is a new one.
-
-    Args:
-        folder: made if it does not exist.
+    """The output folder of a benchmark. An earlier benchmark's rows stay until there is a new row.
 
     Raises:
         DataError: it cannot be made or written.
@@ -111,18 +108,14 @@ class OutputFolder:
             self._take_back()
 
     def _take_back(self) -> None:
-        """Leave nothing behind where there was nothing to write, as with a drafter that does not exist."""
+        """Remove the created folder if nothing was written, as with a drafter that does not exist."""
         with contextlib.suppress(OSError):
             (self.folder / _ROWS).unlink()
             for folder in self._made:
                 folder.rmdir()
 
     def keep(self, row: Row, about: Mapping[str, Any] | None = None) -> None:
-        """Write a finished row at once, so that nothing that comes later can lose it.
-
-        Args:
-            row: to write.
-            about: of the run, repeated in each row.
+        """Write a finished row with the description of the run at once, so that no later failure loses it.
 
         Raises:
             DataError: the file cannot be written.
@@ -146,14 +139,6 @@ class OutputFolder:
         trees: Sequence[DraftedTree] = (),
     ) -> Path:
         """Write record, plots and report; returns the report's path.
-
-        Args:
-            summaries: of the systems to show.
-            circumstances: of the run.
-            costs: points of the target's cost curve: rows, context, seconds.
-            notes: remarks, a sentence each.
-            record: the JSON object.
-            trees: that systems drafted.
 
         Raises:
             DataError: a file cannot be written.
@@ -188,12 +173,9 @@ def markdown(
     """The report.
 
     Args:
-        summaries: of the systems to show.
-        circumstances: of the run.
-        pictures: names of pictures that lie beside the report as PNG and SVG, without suffix.
-        notes: remarks, a sentence each.
-        trees: that systems drafted, each with the name of its picture.
-        decided: systems that had something to decide, each with the name of its picture.
+        pictures: names without suffix of pictures in the report's folder, as PNG and SVG.
+        trees: drafted by the systems, each with the name of its picture.
+        decided: systems with decisions, each with the name of its picture.
     """
     parts = [
         "# Benchmark",
@@ -215,7 +197,7 @@ def markdown(
 
 
 def decides(summary: Summary) -> bool:
-    """Whether there was a drafter to decide on."""
+    """Whether there were drafters to choose from."""
     decisions = summary.decisions
     return decisions is not None and any(set(each.reasons) != {NOT_ASKED} for each in decisions.tallies.values())
 

@@ -1,4 +1,4 @@
-"""Paired runs: every system answers every group of prompts, in turns, after a warm-up; a row for each turn."""
+"""Paired runs: every system answers every group of prompts, in rotating order, after a warm-up; one row per answer."""
 
 from __future__ import annotations
 
@@ -18,27 +18,23 @@ from truedraft.progress import Progress, unwatched
 
 T = TypeVar("T")
 _WARM_UP_TOKENS = 16
-_WARM_UPS = 3  # of all groups, where steps were not settled: a shape is as it stays from its third forward on
+_WARM_UPS = 3  # of all groups, where steps were not settled: a shape is settled from its third forward on
 
 
 @dataclass(frozen=True, slots=True)
 class SystemOutput:
-    """What a system gives back for a group of prompts that it answered together.
+    """A system's answers to a group of prompts; the last four fields are only of our engines.
 
     Attributes:
         token_ids: new tokens of each prompt, without the one that ended it.
-        first_token_s: for each prompt, seconds until its first token; None where there is none.
-        prefill_s: seconds spent on prompts, the first tokens included.
+        first_token_s: seconds until the first token of each prompt; None without tokens.
+        prefill_s: seconds spent on prompts, including the first tokens.
         forwards: forwards of the target after the prefill; each serves all prompts of the group.
-        draft_forwards: forwards of the draft model.
-        context_tokens: cached tokens that those target forwards read, summed over forwards and prompts.
-        target_calls: target calls of the prompts, as far as they can be counted; None where they cannot.
+        context_tokens: cached tokens read by those target forwards, summed over forwards and prompts.
+        target_calls: target calls summed over prompts; None where they cannot be counted.
         mean_acceptance_length: tokens per target call; None where it cannot be counted.
-        first_tokens: new tokens of a prompt that came with the prefill; several where that already judges a draft.
+        first_tokens: new tokens of a prompt from the prefill; several where that already verifies a draft.
         counters: of our engine; None for another library.
-        steps: of our engine, in order.
-        finish_reasons: of our engine, for each prompt.
-        warnings: of our engine, about all prompts together.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -57,11 +53,7 @@ class SystemOutput:
 
 
 class System(ABC):
-    """One way of answering: a system under test.
-
-    Attributes:
-        name: for reports; unique in a run.
-    """
+    """A system under test, with a name for reports that is unique in a run."""
 
     name: str
 
@@ -76,20 +68,15 @@ class System(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Prompts that are answered together.
-
-    Attributes:
-        names: what reports call them.
-        prompts: their token ids.
-        params: how their answers are drawn.
-    """
+    """Prompts that are answered together."""
 
     names: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
 
     def cut(self, context_length: int, most: int | None = None) -> SamplingParams:
-        """Options with as many tokens as the longest prompt leaves room for, so that all stop alike; or with fewer."""
+        """Options with as many tokens as the longest prompt leaves room for, so that all stop at the same length, and
+        at most `most`."""
         room = context_length - max(map(len, self.prompts))
         wanted = self.params.max_tokens if most is None else min(self.params.max_tokens, most)
         return dataclasses.replace(self.params, max_tokens=max(1, min(wanted, room)))
@@ -97,18 +84,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system, one group of prompts, one run.
+    """One system's answer to one group of prompts in one run.
 
     Attributes:
-        system: its name.
-        prompts: names of the group's prompts.
-        run: number of the run, from 0.
-        place: when the system's turn came within the group, from 0.
+        run: from 0.
+        place: of the system in the order of the group, from 0.
         total_s: wall time from the first submission to the last answer, in seconds.
-        cpu_s: CPU time of the whole process meanwhile, all threads together, in seconds.
-        output: what it answered.
-        breakdown: where the time went; None for a peer.
-        decisions: what was decided in its steps; None for a peer.
+        cpu_s: CPU time of the whole process in that time, all threads together, in seconds.
+        breakdown: of the time; None for a peer.
+        decisions: of the steps; None for a peer.
     """
 
     system: str
@@ -133,17 +117,16 @@ class Row:
 
     @property
     def decode_s(self) -> float:
-        """Seconds after the prefill."""
         return self.total_s - self.output.prefill_s
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens that came after the prefill, per second after it."""
+        """Tokens after the prefill, per second after it."""
         later = sum(max(len(tokens) - self.output.first_tokens, 0) for tokens in self.output.token_ids)
         return later / self.decode_s if later and self.decode_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For the file of rows: counts and seconds, no rates, so that every rate can be computed again."""
+        """For the file of rows: counts and seconds, no rates, so that every rate can be recomputed."""
         output = self.output
         return {
             "system": self.system,
@@ -170,32 +153,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A group that a system could not answer.
-
-    Attributes:
-        system: its name; "" where no system got as far.
-        prompts: names of the group's prompts.
-        reason: in a sentence.
-    """
+    """A group that a system could not answer; `system` is "" where the failure was before any system."""
 
     system: str
     prompts: tuple[str, ...]
     reason: str
 
     def describe(self) -> str:
-        """In a sentence."""
         return f"{self.system}{', ' if self.system else ''}prompt {', '.join(self.prompts)}: {self.reason}"
 
 
 @dataclass(slots=True)
 class Results:
-    """What a benchmark brought, also one that was interrupted.
-
-    Attributes:
-        rows: finished ones, in the order of running.
-        failures: what could not be answered, and why.
-        interrupted: whether Ctrl-C ended it.
-    """
+    """The results of a benchmark, also of one that Ctrl-C interrupted; the rows are in the order of running."""
 
     rows: list[Row] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -203,7 +173,7 @@ class Results:
 
 
 def grouped(prompts: Sequence[tuple[str, Sequence[int], SamplingParams]], size: int) -> list[Group]:
-    """Prompts (name, token ids, options) in groups of `size`, in order; a group has the options of its first."""
+    """Prompts (name, token ids, options) in groups of `size`, in order; a group has the options of its first prompt."""
     parts = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     return [
         Group(tuple(name for name, _, _ in part), tuple(tuple(ids) for _, ids, _ in part), part[0][2]) for part in parts
@@ -211,7 +181,7 @@ def grouped(prompts: Sequence[tuple[str, Sequence[int], SamplingParams]], size: 
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:
-    """The items, beginning with another one, so that none always goes first."""
+    """The items in rotated order, so that no item is always first."""
     first = by % len(items)
     return [*items[first:], *items[:first]]
 
@@ -228,17 +198,14 @@ def run_all(
 ) -> Results:
     """Let all systems answer all groups, `runs` times each: A B C, then B C A, and so on.
 
-    The one that goes first changes from group to group, so that none always finds the caches and clocks that another
-    left behind. Ctrl-C ends the run; what was finished stays.
+    The first system changes from group to group, so that none always runs with the caches and clocks that another left.
+    Ctrl-C ends the run; finished rows are kept.
 
     Args:
         systems: with different names.
         groups: at least one; answers are cut where prompt and answer fill the target's context.
-        runs: how often each system answers each group.
-        context_length: most tokens of prompt and answer together.
-        costs: what the steps of our engines should cost, by their names.
-        keep: is given each row as soon as it is finished.
-        progress: is called with the number of finished turns and the name of the next system.
+        keep: called with each row as soon as it is finished.
+        progress: called with the number of finished answers and the name of the next system.
     """
     results = Results()
     turns = [(run, number, group) for run in range(runs) for number, group in enumerate(groups)]
@@ -267,7 +234,7 @@ def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs:
     """Let one system answer one group, timed.
 
     Raises:
-        TruedraftError: it could not.
+        TruedraftError: it failed.
     """
     cpu, started = time.process_time(), time.perf_counter()
     output = system.answer(group.prompts, group.params)
@@ -275,15 +242,15 @@ def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs:
     breakdown = break_down(output.steps, total_s, costs) if output.steps else None
     forward_s = None if costs is None else costs.forward_s
     decisions = Decisions.of(output.steps, forward_s) if output.steps else None
-    output = dataclasses.replace(output, steps=())  # summed up; thousands of runs need not keep them
+    output = dataclasses.replace(output, steps=())  # summed up, because thousands of runs would fill memory
     return Row(system.name, group.names, run, place, total_s, cpu_s, output, breakdown, decisions)
 
 
 def _warm_up(systems: Sequence[System], groups: Sequence[Group], context_length: int, progress: Progress) -> None:
-    """Let first-time costs fall outside the measurement; what fails here is told when it is measured.
+    """Keep first-time costs out of the measurement; failures here are reported when they are measured.
 
-    A beginning of the first group will do, unless a step of it was not settled: then all groups are answered until all
-    steps were, or a few times.
+    The beginning of the first group is enough, unless a step was not settled: then all groups are answered until all
+    steps are, or a few times.
     """
     for system in systems:
         progress(0, f"warm-up: {system.name}")
@@ -296,7 +263,7 @@ def _warm_up(systems: Sequence[System], groups: Sequence[Group], context_length:
 
 
 def _settles(system: System, group: Group, params: SamplingParams) -> bool:
-    """Let a system answer; whether all of its steps were settled, as far as they are known."""
+    """Let a system answer; returns whether all of its known steps were settled."""
     try:
         return all(step.settled for step in system.answer(group.prompts, params).steps)
     except TruedraftError:
@@ -304,10 +271,10 @@ def _settles(system: System, group: Group, params: SamplingParams) -> bool:
 
 
 def time_without_core(rows: Sequence[Row]) -> float:
-    """The least fraction of their time in which this process ran on no core: 1 - CPU time / wall time, 0 or more.
+    """A lower limit of the fraction of time without a core: 1 - CPU time / wall time, at least 0.
 
-    Decoding on the CPU computes all the time, so anything much above 0 means that others were using the machine. With
-    several threads more may have gone unseen.
+    Decoding on the CPU computes all the time, so a value well above 0 means that other processes used the machine. With
+    several threads there may be more, undetected.
     """
     total_s = sum(row.total_s for row in rows)
     return max(0.0, 1.0 - sum(row.cpu_s for row in rows) / total_s) if total_s > 0 else 0.0

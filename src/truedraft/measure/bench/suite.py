@@ -1,4 +1,4 @@
-"""From the words of a benchmark to the systems under test: one target, engines around it, peers on the same weights."""
+"""The systems under test of a benchmark: one target, engines for it, peers on the same weights."""
 
 from __future__ import annotations
 
@@ -27,20 +27,15 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 ENTROPY = 0
-"""Of engines that are measured: a benchmark of requests without a seed draws from the same noise each time."""
+"""Entropy of the measured engines, so that requests without a seed draw the same noise each time."""
 _LEAST_BATCH = 32  # the engine's own limit; a larger batch raises it
 _NO_DRAFTER = "none"
 PEERS = ("transformers",)
-"""Names of other libraries that are measured beside our engines."""
+"""Names of other libraries that can be measured together with our engines."""
 
 
 class OurEngine(System):
-    """Our engine, which promises the tokens of plain decoding.
-
-    Args:
-        name: for reports.
-        engine: composed of target, drafter and rule.
-    """
+    """Our engine, which guarantees the tokens of plain decoding."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
@@ -49,7 +44,7 @@ class OurEngine(System):
     def answer(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> SystemOutput:
-        """Likewise; each prompt may have options of its own."""
+        """Answer prompts together; each may have options of its own."""
         steps: list[StepRecord] = []
         self.engine.listeners.append(steps.append)
         try:
@@ -77,7 +72,7 @@ class OurEngine(System):
         )
 
     def _draft_forwards(self, step: StepRecord) -> int:
-        """A draft model runs once a level for the whole batch; no level lies below the drafter's limit or the nodes."""
+        """One draft forward per level for the whole batch; the levels are at most the drafter's limit and the nodes."""
         shares = [share for request in step.requests for share in request.shares]
         nodes = {name: sum(each.nodes for each in shares if each.drafter == name) for name in self._drafting_models}
         members = self.engine.drafter.members
@@ -85,7 +80,7 @@ class OurEngine(System):
 
     @property
     def draft_model(self) -> LanguageModel | None:
-        """The draft model, if that is what drafts; of several the first that is no copy of the target."""
+        """The draft model, if one drafts; of several the first that does not draft in the target's own cache."""
         members = self.engine.drafter.members
         models = sorted(self._drafting_models.items(), key=lambda each: members[each[0]].held.in_target)
         return models[0][1] if models else None
@@ -101,14 +96,10 @@ class Suite:
     """The systems under test.
 
     Attributes:
-        target: of our engines.
         lossless: whether the rule keeps the target's distribution.
         ours: our engines, plain decoding first.
-        peers: systems of other libraries.
         best_of: titles, each with the systems of which only the best is shown.
-        notes: what readers of a report should know, a sentence each.
-        batch: prompts answered together.
-        controller: words for the controller that each of our engines has one of.
+        notes: for readers of a report, a sentence each.
     """
 
     target: LanguageModel
@@ -122,26 +113,23 @@ class Suite:
 
     @property
     def systems(self) -> list[System]:
-        """All of them, plain decoding first."""
         return [*self.ours, *self.peers]
 
     @property
     def our_names(self) -> list[str]:
-        """Names of our engines, plain decoding first."""
         return [each.name for each in self.ours]
 
     @property
     def assistant(self) -> LanguageModel | None:
-        """What peers draft with: the first draft model among our drafters that is no copy of the target."""
+        """The draft model of peers: the first of our drafters that does not draft in the target's own cache."""
         members = (member for each in self.ours for member in each.engine.drafter.members.values())
         return next((each.model for each in members if each.model is not None and not each.held.in_target), None)
 
     def must_agree(self, params: SamplingParams) -> bool:
-        """Whether our engines promise the tokens of plain decoding."""
         return self.lossless and (params.greedy or params.seeded)
 
     def redraft(self, system: OurEngine, drafter: Drafter) -> None:
-        """Let one of our engines draft with another drafter.
+        """Replace the drafter of one of our engines.
 
         Raises:
             CompositionError: the drafter does not fit.
@@ -164,14 +152,8 @@ def load_suite(
     """Load the target once for our engines, and once more for each peer.
 
     Args:
-        model: the target.
-        machine: on what models run.
-        drafters: words for drafters; "none" adds nothing to plain decoding, which is always measured.
-        drafters_dir: folders of drafters where "auto", and kinds without a path, look, too.
-        peers: names of other libraries.
-        rule: words for the rule.
-        controller: words for the controller.
-        batch: prompts answered together.
+        drafters: as typed; "none" adds nothing to plain decoding, which is always measured.
+        drafters_dir: further folders for "auto", and for kinds without a path.
 
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
@@ -205,7 +187,7 @@ def check_peers(names: Sequence[str]) -> None:
     """Refuse libraries that cannot be measured, before anything is loaded.
 
     Raises:
-        UnknownOptionError: there is no such; names those that there are.
+        UnknownOptionError: there is no such library; names the known ones.
     """
     for name in names:
         if name not in PEERS:
@@ -213,12 +195,11 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 def _room(batch: int) -> int:
-    """Requests that an engine must have room for."""
     return max(_LEAST_BATCH, batch)
 
 
 def _short_name(spec: str, taken: Sequence[str]) -> str:
-    """The word with the last part of its paths, which is enough for a table; the whole word where that is taken."""
+    """The word with only the last part of its paths, for tables; the whole word where that is taken."""
     members = Words.parse("drafter", spec).members
     short = _with_short_path(spec)
     if members:
@@ -234,7 +215,7 @@ def _with_short_path(spec: str) -> str:
 
 
 def _dtype_notes(asked: str, target: LanguageModel) -> list[str]:
-    """What to know where the CPU has no instructions for bfloat16."""
+    """Notes on a CPU without instructions for bfloat16."""
     if target.device.type != "cpu" or has_bfloat16(target.device):
         return []
     if str(target.dtype) != "torch.bfloat16":

@@ -1,4 +1,4 @@
-"""From rows to what a system achieved: medians and spread over prompts, and ratios paired by prompt."""
+"""Summaries of rows: medians and spread over prompts, and ratios paired by prompt."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ _SHOWN_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Over the groups of prompts, each with the median of its runs.
-
-    Attributes:
-        median: the middle.
-        low: first quartile.
-        high: third quartile.
-    """
+    """Median and quartiles over the groups of prompts, each with the median of its runs."""
 
     median: float
     low: float
@@ -46,13 +40,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Paired with plain decoding by group: ratios of tokens per second.
+    """Ratios of tokens per second to plain decoding's, paired by group; `mean` is their geometric mean.
 
-    Attributes:
-        mean: geometric mean over groups.
-        low: the smallest.
-        high: the largest.
-        share_faster: fraction of the groups with a ratio above 1.
+    `share_faster` is the fraction of the groups with a ratio above 1.
     """
 
     mean: float
@@ -62,41 +52,36 @@ class Ratio:
 
     @classmethod
     def of(cls, ratios: Sequence[float]) -> Ratio:
-        """From at least one ratio."""
         mean = statistics.geometric_mean(ratios) if min(ratios) > 0 else 0.0
         return cls(mean, min(ratios), max(ratios), sum(ratio > 1 for ratio in ratios) / len(ratios))
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one system achieved.
+    """The results of one system.
 
     Attributes:
-        name: its name.
-        ours: whether it is our engine.
-        groups: groups of prompts that it answered.
         tokens: new tokens of one run of each group.
         tokens_per_s: prefill included.
-        decode_tokens_per_s: tokens that came after the prefill, per second after it.
-        first_token_s: time to the first token.
+        decode_tokens_per_s: tokens after the prefill, per second after it.
         target_calls: of one run of each group; None where they cannot be counted.
-        mean_acceptance_length: tokens per target call; None likewise.
+        mean_acceptance_length: tokens per target call; None where they cannot be counted.
         counters: of one run of each group; None for a peer.
         speedup: over plain decoding, prefill included; None without plain rows to pair with.
         decode_speedup: the same for tokens after the prefill.
-        predicted_speedup: from acceptance and cost curves, for tokens after the first: the geometric mean over
-            groups, as `decode_speedup` is; None without curves.
-        measured_over_predicted: how much of that came true: the geometric mean of the ratio over groups that have both.
+        predicted_speedup: from acceptance and cost curves, for tokens after the first: the geometric mean over groups,
+            as `decode_speedup` is; None without curves.
+        measured_over_predicted: the geometric mean of the ratio of measured to predicted speedup over groups that have
+            both.
         shares: of decoding time; None for a peer.
-        mbu: fraction of memory bandwidth used in decoding; None where it is not known what is read, or where it was
-            more than all of it, as from the processor's caches.
+        mbu: fraction of memory bandwidth used in decoding; None where the bytes read are unknown, or where it was above
+            1, as with weights in the processor's caches.
         cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
-        identical_groups: groups whose tokens, in all runs, are those of plain decoding's first run.
-        compared_groups: groups that plain decoding answered too; fewer than `groups` in a run that was interrupted.
-        empty_answers: prompts whose answers had no token in one run of each group.
-        decisions: what was decided in all runs of all groups; None for a peer.
+        identical_groups: groups with the tokens of plain decoding's first run in all runs.
+        compared_groups: groups that plain decoding answered too; fewer than `groups` in an interrupted run.
+        empty_answers: prompts with an answer without tokens in one run of each group.
+        decisions: of all runs of all groups; None for a peer.
         unsettled: decoding steps of all runs that were not settled, see `StepRecord.settled`.
-        unsettled_s: that these took.
     """
 
     name: str
@@ -125,12 +110,12 @@ class Summary:
 
     @property
     def lossy(self) -> bool:
-        """Whether a lossy rule judged; its counters then say how far it was from the target's distribution."""
+        """Whether a lossy rule verified drafts; its counters then have the distance from the target's distribution."""
         return self.counters is not None and self.counters.divergence is not None
 
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
-        """Accepted over tried for the k-th drafted token, k from 1; positions that were never tried end it."""
+        """Accepted over tried for the k-th drafted token, k from 1, up to the last position that was tried."""
         if self.counters is None:
             return ()
         pairs = zip(self.counters.accepted_per_position, self.counters.tried_per_position, strict=True)
@@ -144,13 +129,9 @@ ByGroup = dict[tuple[str, ...], float]
 def summarise(
     rows: Sequence[Row], names: Sequence[str], ours: Sequence[str], memory: Mapping[str, Memory]
 ) -> list[Summary]:
-    """One summary for each system that finished a row, in the order of `names`.
+    """One summary for each system that finished a row, in the order of `names`; `ours` are the names of our engines.
 
-    Args:
-        rows: of all systems.
-        names: all systems.
-        ours: those that are our engine.
-        memory: for systems whose use of memory bandwidth is wanted.
+    Memory bandwidth utilisation is computed for the systems in `memory`.
     """
     by_name: dict[str, Groups] = {}
     for row in rows:
@@ -160,15 +141,7 @@ def summarise(
 
 
 def shown(summaries: Sequence[Summary], best_of: Mapping[str, Sequence[str]]) -> tuple[list[Summary], list[str]]:
-    """The summaries for people: of systems that only differ in a setting, the fastest stands for all.
-
-    Args:
-        summaries: of all systems.
-        best_of: titles, each with the systems that it stands for.
-
-    Returns:
-        The summaries to show, and for each title a sentence that says which setting it is.
-    """
+    """The summaries to show, only the fastest of each group in `best_of`; and for each a sentence with its setting."""
     titles: dict[str, str] = {}
     hidden: set[str] = set()
     notes = []
@@ -189,7 +162,7 @@ def _speed_of(summary: Summary) -> str:
 
 
 def empty_answers(summaries: Sequence[Summary]) -> list[str]:
-    """A sentence for each system that ended answers before their first token; these have no speed, and no ratio."""
+    """A sentence for each system with answers that ended before their first token; these have no speed and ratio."""
     told = []
     for each in summaries:
         if names := each.empty_answers:
@@ -199,7 +172,7 @@ def empty_answers(summaries: Sequence[Summary]) -> list[str]:
 
 
 def unsettled_steps(summaries: Sequence[Summary]) -> list[str]:
-    """A sentence for each system some of whose steps were not settled, though it was warmed up."""
+    """A sentence for each system with steps that were not settled, in spite of the warm-up."""
     return [
         f"{each.name}: forwards of new shapes were made ready in {each.unsettled} steps, which took "
         f"{each.unsettled_s:.2f} s; they count in tokens/s and x plain, and neither in shares of time nor predictions"
@@ -283,13 +256,13 @@ def _median(runs: Sequence[Row], value: Callable[[Row], float]) -> float:
 
 
 def _ratios(groups: Groups, plain: Groups, value: Callable[[Row], float]) -> ByGroup:
-    """Only of groups in which both emitted tokens: a sampled answer may end before it has begun."""
+    """Ratios only of groups in which both emitted tokens, because a sampled answer may be empty."""
     both = ((key, _median(runs, value), _median(plain[key], value)) for key, runs in groups.items() if key in plain)
     return {key: measured / below for key, measured, below in both if measured > 0 and below > 0}
 
 
 def _predictions(groups: Groups) -> ByGroup:
-    """Predicted speed-up of each group that has one: its own acceptance, and V and draft cost of its own steps."""
+    """Predicted speedup of each group: from its acceptance, and V and draft cost of its steps."""
     found: ByGroup = {}
     for key, runs in groups.items():
         breakdown = _total_breakdown(runs)
@@ -305,7 +278,7 @@ def _geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) -> float | None:
-    """Ours from the counts; a peer's weighted by its calls."""
+    """Computed from our counts; a peer's is weighted by its calls."""
     if counters is not None:
         return counters.mean_acceptance_length
     weighted = [(row.output.mean_acceptance_length, row.output.target_calls) for row in firsts]
@@ -329,7 +302,7 @@ def _all_decisions(rows: Sequence[Row]) -> Decisions | None:
 
 
 def _predicted(counters: Counters, breakdown: Breakdown) -> float | None:
-    """From the curves' means over the steps that were run."""
+    """Computed from the curves' means over the executed steps."""
     verified, plain, drafting = breakdown.forward_curve_s, breakdown.plain_curve_s, breakdown.drafting_curve_s
     if verified is None or plain is None or drafting is None or not breakdown.steps:
         return None
@@ -338,7 +311,7 @@ def _predicted(counters: Counters, breakdown: Breakdown) -> float | None:
 
 
 def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
-    """Bytes that had to be read / time / bandwidth, over decoding."""
+    """Bytes read by the algorithm / time / bandwidth, over decoding."""
     seconds = sum(row.decode_s for row in rows)
     if seconds <= 0:
         return None

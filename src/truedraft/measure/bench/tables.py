@@ -27,12 +27,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table as text.
-
-    Attributes:
-        headings: of the columns, some with a line break; the first one stands above the engines' names.
-        rows: one for each system, as many cells as headings.
-    """
+    """A table as text; headings may have a line break, and the first is for the engines' names."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -42,7 +37,7 @@ Column = tuple[str, Callable[[Summary], str]]
 
 
 def all_tables(summaries: Sequence[Summary], circumstances: Circumstances) -> list[TextTable]:
-    """Those of a report, in order; what a padded target's figures mean stands at the head of each."""
+    """The tables of a report, in order; each begins with the meaning of a padded target's figures."""
     corner = "" if circumstances.note is None else circumstances.note.partition(" (")[0].replace(", ", ",\n")
     speeds = speed_table(summaries, circumstances.tells_identical, circumstances.peers_agree)
     tables = [speeds, divergence_table(summaries), time_table(summaries), acceptance_table(summaries)]
@@ -50,13 +45,7 @@ def all_tables(summaries: Sequence[Summary], circumstances: Circumstances) -> li
 
 
 def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: bool = True) -> TextTable:
-    """How fast each system was, and whether it gave the tokens of plain decoding.
-
-    Args:
-        summaries: rows.
-        must_agree: whether our engines' tokens are to be compared: they must be those, or a lossy rule is why not.
-        peers_agree: whether those of peers are as well.
-    """
+    """The speed of each system, and whether it gave the tokens of plain decoding, where these are compared."""
     columns: list[Column] = [
         ("tokens/s", _speed),
         ("x plain", lambda each: _number(None if each.speedup is None else each.speedup.mean, 2)),
@@ -71,7 +60,7 @@ def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: boo
 
 
 def divergence_table(summaries: Sequence[Summary]) -> TextTable:
-    """What a lossy rule gave up: means over its emitted tokens; rows for those that it judged."""
+    """The divergence caused by a lossy rule: means over its emitted tokens, for the systems that used one."""
     columns: list[Column] = [
         ("total\nvariation", lambda each: _number(_counters(each).mean_total_variation, 3)),
         ("KL,\nnats", lambda each: _number(_counters(each).mean_kl, 3)),
@@ -86,7 +75,7 @@ def _counters(summary: Summary) -> Counters:
 
 
 def time_table(summaries: Sequence[Summary]) -> TextTable:
-    """Where the time of decoding went, and what the cost curves predicted."""
+    """The time of decoding by part, and the predictions of the cost curves."""
     columns: list[Column] = [
         ("predicted", lambda each: _number(_unless_plain(each, each.predicted_speedup), 2)),
         ("decode\nx plain", lambda each: _number(None if each.decode_speedup is None else each.decode_speedup.mean, 2)),
@@ -101,7 +90,7 @@ def time_table(summaries: Sequence[Summary]) -> TextTable:
 
 
 def acceptance_table(summaries: Sequence[Summary]) -> TextTable:
-    """How often the k-th drafted token was accepted of the times it was reached; rows for those that drafted."""
+    """Acceptance rate of the k-th drafted token where it was reached, for systems that drafted."""
     drafting = [each for each in summaries if each.acceptance_per_position]
     longest = max((len(each.acceptance_per_position) for each in drafting), default=0)
     columns: list[Column] = [
@@ -112,7 +101,7 @@ def acceptance_table(summaries: Sequence[Summary]) -> TextTable:
 
 
 def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
-    """What each token tree promised, and what it brought: tokens per target call."""
+    """Predicted and measured tokens per target call of each token tree."""
     headings = ("", "nodes", "promised", "if\nindependent", "measured", "measured/\npromised")
     rows = tuple(
         (
@@ -129,7 +118,7 @@ def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
 
 
 def decisions_table(decisions: Decisions) -> TextTable:
-    """What was decided, how often and why, and what came of it: each drafter, plain decoding, and steps to learn from.
+    """The decisions, their frequency, reasons and results: each drafter, plain decoding, and exploration steps.
 
     Numbers of nodes and tokens are means of a step and request; shares are fractions.
     """
@@ -152,7 +141,6 @@ def decisions_table(decisions: Decisions) -> TextTable:
 
 
 def _why(tally: Tally) -> str:
-    """Reasons, the most frequent first."""
     reasons = sorted(tally.reasons, key=lambda reason: -tally.reasons[reason])
     return ", ".join(_REASONS.get(reason, reason) for reason in reasons)
 
@@ -186,7 +174,7 @@ def _three_digits(value: float) -> str:
 
 
 def _unless_plain(summary: Summary, value: float | None) -> float | None:
-    """Plain decoding predicts itself."""
+    """None for plain decoding, which would predict itself."""
     return None if summary.name == PLAIN else value
 
 

@@ -1,4 +1,4 @@
-"""Token trees in a benchmark: how many nodes pay here, and what became of what a tree promised."""
+"""Token trees in a benchmark: the best number of nodes on this machine, and predicted and measured lengths."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from truedraft.measure.bench.suite import OurEngine, Suite
 
 @dataclass(frozen=True, slots=True)
 class ChosenTrees:
-    """Trees that are chosen at each step.
-
-    Attributes:
-        nodes: of each, at most.
-        promised: tokens per target call by their replay; None where nobody replayed them.
-    """
+    """Trees that are chosen at each step, with the tokens per target call predicted by replay, if there was one."""
 
     nodes: int
     promised: float | None
@@ -31,16 +26,15 @@ class ChosenTrees:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTree:
-    """A system's trees, with promised and measured tokens per target call.
+    """A system's trees, with predicted and measured tokens per target call.
 
     Attributes:
-        system: who drafted them.
-        tree: its nodes, with `survival` where they were counted; where trees are chosen at each step, the tree that was
-            counted for the same heads.
+        tree: with `survival` where it was counted; where trees are chosen at each step, the counted tree of the same
+            heads.
         measured: mean acceptance length in the benchmark; None where it did not run.
-        product: what the tree would promise if heads erred independently; None where that was not kept with them.
-        chosen: those that are drafted instead of `tree`; None where it is drafted itself.
-        promised_on: the text on which promises were measured, in words; the benchmark's own is `measured`.
+        product: the prediction for independent errors of the heads; None where their accuracy is unknown.
+        chosen: the trees drafted instead of `tree`; None where `tree` is drafted.
+        promised_on: a description of the text of the prediction; `measured` is on the benchmark's own.
     """
 
     system: str
@@ -52,22 +46,20 @@ class DraftedTree:
 
     @property
     def nodes(self) -> int:
-        """Most nodes that are drafted."""
         return len(self.tree) if self.chosen is None else self.chosen.nodes
 
     @property
     def counted(self) -> float | None:
-        """Tokens per target call that the tree's counts promise; None where nobody counted."""
+        """Tokens per target call predicted from the tree's counts; None without counts."""
         return None if math.isnan(self.tree.expected_tokens) else self.tree.expected_tokens
 
     @property
     def promised(self) -> float | None:
-        """Tokens per target call that were to be expected; None where nobody measured that."""
+        """Predicted tokens per target call; None without a prediction."""
         return self.counted if self.chosen is None else self.chosen.promised
 
     @property
     def measured_over_promised(self) -> float | None:
-        """How much of the promise came true."""
         return None if self.measured is None or self.promised is None else self.measured / self.promised
 
     @property
@@ -75,7 +67,6 @@ class DraftedTree:
         return f" (on {self.promised_on})" if self.promised_on else ""
 
     def describe(self) -> str:
-        """In one line."""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
         if self.chosen is None:
             told = [f"{self.system}: a tree of {nodes}"]
@@ -94,7 +85,6 @@ class DraftedTree:
         return ", ".join(told)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the record."""
         return {
             "system": self.system,
             "trees": "fixed" if self.chosen is None else "likeliest",
@@ -110,15 +100,14 @@ class DraftedTree:
 
 
 def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
-    """Let drafters whose number of nodes was left open draft as many as pay, and note how many, a sentence each.
+    """Set the number of nodes of drafters without a fixed one to the fastest number, and add a note on each.
 
-    Those of engines whose controller weighs costs stay as they are: it chooses at each step.
+    Engines with a controller that weighs costs are left as they are: it chooses at each step.
 
     Args:
-        suite: its engines do not run meanwhile.
+        suite: its engines must not run during the call.
         forwards: V of its target.
-        params: sampling options of the benchmark.
-        refresh: measure what drafting costs although kept costs would do.
+        refresh: measure drafting costs even if stored costs exist.
 
     Raises:
         TruedraftError: target or drafter failed.
@@ -135,13 +124,7 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
 
 
 def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: SamplingParams) -> list[DraftedTree]:
-    """The trees of those of our drafters that draft by ranks, each as far as its number of nodes goes.
-
-    Args:
-        suite: whose engines.
-        measured: the mean acceptance length of each engine; that of several drafters is of none of them.
-        params: of the benchmark.
-    """
+    """The trees of our drafters that draft by ranks; `measured` has the mean acceptance length of each engine."""
     found = []
     drafting = [(member_title(each, name), member) for each in suite.ours for name, member in _members(each)]
     for title, member in drafting:
@@ -162,5 +145,5 @@ def _members(system: OurEngine) -> Iterable[tuple[str, Drafter]]:
 
 
 def member_title(system: OurEngine, member: str) -> str:
-    """What a report calls one of a system's drafters: the system itself where that is its only one."""
+    """The name of a system's drafter in reports: the system's own where there is only one."""
     return system.name if len(system.engine.drafter.members) == 1 else f"{system.name}: {member}"

@@ -1,10 +1,10 @@
-"""What it costs in acceptance that a draft cannot write all of the target's tokens.
+"""The loss of acceptance of a draft that cannot write all of the target's tokens.
 
-A token drawn from q is accepted with probability sum min(p, q), where q lies on the tokens that both models can write.
-So what is rejected, 1 - sum min(p, q), is the sum of two parts: the mass that p has on tokens which the draft cannot
-write, whatever it guesses, and sum max(0, p - q) over those that it can, where it guesses wrongly. Both are means over
-the places of the target's own answers, by the distributions that sampling options make of the logits; of greedy ones
-they are shares of places.
+A token drawn from q is accepted with probability sum min(p, q), where q covers the tokens that both models can write.
+So the rejection probability, 1 - sum min(p, q), is the sum of two parts: the mass of p on tokens that the draft cannot
+write, and sum max(0, p - q) over those that it can, where its guess is wrong. Both are means over the places of the
+target's own answers, for the distributions that sampling options make of the logits; for greedy ones they are shares of
+places.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ _PLACES = 1024
 
 @dataclass(frozen=True, slots=True)
 class AnsweredPrompt:
-    """A prompt and what the target answers by itself.
-
-    Attributes:
-        prompt: token ids.
-        answer: likewise.
-        params: how it was drawn.
-    """
+    """A prompt and the target's answer, in token ids."""
 
     prompt: Sequence[int]
     answer: Sequence[int]
@@ -47,14 +41,13 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyCost:
-    """Of one draft with another tokenizer.
+    """The acceptance of one draft with another tokenizer.
 
     Attributes:
-        drafter: by name.
-        shared: the part of the target's ids that it can write.
-        places: of the target's answers that were looked at.
-        unshared_mass: the target's probability of ids that the draft cannot write, mean over these.
-        acceptance: sum min(p, q), likewise.
+        shared: the fraction of the target's ids that it can write.
+        places: number of places in the target's answers.
+        unshared_mass: the target's probability of ids that the draft cannot write, mean over the places.
+        acceptance: sum min(p, q), mean over the places.
     """
 
     drafter: str
@@ -64,7 +57,6 @@ class VocabularyCost:
     acceptance: float
 
     def describe(self) -> str:
-        """In one sentence."""
         return (
             f"{self.drafter} can write {self.shared:.3f} of the target's tokens, for the tokenizers differ: over "
             f"{self.places:,} places of the target's answers {self.unshared_mass:.3f} of its probability lies on the "
@@ -73,12 +65,11 @@ class VocabularyCost:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For the record."""
         return dataclasses.asdict(self)
 
 
 def answered_prompts(groups: Sequence[Group], rows: Sequence[Row]) -> list[AnsweredPrompt]:
-    """What plain decoding answered, each prompt once, where no option changes logits before they are a distribution."""
+    """Plain decoding's answers, each prompt once, where no option changes logits before they are a distribution."""
     by_names = {group.names: group for group in groups if not group.params.shapes_logits}
     plain = {row.prompts: row for row in rows if row.system == PLAIN and row.prompts in by_names}
     return [
@@ -91,14 +82,9 @@ def answered_prompts(groups: Sequence[Group], rows: Sequence[Row]) -> list[Answe
 def vocabulary_costs(
     target: LanguageModel, drafters: Mapping[str, Drafter], answered: Sequence[AnsweredPrompt]
 ) -> list[VocabularyCost]:
-    """Of each drafter whose model cannot write all that the target can; others are left out.
+    """The costs of each drafter with a model that cannot write all of the target's tokens, on the first 1,024 places.
 
-    Args:
-        target: that decides.
-        drafters: by name.
-        answered: of which the first 1,024 places are looked at.
-
-    What cannot be found out is told by a warning: it comes behind a measurement, which must not be lost by it.
+    A failure is only a warning, because this follows a measurement that must not be lost.
     """
     costs = []
     for name, drafter in drafters.items():
@@ -125,7 +111,7 @@ def vocabulary_costs(
 
 
 def _first(draft: LanguageModel, answered: Sequence[AnsweredPrompt]) -> Iterator[AnsweredPrompt]:
-    """As many places as are looked at, of texts that the draft has room for."""
+    """The first places, of texts that fit the draft's context."""
     left = _PLACES
     for each in answered:
         answer = each.answer[:left]
@@ -136,7 +122,7 @@ def _first(draft: LanguageModel, answered: Sequence[AnsweredPrompt]) -> Iterator
 
 
 def _at_places(target: LanguageModel, draft: LanguageModel, answered: AnsweredPrompt) -> Tensor:
-    """`[2, places]`, float64: the target's mass on what the draft cannot write, and sum min(p, q)."""
+    """`[2, places]`, float64: the target's mass on tokens that the draft cannot write, and sum min(p, q)."""
     unshared = torch.ones(target.vocab_size, dtype=torch.float64)
     unshared[draft.shared_ids] = 0.0
     found = []
@@ -144,6 +130,6 @@ def _at_places(target: LanguageModel, draft: LanguageModel, answered: AnsweredPr
     theirs, ours = outputs_along(target, ids, first, answered.params.adapter), outputs_along(draft, ids, first)
     for outputs in zip(theirs, ours, strict=True):
         p, q = (probs_from_logits(each.logits.double().cpu(), answered.params) for each in outputs)
-        q = q.nan_to_num(0.0)  # where it has no mass at all nothing is proposed
+        q = q.nan_to_num(0.0)  # without any mass nothing is proposed
         found.append(torch.stack([p @ unshared, overlap(p, q)]))
     return torch.cat(found, dim=1)

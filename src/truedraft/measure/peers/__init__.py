@@ -1,4 +1,4 @@
-"""Other engines behind one small contract: the one place where their names become code."""
+"""Other engines with one small interface: the only place with code for particular engines."""
 
 from truedraft.measure.peers.asking import FILTERS, Peer, PeerFacts, Question, Reply
 from truedraft.measure.peers.calling import Patience

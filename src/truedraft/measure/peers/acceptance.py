@@ -1,4 +1,4 @@
-"""What a running server says of its drafts: acceptance as its metrics count it, ours, vLLM's and SGLang's."""
+"""Acceptance of a running server's drafts, from its metrics: ours, vLLM's and SGLang's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ _SIGMAS = 1.96
 
 @dataclass(frozen=True)
 class ServedAcceptance:
-    """What was accepted of all that a server drafted since it was started.
+    """Acceptance of all drafts since the server was started.
 
     Attributes:
-        drafts: times that something was drafted; 0 where the server counts none.
-        drafted: tokens.
-        accepted: of them.
-        by_position: accepted tokens by their place in what was drafted; empty where nobody counts these.
-        by_drafter: drafted and accepted tokens of each drafter; empty where nobody counts these.
-        told: tokens per target call as the server itself computes them; None where it does not.
+        drafts: number of drafts; 0 where the server does not count them.
+        by_position: accepted tokens by their position in the draft; empty where they are not counted.
+        by_drafter: drafted and accepted tokens of each drafter; empty where they are not counted.
+        told: tokens per target call as the server computes them; None where it does not.
     """
 
     drafts: float = 0.0
@@ -37,10 +35,10 @@ class ServedAcceptance:
 
     @property
     def tokens_per_call(self) -> tuple[float, float, float]:
-        """Tokens of a call for which something was drafted, and where its mean lies with 95 %.
+        """Mean tokens of a call with a draft, and its 95 % confidence interval.
 
-        With s_k the share of drafts of which k or more tokens were accepted, E[a] = sum s_k and
-        E[a^2] = sum (2k - 1) s_k. Drafts are taken to be independent.
+        With s_k the share of drafts with k or more accepted tokens, E[a] = sum s_k and E[a^2] = sum (2k - 1) s_k.
+        Drafts are assumed to be independent.
         """
         if not self.drafts:
             return (self.told or math.nan,) * 3
@@ -52,7 +50,7 @@ class ServedAcceptance:
 
 
 def served_acceptance(caller: Caller) -> ServedAcceptance:
-    """What the metrics of a server say.
+    """Read the metrics of a server.
 
     Raises:
         PeerError: it has none, or they count no drafts.
@@ -89,7 +87,7 @@ def served_acceptance(caller: Caller) -> ServedAcceptance:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of each line of what Prometheus reads."""
+    """Name, labels and value of each line of Prometheus's text format."""
     for name, labels, value in _LINE.findall(text):
         try:
             yield name, dict(_LABEL.findall(labels)), float(value)

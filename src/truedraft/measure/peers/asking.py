@@ -1,4 +1,4 @@
-"""The contract of an engine that is asked from outside: questions with token ids and options, and what it answered."""
+"""The interface of a peer engine: questions with token ids and options, and its answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from truedraft.core.params import SamplingParams
 from truedraft.errors import PeerError
 
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
-"""What makes a distribution of logits, in the order of Hugging Face; other engines have other orders."""
+"""The steps from logits to a distribution, in Hugging Face's order; other engines use other orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request.
-
-    Attributes:
-        prompt: token ids.
-        params: how it is to be answered; where the seed is None none is sent.
-    """
+    """One request, in token ids; with seed None no seed is sent."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -32,12 +27,12 @@ class Reply:
     """One answer.
 
     Attributes:
-        token_ids: of the answer, the token that ended it left out.
-        text: of the answer; None where the engine gives none.
+        token_ids: without the token that ended the answer.
+        text: None where the engine gives none.
         finish_reason: "stop" or "length", or another word of the engine's own.
-        logprobs: of each token, natural logarithms, as the engine says; None where it does not.
-        top_logprobs: of each token its likeliest rivals, by id; None where it does not say.
-        unsure: why the ids may not be those that were drawn; "" where the engine told them itself.
+        logprobs: natural logarithms for each token, as the engine reports them; None where it does not.
+        top_logprobs: the likeliest tokens at each place, by id; None where they are not reported.
+        unsure: why the ids may not be the drawn ones; "" where the engine returned them itself.
     """
 
     token_ids: tuple[int, ...]
@@ -48,7 +43,6 @@ class Reply:
     unsure: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file of JSON lines."""
         top = None if self.top_logprobs is None else [[[i, p] for i, p in each.items()] for each in self.top_logprobs]
         logprobs = None if self.logprobs is None else list(self.logprobs)
         return {
@@ -58,10 +52,10 @@ class Reply:
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Reply:
-        """What `as_dict` made.
+        """The inverse of `as_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no such thing.
+            KeyError, TypeError, ValueError: the dictionary is invalid.
         """
         top = kept["top_logprobs"]
         return cls(
@@ -76,16 +70,16 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class PeerFacts:
-    """What is known of an engine before it is asked.
+    """Properties of an engine.
 
     Attributes:
         name: of the engine, as "vllm".
-        version: of it, if it tells.
-        filters: the order in which it makes a distribution of logits, of `FILTERS`; those missing it does not know.
-        takes: names of `SamplingParams` that it understands; a question with others is refused.
-        tells_ids: whether it answers token ids.
-        logprobs: "raw" where it gives the model's own, "processed" behind temperature and filters, "" for none.
-        more: what else is to be reported, as its command.
+        version: "" where it is unknown.
+        filters: those of `FILTERS` that it supports, in its order.
+        takes: names of `SamplingParams` that it supports; a question with others is refused.
+        tells_ids: whether it returns token ids.
+        logprobs: "raw" for the model's own, "processed" after temperature and filters, "" for none.
+        more: further values for reports, such as its command.
     """
 
     name: str
@@ -98,29 +92,25 @@ class PeerFacts:
 
 
 class Peer(ABC):
-    """An engine that answers.
-
-    Attributes:
-        facts: about it.
-    """
+    """An engine that answers questions."""
 
     facts: PeerFacts
 
     @abstractmethod
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Ask questions together, so that the engine may batch them; yields each answer as it comes.
+        """Answer questions together, so that the engine may batch them; yields each answer as it arrives.
 
-        With each comes the number of its question. One that could not be answered is an error in its place, so that
-        the others are kept. Who keeps answers as they come loses none to an interrupt.
+        Each comes with the number of its question. A question that failed gives an error in its place, so that the
+        others are kept. A caller that keeps answers as they arrive loses none to an interrupt.
         """
 
     def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        """The same, all of them in the order of the questions."""
+        """The answers in the order of the questions."""
         found = dict(self.answers(questions))
         return [found[number] for number in range(len(questions))]
 
     def refuses(self, params: SamplingParams) -> str:
-        """Options of a question that the engine does not take, joined by commas; "" where it takes all."""
+        """Options of a question that the engine does not support, joined by commas; "" if it supports all."""
         plain = SamplingParams()
         changed = [
             name for name in SamplingParams.__dataclass_fields__ if getattr(params, name) != getattr(plain, name)

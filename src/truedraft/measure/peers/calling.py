@@ -1,8 +1,8 @@
-"""HTTP to a server that may be down, slow, busy or broken: an answer in JSON, or one sentence that says what is wrong.
+"""HTTP to a server that may be down, slow, busy or broken: returns JSON, or raises an error with one clear sentence.
 
-A server that says that it is busy is waited for, as it asks; all threads wait together, so that it gets no more
-requests meanwhile. A connection that closes in the middle of an answer is tried again a few times. What is read of one
-answer is bounded in bytes, and in time too where it is not a stream of events.
+A busy server is retried after the time that it names; all threads wait together, so that it gets no more requests until
+then. A connection that closes in the middle of an answer is retried a few times. The size of an answer is limited in
+bytes, and its duration too, except for event streams.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     import httpx2
 
 _QUOTED = 200
-"""Characters of a server's own words that are shown."""
+"""Characters of a server's message that are shown."""
 _MOST_BYTES, _MOST_EVENT_BYTES = 128 << 20, 16 << 20
-"""Of an answer, and of one event of a stream."""
+"""Limits of an answer, and of one event of a stream."""
 _CONNECTING_S = 20.0
 _LAST_PORT = 65_535
 _FIELDS = (b"", b"event", b"id", b"retry")
-"""What lines of a stream of events begin with beside data, up to a colon; comments begin with that."""
+"""Names of fields in an event stream other than data, before the colon; comments have an empty name."""
 _BUSY = {429: "too many requests", 503: "unavailable"}
 
 
 class Clock(Protocol):
-    """Where time comes from; tests bring their own."""
+    """A source of time; tests replace it."""
 
     def monotonic(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since an arbitrary moment."""
         ...
 
     def time(self) -> float:
@@ -45,21 +45,20 @@ class Clock(Protocol):
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for a duration."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a server that cannot answer now is waited for.
+    """How long to wait for a busy server.
 
     Attributes:
-        total_s: that one request waits in all.
-        first_s: of the first wait, where the server does not say how long; each further one is twice as long.
-        longest_s: of such a wait.
-        retries: of a request whose connection closes before its answer is whole.
-        clock: by which it is waited.
-        jitter: a number in [0, 1), by which requests of many clients do not come back together.
+        total_s: the most that one request waits in all.
+        first_s: the first wait, where the server gives no time; each further one is twice as long.
+        longest_s: the longest such wait.
+        retries: of a request with a connection that closes before its answer is complete.
+        jitter: returns a number in [0, 1), so that requests of many clients do not retry together.
     """
 
     total_s: float = 600.0
@@ -70,26 +69,24 @@ class Patience:
     jitter: Callable[[], float] = field(default=random.random)
 
     def wait_s(self, attempt: int) -> float:
-        """Of the wait behind so many failed attempts: the upper half of a doubling time, drawn."""
+        """Seconds to wait after a number of failed attempts: random in the upper half of a doubling time."""
         longest = min(self.first_s * 2.0 ** min(attempt, 32), self.longest_s)
         return longest * (0.5 + 0.5 * self.jitter())
 
 
 class Caller:
-    """Sends JSON to one server; threads may share it.
+    """Sends JSON requests to one server; safe to share between threads.
 
     Args:
-        url: of the server, with or without /v1.
-        api_key: that it is asked with; None sends none.
-        timeout_s: that one answer may take.
-        patience: with a server that is busy.
-        tell: is called with a sentence, once, when the server makes us wait.
-        transport: that carries requests in place of the network.
-        follows: whether it goes where the server sends it on to. Another host gets no key, nor does http after https.
-        key_from: where a key is given, for messages.
+        url: with or without /v1.
+        api_key: sent with requests; None sends none.
+        tell: called once with a sentence when the server is busy.
+        transport: replaces the network.
+        follows: whether to follow redirects. The key is not sent to another host, nor to http after https.
+        key_from: where a key is configured, for messages.
 
     Attributes:
-        url: without /v1, and without the name and password that it may hold, for messages.
+        url: without /v1, user name and password, for messages.
 
     Raises:
         OptionError: the address or the key cannot be used.
@@ -123,10 +120,10 @@ class Caller:
         self._clock = self._patience.clock
         self._tell = tell
         self._guard = threading.Lock()
-        self._free_at = -float("inf")  # when the server may be asked again
+        self._free_at = -float("inf")  # when the next request may be sent
         self._told = False
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        here = self._root.host in ("localhost", "127.0.0.1", "::1")  # no proxy leads there
+        here = self._root.host in ("localhost", "127.0.0.1", "::1")  # proxies do not apply
         self._client = httpx2.Client(
             headers=headers,
             timeout=httpx2.Timeout(timeout_s, connect=min(timeout_s, _CONNECTING_S)),
@@ -152,27 +149,22 @@ class Caller:
         """
         found = self._answered("GET", path, None, threading.Event())
         if not 200 <= found.status < 300:
-            self._json(found, path)  # raises
+            self._json(found, path)  # raises the error
         return found.body.decode(errors="replace")
 
     def post(self, path: str, body: Mapping[str, Any], over: threading.Event | None = None) -> Mapping[str, Any]:
-        """The JSON that answers some.
-
-        Args:
-            path: on the server.
-            body: that is sent.
-            over: once it is set nobody wants the answer, and no further attempt is made.
+        """Send JSON and return the JSON of the answer; setting `over` cancels further attempts.
 
         Raises:
-            PeerError: there is none; says why.
+            PeerError: there is no answer; says why.
         """
         return self._called("POST", path, body, over or threading.Event())
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
-        """The JSON of each event of a stream that answers some, as they come, up to [DONE].
+        """Send JSON and yield the JSON of each event of the answer's stream, up to [DONE].
 
         Raises:
-            PeerError: there is none, or it ends before [DONE]; says why.
+            PeerError: there is no stream, or it ends before [DONE]; says why.
         """
         try:
             with self._opened("POST", path, body) as response:
@@ -193,7 +185,6 @@ class Caller:
         raise PeerError(f"{self.url} ended its answer in the middle; ask again, and see its log")
 
     def _event_data(self, response: httpx2.Response, path: str) -> Iterator[bytes]:
-        """The data of each event."""
         data: list[bytes] = []
         size = 0
         for line in _lines(self._parts(response)):
@@ -215,7 +206,6 @@ class Caller:
                 raise self._too_long(_MOST_EVENT_BYTES)
 
     def close(self) -> None:
-        """Close all connections."""
         self._client.close()
 
     def _called(
@@ -224,7 +214,6 @@ class Caller:
         return self._json(self._answered(method, path, body, over), path)
 
     def _answered(self, method: str, path: str, body: Mapping[str, Any] | None, over: threading.Event) -> _Answer:
-        """What the server answers once it is not busy."""
         waited, attempt, closed = 0.0, 0, 0
         while True:
             waited += self._until_free(over)
@@ -243,7 +232,7 @@ class Caller:
             if found.status not in _BUSY:
                 return found
             asked = found.retry_after_s(self._clock.time())
-            at_once = asked == 0.0 and attempt >= self._patience.retries  # which it said often enough
+            at_once = asked == 0.0 and attempt >= self._patience.retries  # after repeated zero waits, the usual ones
             wait_s = self._patience.wait_s(attempt) if asked is None or at_once else asked
             attempt += 1
             if waited + wait_s > self._patience.total_s:
@@ -254,7 +243,6 @@ class Caller:
             self._hold(wait_s, found.status)
 
     def _hold(self, wait_s: float, status: int) -> None:
-        """All requests wait."""
         with self._guard:
             self._free_at = max(self._free_at, self._clock.monotonic() + wait_s)
             told, self._told = self._told, True
@@ -262,7 +250,7 @@ class Caller:
             self._tell(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
 
     def _until_free(self, over: threading.Event) -> float:
-        """Wait until the server may be asked; returns the seconds that took."""
+        """Wait until a request may be sent; returns the seconds waited."""
         began = now = self._clock.monotonic()
         while now < self._free_at and not over.is_set():
             self._clock.sleep(self._free_at - now)
@@ -273,12 +261,7 @@ class Caller:
 
     @contextlib.contextmanager
     def _opened(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
-        """What the server answers, not yet read.
-
-        Raises:
-            PeerError: it cannot be asked, or is too slow.
-            _ClosedError: it closed the connection before its answer was whole.
-        """
+        """The server's response, not yet read."""
         import httpx2
 
         url = self._root.copy_with(path=self._root.path.rstrip("/") + path)
@@ -286,7 +269,7 @@ class Caller:
             with self._client.stream(method, url, json=body) as response:
                 if response.request.method == method:
                     yield response
-                else:  # who follows that asks for something else
+                else:  # a redirect changed the method
                     yield response.history[-1]
         except (httpx2.ConnectTimeout, httpx2.ConnectError) as error:
             asked = error.request.url
@@ -298,19 +281,19 @@ class Caller:
             raise self._too_slow() from error
         except (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError, httpx2.CloseError):
             raise _ClosedError from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # names that are too long are none
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # Unicode: long host names
             raise PeerError(f"{self.url} cannot be asked ({first_line(error)})") from error
 
     def _whole(self, response: httpx2.Response, end: float) -> _Answer:
         parts = []
-        for part in self._parts(response):  # a server may send a byte now and then, for ever
+        for part in self._parts(response):  # a server may send single bytes forever
             parts.append(part)
             if self._clock.monotonic() > end:
                 raise self._too_slow()
         return _Answer(response.status_code, response.headers, b"".join(parts))
 
     def _parts(self, response: httpx2.Response) -> Iterator[bytes]:
-        """A body as it comes, of bounded length."""
+        """The body in parts, of limited length in all."""
         size = 0
         for part in response.iter_bytes():
             size += len(part)
@@ -348,23 +331,11 @@ class Caller:
 
 
 class _ClosedError(Exception):
-    """The connection closed before the answer was whole."""
+    """The connection closed before the answer was complete."""
 
 
 class _Answer:
-    """What came.
-
-    Args:
-        status: by HTTP.
-        headers: of it.
-        body: as bytes.
-
-    Attributes:
-        status: as given.
-        headers: as given.
-        body: as given.
-        content: of JSON; None where it is none.
-    """
+    """An HTTP answer; `content` is its parsed JSON, None if the body is not JSON."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.status = status
@@ -377,12 +348,12 @@ class _Answer:
 
     @property
     def is_error(self) -> bool:
-        """Whether it is the form of an error, whatever its status says."""
+        """Whether it has the form of an error, whatever its status."""
         return isinstance(self.content, Mapping) and bool(self.content.get("error"))
 
     @property
     def said(self) -> str:
-        """The message of an error, or the beginning of what is no JSON; quoted, and cut."""
+        """The message of an error, or the beginning of a body that is not JSON; quoted, and cut."""
         content = self.content
         if content is None:
             words: Any = self.body.decode(errors="replace")
@@ -398,7 +369,7 @@ class _Answer:
         return repr(cut) if cut else ""
 
     def retry_after_s(self, now: float) -> float | None:
-        """Seconds that the server wants to be left alone, of a number or a date; None where it does not say."""
+        """Seconds of the Retry-After header, a number or a date; None without one."""
         said = self.headers.get("retry-after", "").strip()
         if said.isdecimal():
             return float(said)
@@ -409,11 +380,7 @@ class _Answer:
 
 
 def _root(url: str) -> httpx2.URL:
-    """The address without /v1.
-
-    Raises:
-        OptionError: it is none.
-    """
+    """The address without /v1."""
     import httpx2
 
     try:
@@ -427,7 +394,7 @@ def _root(url: str) -> httpx2.URL:
 
 
 def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Whole lines of a body, and what is behind the last one where that is short enough."""
+    """The lines of a body, and the rest after the last one if that is short enough."""
     left = b""
     for part in parts:
         *lines, left = (left + part).split(b"\n")

@@ -1,8 +1,8 @@
-"""How servers want to be asked, and what they tell: one `Dialect` for each kind, made of data and two functions.
+"""Request forms and answer forms of servers: one `Dialect` for each kind, made of data and two functions.
 
-All but llama.cpp's speak OpenAI's `/v1/completions`, each with fields of its own. Options that an engine would set by
-itself, or take from a model's generation configuration, are sent with values that change nothing, so that only those of
-the question act.
+All but llama.cpp's use OpenAI's `/v1/completions`, each with fields of its own. Options that an engine would set by
+default, or take from a model's generation configuration, are sent with neutral values, so that only the question's
+options have an effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from truedraft.measure.peers.asking import PeerFacts
 
 _TOKEN_ID = "token_id:"
 _QUOTED = 40
-"""Characters of a server's own words that are shown."""
+"""Characters of a server's message that are shown."""
 _PLAIN = ("max_tokens", "temperature", "top_p", "seed", "stop", "logprobs")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 _OPEN_MODELS = (
@@ -32,19 +32,16 @@ _OPEN_MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a server told of one answer, as it did.
+    """A server's answer, as received.
 
     Attributes:
-        text: of the answer.
         finish_reason: in OpenAI's words, or one of the server's own.
-        token_ids: of the answer, the one that ended it included; None where they are hidden.
-        names: of its tokens, as logprobs call them: their text, or their id where it is a number.
-        logprobs: of each of `names`; None where they are hidden.
-        top: likewise, the likeliest tokens by name.
-        prompt_ids: that the server read; None where it does not say.
-        prompt_count: how many these are.
-        count: tokens of the answer.
-        model: that answered.
+        token_ids: of the answer, including the one that ended it; None where they are not given.
+        names: of its tokens, as in logprobs: their text, or their id as a number.
+        logprobs: of each of `names`; None where they are not given.
+        top: the likeliest tokens by name, for each of `names`; None where they are not given.
+        prompt_ids: that the server read; None where they are not given.
+        count: the number of answer tokens.
     """
 
     text: str | None
@@ -64,13 +61,11 @@ class Dialect:
     """A kind of server.
 
     Attributes:
-        facts: about engines of the kind; logprobs as they give them where they are not told.
-        path: that completions are asked at.
-        fields: of a request, from its parameters.
-        read: from what it answered; an error of Python's where that has another form, ValueError with a sentence.
+        facts: about engines of the kind, with their default for logprobs.
+        fields: maps parameters to the fields of a request.
+        read: reads an answer; raises a built-in exception if that has another form, ValueError with a sentence.
         takes_ids: whether a prompt may be ids.
-        most_seed: largest seed.
-        least_temperature: above 0; it samples at this one where a lower one is asked for.
+        least_temperature: the lowest above 0; the server raises lower ones to it.
     """
 
     facts: PeerFacts
@@ -83,8 +78,8 @@ class Dialect:
 
 
 def _openai_fields(params: SamplingParams) -> dict[str, Any]:
-    """Fields that OpenAI's own server knows; those that may be left out are sent where they change something."""
-    # Where a server hides ids, the names of tokens tell them, and these come with logprobs.
+    """Fields of OpenAI's own server; optional ones are sent only where they have an effect."""
+    # Servers that return no ids return token names with logprobs, and ids are looked up by name.
     found: dict[str, Any] = {
         "max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p,
         "logprobs": params.logprobs or 1,
@@ -102,7 +97,7 @@ def _openai_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def _open_model_fields(params: SamplingParams) -> dict[str, Any]:
-    """What servers of open models know beside; all of it, so that nothing of a generation configuration acts."""
+    """Fields of servers of open models; all are sent, so that the generation configuration has no effect."""
     found = _openai_fields(params) | {
         "presence_penalty": params.presence_penalty, "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty, "top_k": params.top_k, "min_p": params.min_p,
@@ -127,11 +122,11 @@ def _truedraft_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def _llama_cpp_fields(params: SamplingParams) -> dict[str, Any]:
-    """Its order of samplers is left as it is; those that a question has no options for are switched off."""
+    """Keeps the server's order of samplers; those without an option in the question are switched off."""
     found: dict[str, Any] = {
         "n_predict": params.max_tokens, "temperature": params.temperature, "top_k": params.top_k,
         "top_p": params.top_p, "min_p": params.min_p, "stop": list(params.stop), "return_tokens": True,
-        # Without a seed the server would take that of its command line, for every request the same.
+        # Without a seed the server would use the one of its command line for every request.
         "seed": -1 if params.seed is None else params.seed,
         "repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "typical_p": 1.0,
         "top_n_sigma": -1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "mirostat": 0, "dynatemp_range": 0.0,
@@ -168,7 +163,7 @@ def _read_llama_cpp(content: Mapping[str, Any]) -> Told:
     reasons = {"eos": "stop", "word": "stop", "limit": "length"}
     reason = str(content["stop_type"])
     names, logprobs, top = _read_entries(content.get("completion_probabilities"))
-    if top is not None and not all(top):  # of tokens that it drafted and accepted it knows none
+    if top is not None and not all(top):  # empty for drafted and accepted tokens
         logprobs = top = None
     return Told(
         text=_text(content["content"]),
@@ -186,7 +181,7 @@ _Logprobs = tuple[tuple[str | int, ...] | None, tuple[float, ...] | None, tuple[
 
 
 def _read_logprobs(found: Mapping[str, Any] | None) -> _Logprobs:
-    """Names, logprobs and rivals, of OpenAI's form for completions or of that for chats."""
+    """Token names, logprobs and top logprobs, from OpenAI's form for completions or for chats."""
     if not found:
         return None, None, None
     if "content" in found:
@@ -215,7 +210,7 @@ def _entry_name(entry: Mapping[str, Any]) -> str | int:
 
 
 def _name(name: str) -> str | int:
-    """A token's text, or its id where the name tells that."""
+    """A token's text, or its id where the name contains that."""
     number = name.removeprefix(_TOKEN_ID)
     return int(number) if number != name and number.isdecimal() else name
 
@@ -227,7 +222,7 @@ def _text(found: object) -> str | None:
 
 
 def _id(found: object) -> int:
-    if type(found) is not int:  # no bool either
+    if type(found) is not int:  # refuses bool, too
         raise ValueError(f"a token id is {str(found)[:_QUOTED]!r}, and no whole number")
     return found
 
@@ -248,7 +243,7 @@ VLLM = Dialect(
     "/v1/completions", _vllm_fields, _read_openai, least_temperature=0.01,
 )  # fmt: skip
 
-# Its ignore_eos forbids the end of text, and its penalties look at the prompt, so it does not take what we call so.
+# Its ignore_eos forbids the end of text, and its penalties look at the prompt, unlike ours.
 LLAMA_CPP = Dialect(
     PeerFacts(
         "llama.cpp", "", ("top_k", "top_p", "min_p", "temperature"), (*_PLAIN, "top_k", "min_p", "logit_bias"),
@@ -268,7 +263,7 @@ _SILENT = replace(
     fields=lambda params: {name: value for name, value in _openai_fields(params).items() if name != "logprobs"},
 )
 OPENAI_FORMS = tuple(replace(each, takes_ids=ids) for each in (OPENAI, _SILENT) for ids in (True, False))
-"""The ways to ask a server of unknown kind, the best first: with and without logprobs, by ids and by text."""
+"""Request forms for an unknown server, the best first: with and without logprobs, by ids and by text."""
 
 BY_OWNER = {"truedraft": TRUEDRAFT, "vllm": VLLM, "llamacpp": LLAMA_CPP}
-"""By what a server says of who owns its model."""
+"""By the owner of its model, as the server reports it."""

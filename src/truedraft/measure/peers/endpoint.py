@@ -1,4 +1,4 @@
-"""A server behind an address: ours, vLLM's, llama.cpp's, or any that speaks OpenAI's `/v1/completions`."""
+"""A server at an address: ours, vLLM's, llama.cpp's, or any with OpenAI's `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,21 @@ if TYPE_CHECKING:
     import httpx2
 
 _ANY, _ANY_IDS = "The", (1,)
-"""A prompt by which it is found out what a server takes."""
+"""The prompt of test requests, which find out what a server takes."""
 _REFUSALS = (400, 422)
 _CERTAIN = -0.05
-"""Log probability of a first token above which temperatures make no difference that could be seen."""
+"""Log probability of a first token above which the effect of temperature is too small to see."""
 _NOISE = 0.1
 """Share of a log probability that rounding may change from one answer to the next."""
 
 
 class Endpoint(Peer):
-    """An engine behind HTTP.
+    """An engine over HTTP.
 
     Args:
-        caller: sends requests.
-        dialect: how it is asked.
-        model: its name there; None names none.
-        recovery: reads its answers.
-        names: further names that its answers may say.
-        version: of the engine, if it tells.
-
-    Attributes:
-        model: as given.
+        model: its name on the server; None sends none.
+        names: further model names that its answers may have.
+        version: of the engine; "" where it is unknown.
     """
 
     def __init__(
@@ -79,19 +73,15 @@ class Endpoint(Peer):
         tell: Callable[[str], None] = lambda _: None,
         transport: httpx2.BaseTransport | None = None,
     ) -> Endpoint:
-        """Ask a server what it is.
+        """Connect to a server and find out what kind it is.
 
         Args:
-            url: of it, with or without /v1.
-            model: its name there; None is the first that it serves.
-            api_key: that it is asked with.
-            tokenizer: of the model, as it is known here.
+            url: with or without /v1.
+            model: its name on the server; None is the first model that it serves.
             vocab_size: of the model, where that is padded; None is the tokenizer's.
             eos_token_ids: that end its answers; None is the tokenizer's.
-            timeout_s: that one answer may take.
-            patience: with a server that is busy.
-            tell: is called with sentences about what was found.
-            transport: that carries requests in place of the network.
+            tell: called with sentences about what was found.
+            transport: replaces the network.
 
         Raises:
             OptionError: the address or the key cannot be used.
@@ -121,11 +111,10 @@ class Endpoint(Peer):
         self.close()
 
     def close(self) -> None:
-        """Close its connections."""
         self._caller.close()
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Ask questions together, each in a thread of its own; on Ctrl-C what has come is given first."""
+        """Send questions concurrently, each in its own thread; on Ctrl-C yields the answers that have arrived."""
         come: queue.Queue[tuple[int, Reply | PeerError | BaseException]] = queue.Queue()
         over = threading.Event()
 
@@ -134,7 +123,7 @@ class Endpoint(Peer):
                 come.put((number, self._answer(questions[number], over)))
             except TruedraftError as error:
                 come.put((number, error if isinstance(error, PeerError) else PeerError(str(error))))
-            except BaseException as error:  # a mistake of ours is raised where somebody sees it
+            except BaseException as error:  # our own bugs are raised in the caller's thread
                 come.put((number, error))
 
         for number in range(len(questions)):
@@ -151,11 +140,7 @@ class Endpoint(Peer):
             over.set()
 
     def _answer(self, question: Question, over: threading.Event) -> Reply:
-        """The answer to one question, which nobody wants any more once that is set.
-
-        Raises:
-            PeerError: there is none that can be used.
-        """
+        """The answer to one question; `over` cancels it."""
         self._check(question.params)
         prompt = list(question.prompt) if self._dialect.takes_ids else self._recovery.prompt_text(question.prompt)
         body: dict[str, Any] = {"prompt": prompt} | self._dialect.fields(question.params)
@@ -167,7 +152,7 @@ class Endpoint(Peer):
         return self._recovery.reply(told, question)
 
     def _check(self, params: SamplingParams) -> None:
-        """Refuse what the engine would take otherwise than it is meant."""
+        """Refuse parameters that the engine would interpret differently."""
         name, dialect = self.facts.name, self._dialect
         if refused := self.refuses(params):
             raise PeerError(f"{name} does not take {refused} as they are meant here; leave them out")
@@ -186,7 +171,7 @@ def _found(come: tuple[int, Reply | PeerError | BaseException]) -> tuple[int, Re
 
 
 def _is_model(said: str, name: str) -> bool:
-    """Whether an answer's model is one by that name; some add the date of its version."""
+    """Whether a model name in an answer is this model's; some servers append a version date."""
     return re.fullmatch(re.escape(name) + r"(-[\d-]+)?", said) is not None
 
 
@@ -195,11 +180,7 @@ def _text_of(found: object) -> str | None:
 
 
 def _served(caller: Caller) -> list[Mapping[str, Any]]:
-    """What the server says of its models; nothing where it lists none.
-
-    Raises:
-        PeerError: it cannot be asked at all.
-    """
+    """The server's list of models; empty where it has none."""
     try:
         data = caller.get("/v1/models").get("data")
     except PeerError as error:
@@ -210,7 +191,6 @@ def _served(caller: Caller) -> list[Mapping[str, Any]]:
 
 
 def _chosen(caller: Caller, served: Sequence[Mapping[str, Any]], model: str | None) -> Mapping[str, Any]:
-    """The entry of a model among those that are served."""
     if model is None or not served:
         return served[0] if served else {}
     found = next((each for each in served if model in (each.get("id"), each.get("root"))), None)
@@ -221,7 +201,6 @@ def _chosen(caller: Caller, served: Sequence[Mapping[str, Any]], model: str | No
 
 
 def _recognised(caller: Caller, entry: Mapping[str, Any]) -> tuple[Dialect, str]:
-    """Which engine it is, and its version."""
     dialect = BY_OWNER.get(str(entry.get("owned_by")))
     if dialect is TRUEDRAFT:
         info = _asked(caller, "/openapi.json").get("info")
@@ -235,7 +214,7 @@ def _recognised(caller: Caller, entry: Mapping[str, Any]) -> tuple[Dialect, str]
 
 
 def _asked(caller: Caller, path: str) -> Mapping[str, Any]:
-    """What lies at a path; nothing where there is no such."""
+    """The JSON at a path; empty where there is none."""
     try:
         return caller.get(path)
     except PeerError:
@@ -243,7 +222,7 @@ def _asked(caller: Caller, path: str) -> Mapping[str, Any]:
 
 
 def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequence[int]) -> Dialect:
-    """What a server takes that says nothing of itself: the first form of a question that it does not refuse."""
+    """The dialect of a server that does not identify itself: the first request form that it does not refuse."""
     refused: PeerError | None = None
     named = {} if model is None else {"model": model}
     for dialect in OPENAI_FORMS:
@@ -263,14 +242,14 @@ def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequen
             continue
         counted = told[0].prompt_count
         if dialect.takes_ids and counted and counted != len(prompt):
-            continue  # it reads numbers as something else
+            continue  # it does not read numbers as token ids
         tells_ids = told[0].token_ids is not None
         return replace(dialect, facts=replace(dialect.facts, tells_ids=tells_ids, logprobs=_logprobs_mode(*told)))
     raise refused or PeerError(f"{caller.url} takes no token ids, and no text that encodes to them")
 
 
 def _logprobs_mode(plain: Told, halved: Told) -> str:
-    """Whether logprobs are the model's own, by those of the likeliest first token at temperatures 1 and 0.5."""
+    """Whether logprobs are raw, from the likeliest first token at temperatures 1 and 0.5: raw ones do not change."""
     tops = [max(told.top[0].values()) for told in (plain, halved) if told.top and told.top[0]]
     if len(tops) < 2 or tops[0] > _CERTAIN:
         return ""
@@ -278,11 +257,7 @@ def _logprobs_mode(plain: Told, halved: Told) -> str:
 
 
 def _read(caller: Caller, dialect: Dialect, body: Mapping[str, Any], over: threading.Event | None) -> Told:
-    """What a server tells of one answer.
-
-    Raises:
-        PeerError: it tells nothing that can be read.
-    """
+    """Send a request and read its answer."""
     content = caller.post(dialect.path, body, over)
     try:
         return dialect.read(content)

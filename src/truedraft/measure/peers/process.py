@@ -1,4 +1,4 @@
-"""A Python function as an engine: `prompt -> tokens`, named on the command line as `module:function`."""
+"""A Python function as an engine: `prompt -> tokens`, given on the command line as `module:function`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,10 @@ _GIVEN = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"
 
 
 def load_function(field: str, words: str) -> Callable[..., Any]:
-    """The function that `module:function` names, with the working directory among the places to look.
-
-    Args:
-        field: the option that it was typed for, which errors are about.
-        words: as typed; behind the colon names may be joined by dots.
+    """The function `module:function`; the working directory is searched, too, and names after the colon may have dots.
 
     Raises:
-        OptionError: there is no such module or function, it cannot be called, or importing the module failed.
+        OptionError: for `field`: no such module or function, it cannot be called, or importing the module failed.
     """
     module, colon, name = words.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
@@ -49,20 +45,19 @@ def load_function(field: str, words: str) -> Callable[..., Any]:
 
 
 class ProcessPeer(Peer):
-    """A function of Python's that answers.
+    """A Python function as a peer.
 
     It is called with the token ids of a prompt, a list, and with those of `max_tokens`, `temperature`, `top_p`,
-    `top_k`, `min_p`, `seed` and `stop` that its signature names; it returns the new token ids. Where it does not name
-    `max_tokens`, what it returns is cut there. An exception of its own is the error of that question.
+    `top_k`, `min_p`, `seed` and `stop` that its signature names; it returns the new token ids. Without a parameter
+    `max_tokens`, its result is cut there. An exception that it raises is the error of that question.
 
-    An answer that ended by itself may end with its end of text. What stands behind an end of text counts as tokens that
-    were written behind it, which is a fault: return a list without padding.
+    An answer that ended by itself may include its end-of-text token. Anything after an end of text counts as tokens
+    generated after it, which is an error: return a list without padding.
 
     Args:
-        function: as described.
         name: for reports; None is the function's own.
-        vocab_size: ids lie below it; None checks nothing.
-        eos_token_ids: that end an answer; they may be returned, or left out.
+        vocab_size: exclusive upper limit of ids; None checks nothing.
+        eos_token_ids: that end an answer; the function may return or omit them.
     """
 
     def __init__(
@@ -85,7 +80,7 @@ class ProcessPeer(Peer):
         self._recovery = Recovery(None, vocab_size, eos_token_ids)
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Call the function for one question behind the other."""
+        """Call the function for one question after another."""
         for number, question in enumerate(questions):
             try:
                 yield number, self._answer(question)
@@ -113,10 +108,9 @@ class ProcessPeer(Peer):
 
 
 def _named(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Which keyword arguments a function has, of those that it may be given."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some that are written in C have no signature
+    except (TypeError, ValueError):  # some C functions have no signature
         return ()
     kinds = inspect.Parameter
     if any(each.kind is kinds.VAR_KEYWORD for each in parameters):
@@ -126,7 +120,7 @@ def _named(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _ids(name: str, found: Any) -> tuple[int, ...]:
-    """Token ids of a list, a tuple, an array or a tensor."""
+    """Token ids from a list, a tuple, an array or a tensor."""
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple):
         raise PeerError(f"{name} must return a list of token ids, got {repr(found)[:80]}")
@@ -134,9 +128,9 @@ def _ids(name: str, found: Any) -> tuple[int, ...]:
 
 
 def _id(name: str, found: Any) -> int:
-    """A whole number of Python, numpy or torch; a bool is none."""
+    """An integer of Python, numpy or torch; bool is refused."""
     if not isinstance(found, bool) and "bool" not in str(getattr(found, "dtype", "")):
-        # What is no whole number raises TypeError; a tensor of several numbers another error by its version.
+        # A value that is no integer raises TypeError; a tensor of several numbers raises other errors by version.
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return operator.index(found)
     raise PeerError(f"{name} must return a list of token ids, which are whole numbers, got {repr(found)[:80]} in it")

@@ -1,11 +1,11 @@
-"""From what a server told to token ids that can be scored: told, named, or found by encoding; else an error.
+"""Token ids of a server's answer, for scoring: given, looked up by name, or found by encoding; otherwise an error.
 
-An answer under another tokenizer than ours would be scored as nonsense, so whatever a server tells twice must agree:
-the ids it read with those that were sent, ids with their text, and the number of tokens with its count of them. Tokens
-of a stop text are kept where the server tells them: they were drawn like all others.
+Scores under another tokenizer than ours would be meaningless, so redundant information must agree: the prompt ids that
+the server read with those that were sent, ids with their text, and the number of tokens with the server's count. Tokens
+of a stop text are kept where the server returns them, because they were drawn like all others.
 
-Where ids are found by encoding, the answers that are left are not a fair sample of all: those are lost whose tokens are
-not how their text is encoded. So such replies are unsure, and the lost ones are to be counted.
+Answers with ids that were found by encoding are a biased sample: an answer is lost if its tokens are not the encoding
+of its text. So such replies are marked unsure, and lost ones should be counted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BY_TEXT = "the server hides ids: these are of its text, and another split into 
 
 
 class Recovery:
-    """Reads answers with the tokenizer of the model that scores them.
+    """Converts answers to replies, with the tokenizer of the model that scores them.
 
     Args:
-        tokenizer: None where ids are all that there is.
-        vocab_size: ids lie below it; None is the tokenizer's.
+        tokenizer: None where only ids are available.
+        vocab_size: exclusive upper limit of ids; None is the tokenizer's.
         eos_token_ids: that end an answer; None is the tokenizer's.
     """
 
@@ -43,10 +43,10 @@ class Recovery:
         self._eos = frozenset(told if eos_token_ids is None else eos_token_ids)
 
     def prompt_text(self, prompt: Sequence[int]) -> str:
-        """Of ids, where a server takes text alone.
+        """The text of prompt ids, for a server that takes only text.
 
         Raises:
-            PeerError: they do not come back when it is encoded.
+            PeerError: the text does not encode to the same ids.
         """
         if self._tokenizer is None:
             raise PeerError("this server takes text alone, and there is no tokenizer to make some of token ids")
@@ -56,16 +56,16 @@ class Recovery:
         return text
 
     def reply(self, told: Told, question: Question) -> Reply:
-        """What the server told, with ids.
+        """The server's answer, with token ids.
 
         Raises:
-            PeerError: ids cannot be recovered, or contradict what else it told.
+            PeerError: ids cannot be recovered, or contradict the rest of the answer.
         """
         self._check_prompt(told, question)
         ids, unsure = self._ids(told, question)
         logprobs = told.logprobs
         if logprobs is not None and not (len(logprobs) == len(ids) and all(map(math.isfinite, logprobs))):
-            logprobs = None  # an allowance measured by what is no number would allow for everything
+            logprobs = None  # a tolerance computed from NaN would accept everything
         top = None
         if logprobs is not None and told.top is not None and len(told.top) == len(ids):
             top = tuple(self._by_id(each) for each in told.top)
@@ -80,15 +80,15 @@ class Recovery:
         )
 
     def without_end(self, ids: Sequence[int], finish_reason: str, question: Question) -> int:
-        """How many tokens there are before the one that ended the answer."""
+        """The number of tokens before the one that ended the answer."""
         ends = set(question.params.stop_token_ids) | (set() if question.params.ignore_eos else self._eos)
         return len(ids) - (finish_reason == "stop" and bool(ids) and ids[-1] in ends)
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Refuse ids that no token has.
+        """Refuse ids outside the vocabulary.
 
         Raises:
-            PeerError: names one.
+            PeerError: names the first one.
         """
         size = self._vocab_size
         wrong = next((token for token in ids if token < 0 or (size is not None and token >= size)), None)
@@ -110,11 +110,11 @@ class Recovery:
             )
 
     def _ids(self, told: Told, question: Question) -> tuple[tuple[int, ...], str]:
-        """Ids, the one that ended the answer included where it was told, and why they may not be those drawn."""
+        """Ids, including the one that ended the answer if it was given, and why they may not be the drawn ones."""
         if told.token_ids is not None:
             self.check_ids(told.token_ids)
             kept = self.without_end(told.token_ids, told.finish_reason, question)
-            readings = {told.token_ids, told.token_ids[:kept]}  # the text of a stop token may be told or not
+            readings = {told.token_ids, told.token_ids[:kept]}  # the text may include the stop token or not
             if not any(self._says(ids, told, question) for ids in readings):
                 raise PeerError(
                     f"its token ids do not mean the text that it wrote, {repr(told.text)[:60]}: its tokenizer differs"
@@ -127,7 +127,7 @@ class Recovery:
         return self._encoded(told, question), _BY_TEXT
 
     def _named(self, names: Sequence[str | int]) -> tuple[int, ...] | None:
-        """Ids of tokens by their names; None where a name is that of several, or of none."""
+        """Ids of tokens by their names; None where a name belongs to several tokens or to none."""
         found = [name if isinstance(name, int) else self._ids_by_name.get(name) for name in names]
         ids = tuple(each for each in found if each is not None)
         self.check_ids(ids)
@@ -141,7 +141,7 @@ class Recovery:
 
     @cached_property
     def _ids_by_name(self) -> Mapping[str, int]:
-        """What tokens write in the middle of a text, of those that no other token writes."""
+        """Ids by token text in the middle of a text, without texts that several tokens share."""
         found: dict[str, int] = {}
         twice: set[str] = set()
         tokenizer = self._tokenizer
@@ -154,10 +154,10 @@ class Recovery:
         return {text: token for text, token in found.items() if text not in twice and REPLACEMENT not in text}
 
     def _says(self, ids: tuple[int, ...], told: Told, question: Question) -> bool:
-        """Whether ids mean the text that was told.
+        """Whether ids decode to the answer's text.
 
-        A stop text cuts the text and not always the ids; where bytes make no character, engines differ, so the text is
-        compared up to there. Tokens may write something else at a text's beginning than in its middle: either will do.
+        A stop text cuts the text but not always the ids. Where bytes form no character, engines differ, so the text is
+        compared up to there. Tokens may have another text at the beginning than in the middle: either is accepted.
         """
         if self._tokenizer is None or told.text is None:
             return True
@@ -195,7 +195,7 @@ class Recovery:
 
 
 def _same(reading: str, told: str, cut: bool) -> bool:
-    """Whether a text is what was told, up to where bytes make no character, or to a stop text."""
+    """Whether two texts agree, up to bytes that form no character, or to a stop text."""
     whole, half, _ = reading.partition(REPLACEMENT)
     if half:
         return told.startswith(whole) or (cut and whole.startswith(told.partition(REPLACEMENT)[0]))

@@ -1,8 +1,8 @@
-"""Others' rejection samplers, as `truedraft certify sampler truedraft.measure.peers.samplers:NAME` calls them.
+"""Other libraries' rejection samplers, for `truedraft certify sampler truedraft.measure.peers.samplers:NAME`.
 
-Each function takes what the contract of `truedraft.certify.samplers.contract` offers, by the names of its parameters,
-and gives back tokens `[batch, k + 1]`, filled up with -1. `transformers`, `vllm` and `sglang` call those libraries' own
-code; `medusa`, `eagle` and `eagle2` are written here from what their papers and published code say, for a chain.
+The parameter names of each function select from what `truedraft.certify.samplers.contract` offers; it returns tokens
+`[batch, k + 1]`, padded with -1. `transformers`, `vllm` and `sglang` call those libraries' own code; `medusa`, `eagle`
+and `eagle2` are implemented here after their papers and published code, for a chain.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import functional
 
 from truedraft.errors import MissingExtraError, OptionError
 
-_EPSILON = 0.09  # of Medusa: its posterior_threshold; its posterior_alpha is the square root
+_EPSILON = 0.09  # Medusa's posterior_threshold; its posterior_alpha is the square root
 _FILL = -1
 
 
 def transformers(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> list[list[int]]:
-    """`transformers.generation.utils._speculative_sampling`, which judges one row at a time; draws from torch's state.
+    """`transformers.generation.utils._speculative_sampling`, one row at a time; draws from torch's global state.
 
-    It is given logits of the draft: the logarithms of its probabilities.
+    It gets logits of the draft: the logarithms of its probabilities.
     """
     from transformers.generation.utils import _speculative_sampling
 
@@ -37,9 +37,9 @@ def transformers(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tenso
 
 
 def vllm(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Tensor:
-    """vLLM's `RejectionSampler` (v1), whole, at temperature 1, for drafts that were drawn.
+    """vLLM's `RejectionSampler` (v1), complete, at temperature 1, for sampled drafts.
 
-    In the CPU build its kernels are C++ functions in the place of Triton's, which this asks for as its engine does.
+    In the CPU build its kernels are C++ functions in place of Triton's, requested here as vLLM's engine does.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -48,7 +48,7 @@ def vllm(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Te
 
 
 def vllm_ngram(draft_tokens: Tensor, target_logits: Tensor) -> Tensor:
-    """The same as vLLM calls it for n-grams: without the draft's probabilities.
+    """`vllm` as it is called for n-gram drafts: without the draft's probabilities.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -57,7 +57,7 @@ def vllm_ngram(draft_tokens: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def vllm_rule(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Tensor:
-    """vLLM's function `rejection_sample` alone: without the options that its `RejectionSampler` applies before it.
+    """Only vLLM's function `rejection_sample`, without the options that its `RejectionSampler` applies before it.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -79,10 +79,10 @@ def vllm_rule(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) 
 
 
 def sglang(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
-    """SGLang's kernel `tree_speculative_sampling_target_only`, given a chain and thresholds of 1, its defaults.
+    """SGLang's kernel `tree_speculative_sampling_target_only`, for a chain and thresholds of 1, its defaults.
 
-    The draft's probabilities are not asked for: SGLang's drafts are the likeliest tokens, not draws. There is no
-    version without CUDA; what the kernel computes is `sglang_formula`.
+    It does not use the draft's probabilities, because SGLang's drafts are the likeliest tokens, not samples. There is
+    no version without CUDA; `sglang_formula` computes the same.
 
     Raises:
         MissingExtraError: `sgl_kernel` is not installed.
@@ -97,7 +97,7 @@ def sglang(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
     if not torch.cuda.is_available():
         raise OptionError("SGLang's sampler is a CUDA kernel, and this machine has no CUDA device; see sglang_formula")
     batch, drafted = draft_tokens.shape
-    nodes = drafted + 1  # the root, which is the last token of the text, and the drafted ones
+    nodes = drafted + 1  # the root, the last token of the text, and the drafted tokens
     device = _cuda()
     index = torch.arange(batch * nodes, device=device).view(batch, nodes)
     following = torch.arange(1, nodes + 1, device=device).expand(batch, nodes).clone()
@@ -126,14 +126,14 @@ def sglang(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
 
 
 def sglang_formula(draft_tokens: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """What SGLang's kernel computes for a chain, written here: a token stays with p(x), else comes p without it."""
+    """SGLang's kernel for a chain, implemented here: x is accepted with p(x); a rejection samples from p without x."""
     p, p_x = _judged(draft_tokens, target_probs)
     stays = uniforms[:, : p.shape[1]] <= p_x
     return _chain(draft_tokens, stays, _without(p, draft_tokens), target_probs[:, -1], uniforms)
 
 
 def eagle(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """EAGLE's acceptance (Li et al. 2401.15077) for a chain: speculative sampling, x stays with p(x) / q(x)."""
+    """EAGLE's acceptance (Li et al. 2401.15077) for a chain: speculative sampling, x is accepted with p(x) / q(x)."""
     p, p_x = _judged(draft_tokens, target_probs)
     q_x = draft_probs.gather(-1, draft_tokens[..., None])[..., 0]
     stays = uniforms[:, : p.shape[1]] <= p_x / q_x
@@ -143,7 +143,7 @@ def eagle(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, unifo
 def eagle2(draft_tokens: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tensor:
     """The acceptance of the published code of EAGLE-2 and EAGLE-3 (Li et al. 2406.16858, 2503.01840) for a chain.
 
-    q is taken as 1: a drafted x stays with p(x), and after a rejection its mass is taken out of p.
+    q is taken as 1: a drafted x is accepted with p(x), and after a rejection its mass is removed from p.
     """
     return sglang_formula(draft_tokens, target_probs, uniforms)
 
@@ -151,8 +151,8 @@ def eagle2(draft_tokens: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tens
 def medusa(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
     """Medusa's typical acceptance (Cai et al. 2401.10774) for a chain: lossy by design.
 
-    A drafted x stays where p(x) > min(epsilon, sqrt(epsilon) exp(-H(p))), with the published epsilon of 0.09 and so a
-    root of 0.3; behind those that stay comes the argmax of p.
+    A drafted x is accepted where p(x) > min(epsilon, sqrt(epsilon) exp(-H(p))), with the published epsilon of 0.09 and
+    so a root of 0.3; the argmax of p follows the accepted tokens.
     """
     p, p_x = _judged(draft_tokens, target_probs)
     entropy = torch.special.entr(p).sum(-1)
@@ -168,7 +168,7 @@ def _cuda() -> torch.device:
 
 
 def _judged(draft_tokens: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """p `[batch, k, vocab]` where drafts are judged, and p(x) `[batch, k]` of the drafted tokens."""
+    """p `[batch, k, vocab]` at the places of drafts, and p(x) `[batch, k]` of the drafted tokens."""
     p = target_probs[:, :-1]
     return p, p.gather(-1, draft_tokens[..., None])[..., 0]
 
@@ -178,7 +178,7 @@ def _without(p: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _chain(tokens: Tensor, stays: Tensor, left: Tensor, bonus: Tensor, uniforms: Tensor) -> Tensor:
-    """Accepted tokens, then one drawn from what is left `[batch, k, vocab]` or from the bonus `[batch, vocab]`."""
+    """Accepted tokens, then one drawn from `left` `[batch, k, vocab]` or `bonus` `[batch, vocab]`."""
     behind = torch.cat([left, bonus[:, None]], dim=1).double()
     reached = behind.cumsum(-1)
     numbers = uniforms[:, tokens.shape[1] :, None] * reached[..., -1:]
@@ -187,7 +187,7 @@ def _chain(tokens: Tensor, stays: Tensor, left: Tensor, bonus: Tensor, uniforms:
 
 
 def _emitted(tokens: Tensor, stays: Tensor, behind: Tensor) -> Tensor:
-    """Tokens up to the first that does not stay, then that of `behind` `[batch, k + 1]` at this place."""
+    """Tokens before the first rejected one, then the token of `behind` `[batch, k + 1]` at that place."""
     kept = stays.long().cumprod(-1).sum(-1, keepdim=True)
     places = torch.arange(behind.shape[1])
     emitted = torch.where(places < kept, functional.pad(tokens, (0, 1)), behind)
@@ -199,7 +199,7 @@ def _emitted(tokens: Tensor, stays: Tensor, behind: Tensor) -> Tensor:
 
 @functools.cache
 def _vllm_parts() -> SimpleNamespace:
-    """vLLM's classes, imported once: that takes seconds."""
+    """vLLM's classes, cached because importing takes seconds."""
     try:
         from vllm.platforms import current_platform
         from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -237,7 +237,7 @@ def _vllm(draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tenso
 
 
 def _vllm_drafts(parts: SimpleNamespace, draft_tokens: Tensor) -> Any:
-    """Drafts of one length, and where their logits lie: in each row those of drafted tokens, then the bonus."""
+    """Drafts of one length, with the indices of their logits: in each row those of drafted tokens, then the bonus."""
     batch, drafted = draft_tokens.shape
     places = torch.arange(batch * (drafted + 1), dtype=torch.int32, device=parts.device).view(batch, drafted + 1)
     ends = torch.arange(1, batch + 1, dtype=torch.int32, device=parts.device)
@@ -253,7 +253,7 @@ def _vllm_drafts(parts: SimpleNamespace, draft_tokens: Tensor) -> Any:
 
 
 def _vllm_options(parts: SimpleNamespace, batch: int) -> Any:
-    """Temperature 1, and nothing that changes the distributions."""
+    """Temperature 1, and no option that changes the distributions."""
     none = torch.empty(0, device=parts.device)
     return parts.options(
         temperature=torch.ones(batch, device=parts.device),

@@ -1,7 +1,7 @@
-"""What was asked and answered, in a file of JSON lines: an interrupted run goes on where it stopped.
+"""Questions and answers in a file of JSON lines, so that an interrupted run resumes.
 
-The first line says which engine was asked, and how; each further one holds a question, which of its repetitions it is,
-and the answer. Answers that are in the file are given from it, and the engine is asked for the others alone.
+The first line describes the engine and the options. Each further line holds a question, the number of its repetition,
+and the answer. Answers in the file are returned from it; only the other questions are sent to the engine.
 """
 
 from __future__ import annotations
@@ -23,19 +23,16 @@ _HEAD = "truedraft_transcript"
 
 
 class Recorded(Peer):
-    """A peer whose answers are kept. One process at a time writes to a file.
+    """A peer that records its answers. Only one process may write to the file at a time.
 
-    Errors are not kept, so such questions are asked again by the next run.
+    Errors are not recorded, so the next run sends these questions again.
 
     Args:
-        peer: that is asked.
-        file: of the transcript; made where it does not exist.
-        about: what else must be the same for a run to go on, as the options of a certificate.
+        about: further values that must be the same to resume, such as the options of a certificate.
 
     Attributes:
-        facts: of the peer.
-        kept: answers that the file held when it was opened.
-        asked: questions that went to the peer since.
+        kept: answers in the file when it was opened.
+        asked: questions sent to the peer since.
 
     Raises:
         ChangedOptionsError: the file was begun with another engine, model or options.
@@ -52,7 +49,7 @@ class Recorded(Peer):
             lines, whole = _lines(file)
             self._replies = self._read(lines, head)
             self._out = file.open("ab")
-            self._out.truncate(whole)  # of the line at which an earlier run was cut off
+            self._out.truncate(whole)  # removes a line that an earlier run did not finish
             if not lines:
                 self._write(head)
         except OSError as error:
@@ -67,11 +64,10 @@ class Recorded(Peer):
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._out.close()
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Answers of the file, and of the peer for those that it does not hold; each is written before it is given."""
+        """Answers from the file, then from the peer; each of the peer's is written before it is yielded."""
         left: list[tuple[int, tuple[str, int]]] = []
         for number, question in enumerate(questions):
             words = _words(question)
@@ -100,7 +96,6 @@ class Recorded(Peer):
             ) from error
 
     def _read(self, lines: Sequence[bytes], head: Mapping[str, Any]) -> dict[tuple[str, int], Reply]:
-        """The answers of a file, by question and repetition."""
         replies: dict[tuple[str, int], Reply] = {}
         for number, line in enumerate(lines):
             try:
@@ -127,11 +122,7 @@ class Recorded(Peer):
 
 
 def _lines(file: Path) -> tuple[list[bytes], int]:
-    """The whole lines of a file, and how many bytes they are; what else it has must be a line that was cut off.
-
-    Raises:
-        DataError: it has no whole line, and is not the beginning of a first one.
-    """
+    """The complete lines of a file, and their size in bytes; the rest must be a line that was cut off."""
     if not file.exists():
         return [], 0
     whole, newline, cut = file.read_bytes().rpartition(b"\n")
@@ -150,7 +141,7 @@ def _head(facts: PeerFacts, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _words(question: Question) -> str:
-    """A question as JSON, with those of its parameters that are not as they are by default."""
+    """A question as JSON, with only those parameters that differ from the defaults."""
     plain, given = asdict(SamplingParams()), asdict(question.params)
     params = {name: value for name, value in given.items() if value != plain[name]}
     return _sorted({"prompt": question.prompt, "params": params})

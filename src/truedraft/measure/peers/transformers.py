@@ -1,8 +1,8 @@
-"""Hugging Face's own `generate` as an engine that is asked: plain, assisted, with prompt lookup, across tokenizers.
+"""Hugging Face's `generate` as a peer engine: plain, assisted, with prompt lookup, across tokenizers.
 
-Models are loaded as transformers itself runs them: its own attention and its own cache. Nothing of ours is switched on
-in them. Its order of filters is temperature, top-k, top-p, min-p (`GenerationMixin._get_logits_processor`). It draws
-from torch's global state, one for a whole call: a seed belongs to a call, so questions with seeds are asked one by one.
+Models are loaded as transformers itself runs them, with its own attention and cache and nothing of ours. Its order of
+filters is temperature, top-k, top-p, min-p (`GenerationMixin._get_logits_processor`). It draws from torch's global
+state, one for a whole call: a seed belongs to a call, so questions with seeds are answered one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from truedraft.measure.peers.asking import FILTERS, Peer, PeerFacts, Question, R
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import quiet_transformers, read_model, resolve_source
 
-LOOKUP_TOKENS = 10  # what transformers' documentation uses
+LOOKUP_TOKENS = 10  # as in transformers' documentation
 _TAKES = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos",
     "repetition_penalty", "min_tokens", "logprobs",
@@ -33,7 +33,7 @@ _TAKES = (
 
 
 def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrainedModel:
-    """The same weights as one of our models, as transformers runs them: same dtype, same device, own attention.
+    """One of our models as transformers runs it: same weights, dtype and device, its own attention.
 
     Raises:
         ModelError: the model cannot be loaded a second time.
@@ -49,13 +49,12 @@ def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrained
 
 @dataclass(frozen=True, slots=True)
 class AssistedSetting:
-    """How many tokens transformers' assistant drafts.
+    """The number of tokens that transformers' assistant drafts.
 
     Attributes:
-        words: for reports.
         tokens: drafted in a round, at the start.
-        schedule: "constant", or "heuristic": two more after full acceptance, else one less.
-        confidence: the assistant stops below this probability; 0 never does.
+        schedule: "constant", or "heuristic": two more after full acceptance, else one fewer.
+        confidence: the assistant stops below this probability; 0 never stops.
     """
 
     words: str
@@ -66,15 +65,8 @@ class AssistedSetting:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of calling `generate`; as it stands, without drafts.
-
-    Attributes:
-        name: for reports.
-        options: keyword arguments of `generate`.
-        assistant: the draft model; None drafts with none.
-        sampling_assistant: the draft model of sampled answers, where that is another.
-        setting: how much it drafts.
-    """
+    """A way of calling `generate`; by default without drafts. `sampling_assistant` replaces the assistant when
+    sampling."""
 
     name: str = "plain"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -89,12 +81,12 @@ class Way:
 
 
 def lookup_way(tokens: int = LOOKUP_TOKENS) -> Way:
-    """Drafts are copied from the text: prompt lookup."""
+    """Prompt lookup: drafts are copied from the text."""
     return Way("prompt lookup", {"prompt_lookup_num_tokens": tokens})
 
 
 def assisted_way(assistant: PreTrainedModel, setting: AssistedSetting) -> Way:
-    """Drafts of another model with the same tokenizer: assisted generation."""
+    """Assisted generation: drafts of another model with the same tokenizer."""
     return Way(f"assisted, {setting.words}", {}, assistant, setting=setting)
 
 
@@ -104,29 +96,22 @@ def universal_way(
     tokenizer: PreTrainedTokenizerBase,
     assistant_tokenizer: PreTrainedTokenizerBase,
 ) -> Way:
-    """Drafts of a model with another tokenizer: universal assisted generation, sampled as in arXiv 2502.05202.
+    """Universal assisted generation: drafts of a model with another tokenizer, sampled as in arXiv 2502.05202.
 
-    To draft samples, transformers cuts the assistant's LM head down to what both tokenizers have, and a greedy answer
-    with the same assistant fails afterwards: so samples get a copy.
+    To draft samples, transformers reduces the assistant's LM head to the tokens that both tokenizers have, after which
+    a greedy answer with the same assistant fails: so samples get a copy.
     """
     both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
     return Way(f"universal assisted, {setting.words}", both, assistant, copy.deepcopy(assistant), setting)
 
 
 class Generate(Peer):
-    """`generate`, asked.
+    """`generate` as a peer.
 
     Args:
         model: the target, as transformers runs it.
-        eos_token_ids: ids that end an answer.
-        way: of calling it; None is plain.
-        together: most questions without seeds that one call answers; those that are answered together are padded on
-            the left.
-        seed: of the calls that answer questions without seeds, so that a run can be repeated.
-
-    Attributes:
-        model: as given.
-        way: likewise.
+        together: most questions without seeds in one call; they are left-padded.
+        seed: of calls for questions without seeds, so that a run can be repeated.
     """
 
     def __init__(
@@ -144,7 +129,7 @@ class Generate(Peer):
         self._together = 1 if self.way.drafts else together
         self._seed = seed
         self._calls = 0
-        # One object for all calls: with the heuristic schedule, generate keeps in it what it learnt.
+        # One object for all calls: with the heuristic schedule, generate keeps its state in it.
         self._schedule = None if self.way.setting is None else _schedule_of(self.way.setting)
         takes = _TAKES if self._together == 1 else tuple(name for name in _TAKES if name != "seed")
         self.facts = PeerFacts(
@@ -158,7 +143,7 @@ class Generate(Peer):
         )
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Ask questions; those of equal options without seeds share calls."""
+        """Answer questions; those with equal options and without seeds share calls."""
         calls: list[list[int]] = []
         open_calls: dict[SamplingParams, list[int]] = {}
         for number, question in enumerate(questions):
@@ -185,12 +170,9 @@ class Generate(Peer):
     def call(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, on_tokens: Callable[[int], None] | None = None
     ) -> list[Reply]:
-        """Call `generate` once.
+        """Call `generate` once; without a seed it draws from torch's current state.
 
-        Args:
-            prompts: token ids.
-            params: options that it takes; without a seed it draws from torch's state as it is.
-            on_tokens: is called as new tokens come, with how many for each prompt: with a draft there may be several.
+        `on_tokens` is called when new tokens arrive, with their number for each prompt; a draft may give several.
 
         Raises:
             PeerError: it failed.
@@ -213,7 +195,7 @@ class Generate(Peer):
         return [self._reply(row, None if logits is None else logits[number], params) for number, row in enumerate(rows)]
 
     def _configuration(self, params: SamplingParams) -> GenerationConfig:
-        """Every option is written out: `generate` fills what is unset from the model's own configuration."""
+        """Every option is set, because `generate` takes unset ones from the model's own configuration."""
         sampled = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
         if params.min_p:
             sampled["min_p"] = params.min_p
@@ -233,7 +215,7 @@ class Generate(Peer):
         return [*(() if params.ignore_eos else self._eos), *params.stop_token_ids]
 
     def _reply(self, row: Sequence[int], logits: Tensor | None, params: SamplingParams) -> Reply:
-        """A row of a call, up to what ended it; behind that stands padding."""
+        """A row of a call, up to the token that ended it; padding follows."""
         ends = self._ends(params)
         end = next((place for place, token in enumerate(row) if token in ends), None)
         tokens = tuple(row if end is None else row[:end])
@@ -251,25 +233,24 @@ class Generate(Peer):
 
 
 class _Streamer(BaseStreamer):
-    """Tells of new tokens."""
+    """Reports new tokens."""
 
     def __init__(self, on_tokens: Callable[[int], None]) -> None:
         self._on_tokens = on_tokens
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        """The prompt comes first, then new tokens as they are chosen."""
+        """The first call has the prompt, later ones new tokens."""
         if self._prompt_seen:
             # One row of drafted tokens, or one token for each prompt of a batch.
             self._on_tokens(value.shape[1] if value.ndim > 1 else 1)
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 def _schedule_of(setting: AssistedSetting) -> GenerationConfig:
-    """What an assistant's configuration says of drafting."""
     return GenerationConfig(
         num_assistant_tokens=setting.tokens,
         num_assistant_tokens_schedule=setting.schedule,
@@ -279,7 +260,7 @@ def _schedule_of(setting: AssistedSetting) -> GenerationConfig:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """transformers draws from torch's global state, which is as before afterwards."""
+    """Seed torch's global state, from which transformers draws, and restore it afterwards."""
     with torch.random.fork_rng():
         if seed is not None:
             torch.manual_seed(seed % (1 << 63))
@@ -287,7 +268,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and their mask, `[prompts, longest]`; what lies left of a prompt is masked."""
+    """Token ids and their mask, `[prompts, longest]`; padding on the left is masked."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)

@@ -1,8 +1,8 @@
-"""The model's own forward, its attention and masks included, one text at a time: for families that cannot run packed.
+"""The model's own forward, attention and masks included, one sequence at a time: for families that cannot run packed.
 
-Whatever `generate` can run with transformers' cache runs here, in the same way: keys and values pass through the door
-of that cache, positions and mask are those that `generate` gives. A tree is read in runs, each a chain behind what it
-follows, so a chain costs one forward and a tree one for each of its leaves; every token is computed once.
+Any model that `generate` runs with transformers' cache runs here in the same way: keys and values go through that
+cache, and positions and mask are those of `generate`. A tree is read in runs, each of them a chain. A chain costs one
+forward, and a tree one per leaf; every token is computed once.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AloneBackend(Backend):
         self._keyword = cache_keyword(model) or ""
         self._refuse()
         self._captured: list[Tensor] = []
-        self._outputs: dict[int, Tensor] = {}  # of the layers that are watched, in the last forward
-        self._shown: dict[int, list[Tensor]] = {}  # of these, by wanted rows
+        self._outputs: dict[int, Tensor] = {}  # outputs of the watched layers in the last forward
+        self._shown: dict[int, list[Tensor]] = {}  # their requested rows
         self._layers = decoder_layers(model)
         self.shown_layers = len(self._layers)
         self._head = model.get_output_embeddings()
@@ -54,11 +54,7 @@ class AloneBackend(Backend):
         self.note = f"one text at a time, since it cannot run packed: {reason}"
 
     def _refuse(self) -> None:
-        """Refuse a model whose forward is not what `_logits` calls.
-
-        Raises:
-            UnsupportedModelError: it is not.
-        """
+        """Raise `UnsupportedModelError` unless the model's forward supports the call in `_logits`."""
         if not self._keyword:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} takes no cache of keys and values, so each token would cost the whole "
@@ -89,7 +85,7 @@ class AloneBackend(Backend):
         cache = plan.segments[0].segment.cache
         with noting_shift(self._model, cache):
             found = self.run(plan)
-        cache.family.apart = not cache.family.encodes  # nobody knows under which masks a decoder read
+        cache.family.apart = not cache.family.encodes  # the masks of the decoder are unknown
         return found
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
@@ -105,9 +101,10 @@ class AloneBackend(Backend):
         return found
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
-        """Read a run; of those of its new tokens whose rows are wanted logits, the LM head's input, and watched layers.
+        """Read a run; for its tokens in the segment's rows: logits, the LM head's input, and the watched layers'
+        outputs.
 
-        A forward may read more than the new tokens, which are its last.
+        The forward may read more than the new tokens, which are its last.
         """
         segment = part.segment
         own = [node - segment.written for node in run]
@@ -130,19 +127,18 @@ class AloneBackend(Backend):
         return {own[place]: tuple(each) for place, *each in zip(places, logits[pick], kept, *shown, strict=True)}
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
-        """How many of a segment's first tokens the model's forward is not given."""
+        """Number of the segment's first tokens that are not passed to the model's forward."""
         return 0
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Run the model on new tokens `[1, new]`; logits `[rows, vocab]` at some places of them, or at all.
+        """Run the model on new tokens `[1, new]`; logits `[rows, vocab]` at `places`, or at all of the tokens.
 
         Args:
-            ids: the new tokens.
-            past: what is before them.
-            places: where logits are wanted.
-            inputs: what a whole prompt has beside its tokens; the model then knows their positions itself.
+            past: the cache.
+            places: indices of the new tokens that need logits.
+            inputs: inputs of a whole prompt in addition to its tokens; the model then computes positions itself.
         """
         end = past.end
         given: dict[str, Any] = {
@@ -157,7 +153,7 @@ class AloneBackend(Backend):
         return logits
 
     def _called(self, ids: Tensor, given: Mapping[str, Any], **always: Any) -> Any:
-        """What the model's forward gives for ids `[1, tokens]`, and those of `given` that it takes."""
+        """Call the model's forward with ids `[1, tokens]` and those of `given` that it has parameters for."""
         taken = {name: value for name, value in given.items() if name in self._takes}
         return self._model(input_ids=ids, **taken, **always)
 
@@ -168,10 +164,10 @@ class AloneBackend(Backend):
 
 
 def runs_of(shape: TreeShape, written: int) -> list[list[int]]:
-    """The nodes from `written` on, in chains that can be read one behind another.
+    """The nodes from `written` on, in chains that can be read in sequence.
 
-    Worked example: of the tree (-1, 0, 0, 2, 1, 3) the first child of node 0 goes on with its chain and the second
-    begins another, so the runs are [0, 1, 4] and [2, 3, 5].
+    Worked example: in the tree (-1, 0, 0, 2, 1, 3) the first child of node 0 continues its chain and the second begins
+    another, so the runs are [0, 1, 4] and [2, 3, 5].
     """
     runs: list[list[int]] = []
     ends: dict[int, list[int]] = {}
@@ -186,14 +182,12 @@ def runs_of(shape: TreeShape, written: int) -> list[list[int]]:
 
 
 class PathCache(Cache):
-    """What the model takes for transformers' cache: the committed tokens of a request and the path to a run's end.
-
-    An encoder's text before these tokens is none of them.
+    """A transformers cache over the committed tokens of a request and the path to a run's end, without an encoder's
+    text.
 
     Args:
-        cache: of the request.
-        path: uncommitted tokens, the run's last.
-        new: how many of them the run reads.
+        path: uncommitted nodes; the run is its end.
+        new: number of nodes in the run.
     """
 
     def __init__(self, cache: RequestCache, path: Sequence[int], new: int) -> None:
@@ -208,12 +202,12 @@ class PathCache(Cache):
 
     @property
     def end(self) -> int:
-        """Tokens up to the path's last."""
+        """Tokens up to the end of the path."""
         return self.cache.length + len(self._path) - self.cache.family.memory
 
     @property
     def used(self) -> bool:
-        """Whether a layer kept anything here."""
+        """Whether a layer stored anything here."""
         return self._call > 0
 
     def update(
@@ -232,7 +226,7 @@ class PathCache(Cache):
         return keys[None, :, self.cache.family.memory :], values[None, :, self.cache.family.memory :]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Keys `[1, new, width]` by which sparse attention picks its positions; they have no values."""
+        """Store keys `[1, new, width]` with which sparse attention selects positions; they have no values."""
         keys, _ = self._buffers.write_path(
             self._call, self.cache.length, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
         )

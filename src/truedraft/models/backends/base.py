@@ -1,4 +1,4 @@
-"""What runs a packed forward: the model's own modules, or a faster loop over the same weights."""
+"""Backends: they run packed forwards by the model's own modules, or by a faster loop over the same weights."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from truedraft.models.packing import ForwardPlan
 
 
 class Backend(ABC):
-    """Computes a packed forward of one loaded model. One forward runs at a time.
+    """Computes packed forwards of one loaded model. One forward runs at a time.
 
     Attributes:
-        fast_paths: what is switched on beyond the plain forward, in words, for reports.
-        least_rows: plans are padded to this many tokens and rows, for kernels treat very short products differently
-            and a row must not depend on how many share its forward (docs/lossless.md, row invariance).
-        any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that it may be
-            changed from one forward to the next. The native forward has threads of its own, and leaves this as it is.
+        fast_paths: names of the optimisations in use, for reports.
+        least_rows: plans are padded to this many tokens and rows, because kernels treat very short products differently
+            and a row must not depend on the number of other rows (docs/lossless.md, row invariance).
+        any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that the number may
+            change between forwards. The native forward has its own threads, and leaves this False.
         own_threads: whether forwards run on threads that are not torch's.
-        note: what every report on the model must say of how it runs.
-        shown_layers: layers whose output can be seen; 0 where the layers run out of sight.
-        adapters: that a segment may name.
-        input_names: what a prompt may have beside its tokens.
-        weight_bytes: of weights that a forward reads; 0 where nothing but the model's own are read.
-        bits: fewest of a linear weight; 0 where they are numbers of the model's dtype.
-        failure: why it runs no more, in a sentence; None while it does.
-        rows_vary: whether a row's last bits may hang on the tokens behind it, whatever a few small forwards show.
-        warmups: forwards so far that took longer than others of their shape will.
-        records_chains: whether `forward_chains` can be asked.
+        note: a sentence for every report on the model.
+        shown_layers: number of layers with accessible outputs.
+        adapters: names that a segment may have.
+        input_names: inputs that a prompt may have in addition to its tokens.
+        weight_bytes: bytes of weights that a forward reads; 0 where they are the model's own.
+        bits: fewest bits of a linear weight; 0 where all are of the model's dtype.
+        failure: why it cannot run any more, in a sentence; None while it can.
+        rows_vary: whether a row's last bits may depend on the tokens after it, even if a few small forwards show no
+            such case.
+        warmups: forwards so far that took longer than later ones of their shape will.
+        records_chains: whether `forward_chains` is supported.
     """
 
     fast_paths: tuple[str, ...]
@@ -57,23 +58,13 @@ class Backend(ABC):
     records_chains: bool = False
 
     def new_pool(self, limit: int) -> CachePool:
-        """Where the model's requests get their caches; called once.
-
-        Args:
-            limit: tokens of one request (the model's context).
-        """
+        """The pool for the caches of the model's requests, of up to `limit` tokens each; called once."""
         return CachePool(limit)
 
     def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
-        """Reserve room in the segments' caches, lay the segments out, and run them.
+        """Run the segments, and return the outputs of `layers` too. Reserves room in the segments' caches.
 
-        Args:
-            segments: the requests' shares of the forward.
-            device: of the model.
-            layers: whose output is wanted, too.
-
-        Returns:
-            Of the wanted rows; logits of padded ids of the embedding included.
+        Outputs are those of the requested rows; logits include padded ids of the embedding.
         """
         alone = any(segment.inputs is not None for segment in segments)
         if alone and len(segments) > 1:
@@ -92,7 +83,7 @@ class Backend(ABC):
         )
 
     def _forward_apart(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]) -> ForwardOutput:
-        """The same where some are prompts with images or sound, each of which is read in a forward of its own."""
+        """`forward`, with each prompt that has images or sound in a forward of its own."""
         numbers = range(len(segments))
         packed = [number for number in numbers if segments[number].inputs is None]
         groups = [*filter(None, [packed]), *([number] for number in numbers if number not in packed)]
@@ -128,31 +119,31 @@ class Backend(ABC):
         """
 
     def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """Run a plan of one segment, a whole prompt with what it has beside its tokens; as `run`.
+        """`run` for a plan of one segment: a whole prompt with inputs in addition to its tokens.
 
         Raises:
-            UnsupportedModelError: this backend reads text alone.
+            UnsupportedModelError: this backend reads only text.
         """
         raise UnsupportedModelError("this forward reads text alone; load the model with fast_paths=False")
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """The same as `run`, and put what each of the layers gives, `[rows, width]` at the plan's rows, into `seen`.
+        """`run`, which also stores the output `[rows, width]` of each of the layers at the plan's rows in `seen`.
 
         Raises:
-            UnsupportedModelError: this backend shows no layers.
+            UnsupportedModelError: this backend gives no access to layers.
         """
         raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
-        """Forwards end behind so many layers meanwhile.
+        """Within the context, forwards run only the first `layers` layers.
 
         Raises:
-            UnsupportedModelError: this backend always runs all.
+            UnsupportedModelError: this backend always runs all layers.
         """
         raise UnsupportedModelError("this forward runs all of its layers")
 
     def quantize(self, bits: int) -> None:
-        """Give the linear weights so many bits, 8 or 4; what they were is freed.
+        """Quantise the linear weights to 8 or 4 bits, and free the original ones.
 
         Raises:
             UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
@@ -162,9 +153,9 @@ class Backend(ABC):
         )
 
     def quantized(self, bits: int) -> Backend:
-        """The same with linear weights of so many bits, over the caches of this one; see `LanguageModel.quantized`.
+        """A copy with linear weights of 8 or 4 bits, over the same caches; see `LanguageModel.quantized`.
 
-        Only one of the two may run at a time. It says in `weight_bytes` what one forward reads.
+        Only one of the two may run at a time. `weight_bytes` of the copy is what one forward reads.
 
         Raises:
             UnsupportedModelError: this backend has no products with such weights.
@@ -173,40 +164,35 @@ class Backend(ABC):
 
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:
-        """What the LM head alone makes of vectors, without what the model does to its logits afterwards.
+        """Logits `[rows, ids]` of the LM head only, without the model's later changes, padded ids of the embedding
+        included.
 
-        Args:
-            vectors: `[rows, up to width]`, in the model's dtype; entries behind those that are given are zeros.
-
-        Returns:
-            `[rows, ids]`, padded ids of the embedding included. A row does not depend on the others.
+        A row does not depend on the others. Vectors are `[rows, up to width]`, in the model's dtype; missing entries
+        are zeros.
         """
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """What the model looks up for tokens `[n]` in its embedding, `table`: `[n, width]`."""
+        """Embeddings `[n, width]` of tokens `[n]`; `table` is the model's embedding."""
         return embedding(tokens, table)
 
     def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
-        """Of the first `vocab` ids the likeliest `[rows, count]` by `factor` times the logits of `unembed`.
-
-        A row does not depend on the others.
-        """
+        """The likeliest `[rows, count]` of the first `vocab` ids, by `factor` times the logits of `unembed`, row by
+        row."""
         return TopK.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
-        """Residual heads that end in the LM head, where the backend runs them faster than by `likeliest`; else None.
-
-        A row's guesses depend on it alone.
+        """Residual heads before the LM head, where the backend runs them faster than with `likeliest`; else None.
 
         Args:
-            blocks: the linear layers of each head, as many of each, each as wide as it reads; their weights are copied.
+            blocks: the linear layers of each head, equally many of each, with equal input and output widths; their
+                weights are copied.
             vocab: ids that exist.
-            factor: what the model multiplies its logits by.
+            factor: by which the model multiplies its logits.
         """
         return None
 
     def _whole_rows(self, vectors: Tensor, width: int) -> Tensor:
-        """The vectors with zeros up to the LM head's width, and with rows up to `least_rows`."""
+        """Pad vectors with zeros to the LM head's width, and with rows to `least_rows`."""
         rows, given = vectors.shape
         return pad(vectors, (0, width - given, 0, max(0, self.least_rows - rows)))
 
@@ -216,7 +202,7 @@ BackendMaker: TypeAlias = Callable[[PreTrainedModel], Backend]
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The model's layers in order; none where they are not one list, as many as its configuration says."""
+    """The model's layers in order; empty unless exactly one module list has the configured number of layers."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     return list(lists[0]) if len(lists) == 1 else ()
@@ -224,7 +210,7 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 
 @contextmanager
 def showing(layers: Sequence[nn.Module], chosen: Sequence[int], show: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Inside the block `show` is given what each chosen layer puts out, `[1, tokens, width]`, behind its number."""
+    """Within the context, call `show` with the number and the output `[1, tokens, width]` of each chosen layer."""
 
     def noted(layer: int, output: Any) -> None:
         show(layer, output if isinstance(output, Tensor) else output[0])

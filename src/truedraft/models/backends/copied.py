@@ -1,12 +1,12 @@
-"""Models whose own cache cannot be taken back, entry by entry: one text at a time, behind copies of that cache.
+"""Models with a cache that cannot be rolled back entry by entry: one sequence at a time, on copies of that cache.
 
-What is drafted is read behind a copy, which is thrown away where it was rejected and goes on where all of it stays. A
-cache that lags behind the committed tokens is as good: what it lacks is read along with the drafted ones. Plain
-decoding copies nothing, as `generate` does not.
+Drafted tokens are read on a copy, which is dropped after a rejection and becomes the cache if all of them are accepted.
+A cache need not have all committed tokens: the missing ones are read together with the drafted ones. Plain decoding
+copies nothing, like `generate`.
 
-Where a model keeps nothing at all that could be taken back, the whole text is read again at every step. That is what
-`generate` does with a model that has no cache, and it is right for any that writes one token behind another, whatever
-its layers keep. A step costs the text so far, and drafted tokens next to nothing beside it.
+A model without any cache that could be rolled back reads the whole text again at every step. `generate` does that with
+a model without a cache, and it is correct for any autoregressive model. A step costs the text so far; drafted tokens
+add next to nothing.
 """
 
 from __future__ import annotations
@@ -25,55 +25,43 @@ from truedraft.models.backends.alone import AloneBackend, PathCache
 from truedraft.models.packing import SegmentPlan
 
 _MOST_BEHIND = 16
-"""Committed tokens that may be read again with what is drafted, before they are read once for good."""
+"""Most committed tokens that are read again with drafted ones, before they are read into the kept cache."""
 
 
 @dataclass(slots=True)
 class _Read:
-    """A cache of the model's own, and what it read.
-
-    Attributes:
-        ids: of the text, from its first token.
-        past: the cache; None before the first.
-    """
+    """A cache of the model itself, and the ids in it, from the first token; `past` is None before the first forward."""
 
     ids: list[int]
     past: Any = None
 
     def begins(self, text: Sequence[int]) -> bool:
-        """Whether a text begins with what was read."""
+        """Whether a text begins with these ids."""
         return self.ids == text[: len(self.ids)]
 
     def copied(self) -> _Read:
-        """Another that goes its own way."""
         return _Read(list(self.ids), copy.deepcopy(self.past))
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Of one request.
-
-    Attributes:
-        kept: of committed tokens alone.
-        tried: of these and drafted ones.
-    """
+    """The caches of one request: `kept` holds only committed tokens, `tried` also drafted ones."""
 
     kept: _Read | None = None
     tried: _Read | None = None
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of both."""
         return sum(_bytes_of(each.past) for each in (self.kept, self.tried) if each is not None)
 
     def next_read(self, text: list[int], committed: int, first: int, drafts: bool) -> _Read:
-        """What a run goes on from, which is then `tried`.
+        """The cache for the next run, which becomes `tried`.
 
         Args:
             text: all ids up to the run's last.
-            committed: how many of them are committed.
-            first: where the run begins.
-            drafts: whether what it reads may be rejected.
+            committed: number of them that are committed.
+            first: index of the run's first token.
+            drafts: whether the run may be rejected.
         """
         before = text[: min(committed, first)]
         if self.tried is not None and self.tried.begins(before):
@@ -90,23 +78,19 @@ class _Copies:
 
 
 class WholeTextBackend(AloneBackend):
-    """Runs a model's own forward over the text of each segment, from its first token on.
+    """Runs a model's own forward over the whole text of each segment.
 
-    The request's cache holds ids where that of another model holds keys.
-
-    Args:
-        model: as transformers loaded it.
-        reason: why it does not run otherwise, for reports.
+    The request's cache holds token ids instead of keys. `reason` is why it does not run otherwise, for reports.
     """
 
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         super().__init__(model, reason)
         self.input_names = frozenset()
-        self.rows_vary = True  # a drafted token makes the text longer, and where experts are chosen, other products
+        self.rows_vary = True  # a drafted token makes the text longer, which changes products, as those of experts
         self.note = f"the whole text again at every step, since nothing that it keeps can be taken back: {reason}"
 
     def _refuse(self) -> None:
-        """Any forward will do."""
+        """Accept any forward."""
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
         segment = part.segment
@@ -131,17 +115,13 @@ class WholeTextBackend(AloneBackend):
 
 
 def text_of(ids: Tensor, past: PathCache) -> Tensor:
-    """Keep new tokens `[1, new]`; all ids `[1, tokens]` up to the last of them."""
+    """Store new tokens `[1, new]`; returns all ids `[1, tokens]` up to the last of them."""
     whole, _ = past.update(ids[:, None, :, None], ids.new_zeros(1, 1, ids.shape[1], 0), 0)
     return whole[:, 0, :, 0]
 
 
 class CopiedBackend(WholeTextBackend):
-    """Runs a model's own forward behind copies of the cache that it makes itself.
-
-    Args:
-        model: as transformers loaded it.
-        reason: why it does not run otherwise, for reports.
+    """Runs a model's own forward on copies of the cache that it makes itself.
 
     Raises:
         UnsupportedModelError: its forward takes no cache.
@@ -172,7 +152,7 @@ class CopiedBackend(WholeTextBackend):
         return logits[-new:]
 
     def _catch_up(self, copies: _Copies, committed: Tensor) -> None:
-        """Read for good what the kept cache lacks."""
+        """Read the committed tokens that the kept cache lacks into it."""
         assert copies.kept is not None
         if copies.kept.begins(committed[0].tolist()):
             last = committed.shape[1] - len(copies.kept.ids) - 1
@@ -180,7 +160,7 @@ class CopiedBackend(WholeTextBackend):
             self._captured.pop()
 
     def _go_on(self, read: _Read, text: Tensor, wanted: Tensor) -> Tensor:
-        """Read the rest of a text `[1, tokens]`; its logits at the wanted places of that, or at all."""
+        """Read the rest of a text `[1, tokens]`; its logits at the places in `wanted`, or at all."""
         known, end = len(read.ids), text.shape[1]
         given = {
             "position_ids": torch.arange(known, end, device=text.device)[None],
@@ -196,7 +176,7 @@ class CopiedBackend(WholeTextBackend):
 
 
 def _bytes_of(part: Any) -> int:
-    """Of the tensors in a cache, its layers and what they hold."""
+    """Bytes of the tensors in a cache and its layers."""
     if isinstance(part, Tensor):
         return part.nbytes
     if isinstance(part, Mapping):

@@ -1,8 +1,8 @@
-"""Encoder-decoders: the encoder reads a request's source once, the decoder goes on as any model outside the registry.
+"""Encoder-decoders: the encoder reads a request's source once, and the decoder runs like `AloneBackend`.
 
-A request's first tokens are its source (`models/sources.py`). Nothing is computed for them until all are there; then
-the encoder runs, and what cross-attention makes of its vectors lies in the request's cache at the source's own
-positions, where a causal model would have these tokens' keys and values. Behind them lie those of the decoder's text.
+A request's first tokens are its source (`models/sources.py`). Nothing is computed until all of them are present; then
+the encoder runs. The keys and values of cross-attention are stored in the request's cache at the source's own
+positions, where a causal model would have these tokens' keys and values, and those of the decoder's text after them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from truedraft.models.sources import Sources
 
 @dataclass
 class Encoded(BaseModelOutput):
-    """What a decoder is given in place of an encoder's output, whose experts or mask some ask for."""
+    """Replaces an encoder's output; some decoders read its router logits or mask."""
 
     router_logits: None = None
     attention_mask: None = None
 
 
 class EncoderDecoderBackend(AloneBackend):
-    """Runs the segments of a plan one after another through the decoder, and a source through the encoder before.
+    """Runs the segments of a plan one after another through the decoder, and before that sources through the encoder.
 
     Args:
         model: an encoder-decoder.
         reason: why it does not run packed, for reports.
 
     Raises:
-        UnsupportedModelError: it does not say how its texts are laid out.
+        UnsupportedModelError: it does not define the layout of its texts.
     """
 
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
@@ -50,8 +50,8 @@ class EncoderDecoderBackend(AloneBackend):
         self.input_names = frozenset() if sources.sound is None else frozenset({sources.sound.name})
         self._sources = sources
         self._width = int(model.get_encoder().config.get_text_config().hidden_size)
-        self._example: Tensor | None = None  # what the encoder makes of the sound that is made up
-        self._encoded: Tensor | None = None  # of the segment that runs, until cross-attention has read it
+        self._example: Tensor | None = None  # the encoder's output for the example sound
+        self._encoded: Tensor | None = None  # of the current segment, until cross-attention has read it
         takes = "reads a prompt" if sources.sound is None else "hears a sound"
         self.note = f"an encoder-decoder: its encoder {takes} once, its decoder one text at a time"
 
@@ -59,7 +59,7 @@ class EncoderDecoderBackend(AloneBackend):
         return CachePool(limit, encodes=True)
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
-        """Tokens of the source among the new ones; with its last one the encoder runs."""
+        """Number of source tokens among the new ones; runs the encoder at the last of them."""
         family = part.segment.cache.family
         self._encoded = None
         if 0 < family.memory <= part.length + part.segment.written:
@@ -82,7 +82,7 @@ class EncoderDecoderBackend(AloneBackend):
         return length - part.length
 
     def _encode(self, source: Sequence[int], inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor:
-        """What the encoder makes of a source, `[1, vectors, width]`."""
+        """The encoder's output for a source, `[1, vectors, width]`."""
         encoder = self._model.get_encoder()
         if self._sources.sound is None:
             ids = torch.tensor([source], device=device)
@@ -93,7 +93,7 @@ class EncoderDecoderBackend(AloneBackend):
             given = on_device(inputs, device, self._model.dtype)
         vectors: Tensor
         if self._sources.sound is not None and given[self._sources.sound.name].equal(self._sources.sound.example):
-            # Measurements and checks begin with it again and again, and an encoder may take seconds.
+            # Measurements and checks use it repeatedly, and an encoder may take seconds.
             if self._example is None:
                 self._example = encoder(**given)[0]
             return self._example
@@ -105,13 +105,13 @@ class EncoderDecoderBackend(AloneBackend):
     ) -> Tensor:
         cache, encoded = past.cache, self._encoded
         memory = _Memory(cache, 0 if encoded is not None else cache.storage.calls)
-        if encoded is None:  # it was read before, and its shape is all that is looked at
+        if encoded is None:  # it was read before, and only its shape is used
             encoded = self._head.weight.new_zeros(1, 1, 1).expand(1, cache.family.memory, self._width)
         given: dict[str, Any] = {
             "encoder_outputs": Encoded(last_hidden_state=encoded),
             self._keyword: EncoderDecoderCache(past, memory),
         }
-        if self._sources.sound is None:  # that of a sound would be of its moments, and all of them are heard
+        if self._sources.sound is None:  # the mask of a sound would be over its frames, all of which are visible
             given["attention_mask"] = torch.ones(1, cache.family.memory, dtype=torch.int64, device=ids.device)
         logits: Tensor = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
         self._encoded = None
@@ -119,12 +119,8 @@ class EncoderDecoderBackend(AloneBackend):
 
 
 class _Memory(Cache):
-    """What the model takes for the cache of its cross-attention.
-
-    Args:
-        cache: of the request.
-        calls: attention calls whose entries are there; 0 where the forward is to write them.
-    """
+    """The cache of the model's cross-attention, with stored entries of `calls` attention calls; with 0 the forward
+    writes them."""
 
     def __init__(self, cache: RequestCache, calls: int) -> None:
         super().__init__(layers=[])

@@ -1,8 +1,8 @@
 """One loop over the layers of Llama-like decoders, from the loaded model's own weights.
 
-A small model costs more in the host's work between products than in the products (benchmarks/LOG.md), so products
-of one input are fused, the residual is added inside the product, rotary positions come from a table, and no module
-is called on the way. The result is the model's own up to rounding, which the check at load holds it to.
+A small model spends more time on the host between products than in the products (benchmarks/LOG.md). So products of one
+input are fused, the residual is added inside the product, rotary positions come from a table, and no modules are
+called. The result equals the model's own up to rounding; the check at load verifies this.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from truedraft.models.packing import ForwardPlan
 class FusedBackend(Backend):
     """Runs the layers of a known family in one loop; see the module's docstring.
 
-    Args:
-        llama: one that `fits`. Its linear weights are packed and freed, so it can only be run through this.
+    The linear weights of `llama`, which must fit, are packed and freed, so it can only be run by this backend.
     """
 
     def __init__(self, llama: Llama) -> None:
@@ -42,13 +41,13 @@ class FusedBackend(Backend):
         head = PackedLinear(llama.lm_head.weight, llama.lm_head.bias) if llama.tied else fuse([llama.lm_head])
         self._lm_head: PackedLinear | NativeLinear = head
         self.least_rows = 4 if llama.dtype is torch.bfloat16 else 2
-        self.any_threads = llama.dtype is torch.float32  # bfloat16 is summed by their number on some processors
+        self.any_threads = llama.dtype is torch.float32  # bfloat16 sums depend on their number on some processors
         self.shown_layers = len(self._layers)
         self.fast_paths = ("packed weights", "fused projections", "one loop over the layers", "tabulated positions")
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether a decoder is in a dtype and on a device that this loop is for, and has no experts."""
+        """Whether a decoder has a dtype and device that this loop supports, and no experts."""
         return llama.is_dense and can_pack(llama.device, llama.dtype)
 
     def quantized(self, bits: int) -> FusedBackend:
@@ -62,7 +61,7 @@ class FusedBackend(Backend):
         twin._lm_head = fewer.get(self._lm_head, self._lm_head)
         twin.weight_bytes = sum(each.weight_bytes for each in fewer.values())
         if len(fewer) == len(products) + 1:
-            twin.least_rows = 1  # of these products a row has the same bits whatever their number
+            twin.least_rows = 1  # a row of these products does not depend on the number of rows
         twin.fast_paths = (*self.fast_paths[1:], f"weights of {bits} bits")
         return twin
 
@@ -104,6 +103,6 @@ def _attend(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """One layer's attention; see `llama.Attend`."""
+    """See `llama.Attend`."""
     by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)  # each [heads, total, head]
     return plan.attend(call, pattern, scoring, *by_head).flatten(1)

@@ -1,7 +1,7 @@
 """One model in several processes: each runs the same forward over its part of the weights and of the attention heads.
 
-Rank 0 alone has requests. What it does to their caches it notes, and tells the others with the next forward: so a
-cache has the same tokens everywhere, and each process has the keys and values of its own heads.
+Only rank 0 has requests. It records its changes of their caches, and sends them to the other processes with the next
+forward. So a cache has the same tokens in all processes, and each process has the keys and values of its own heads.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from truedraft.models.ranks import RankLostError, Ranks
 from truedraft.models.sharding import shard
 
 _Note: TypeAlias = tuple[str, int, tuple[Any, ...]]
-"""What was done, to which cache, and with what."""
+"""The name of an operation, the cache's number, and the arguments."""
 
 
 class ParallelBackend(StockBackend):
-    """Rank 0's part of a model, whose forwards and caches the others repeat.
+    """Rank 0's part of a model; the other processes repeat its forwards and cache operations.
 
     Args:
-        model: cut down to this process's part.
+        model: reduced to this process's part.
         patterns: of each attention call.
         ranks: the processes, joined.
 
@@ -86,16 +86,15 @@ class ParallelBackend(StockBackend):
         )
 
     def _taken(self) -> list[_Note]:
-        """What was noted since the last forward; other threads may go on noting."""
+        """The operations since the last forward; other threads may append more."""
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
 
 def parallel_backend(ranks: Ranks, place: torch.device, name: str, fast_paths: bool) -> BackendMaker:
-    """Makes the backend of a whole model, whose weights it cuts down to this process's part; joins the others then.
+    """Makes the backend of a whole model, reduced to this process's part, and joins the other processes.
 
     Args:
-        ranks: the processes.
-        place: where the part goes.
+        place: device of the part.
         name: for messages.
         fast_paths: pack weights where that is faster here.
     """
@@ -118,13 +117,13 @@ def parallel_backend(ranks: Ranks, place: torch.device, name: str, fast_paths: b
 
 @torch.inference_mode()
 def follow(backend: Backend, ranks: Ranks, device: torch.device, limit: int) -> None:
-    """Repeat what rank 0 does until it, or another, has ended.
+    """Repeat the operations of rank 0 until a process ends.
 
     Args:
         backend: of this process's part.
         ranks: the processes, joined.
         device: of this part.
-        limit: tokens of one request.
+        limit: most tokens of one request.
     """
     caches: dict[int, RequestCache] = {}
     copies: dict[int, Entries] = {}
@@ -140,7 +139,7 @@ def follow(backend: Backend, ranks: Ranks, device: torch.device, limit: int) -> 
 
 
 def _repeat(note: _Note, caches: dict[int, RequestCache], copies: dict[int, Entries], limit: int) -> None:
-    """Do to this process's caches what rank 0 did to its own."""
+    """Repeat one of rank 0's cache operations."""
     what, number, given = note
     if what == "forget":
         caches.pop(number, None)
@@ -156,7 +155,7 @@ def _repeat(note: _Note, caches: dict[int, RequestCache], copies: dict[int, Entr
 
 
 def _told(segment: Segment) -> tuple[Any, ...]:
-    """A segment in plain objects."""
+    """A segment as plain objects."""
     cache = segment.cache
     if not isinstance(cache, _NotedCache):
         raise ModelError("a model in several processes has caches of its own; take one with new_cache()")
@@ -174,15 +173,7 @@ _numbers = itertools.count()
 
 
 class _NotedCache(RequestCache):
-    """A cache that notes what is done to it between forwards.
-
-    Args:
-        limit: as of `RequestCache`.
-        notes: where.
-
-    Attributes:
-        number: by which other processes know it.
-    """
+    """A cache that records its operations between forwards in `notes`; `number` identifies it in all processes."""
 
     def __init__(self, limit: int, notes: deque[_Note]) -> None:
         super().__init__(limit)
@@ -218,7 +209,7 @@ class _NotedCache(RequestCache):
 
     def extend(self, parts: Sequence[tuple[Entries, int, int]]) -> None:
         self._note("extend", [(part.number, first, end) for part, first, end in parts])
-        notes, self._notes = self._notes, deque()  # steps of it are not told by themselves
+        notes, self._notes = self._notes, deque()  # its inner operations are not sent separately
         try:
             super().extend(parts)
         finally:
@@ -226,7 +217,7 @@ class _NotedCache(RequestCache):
 
 
 class _NotedPool(CachePool):
-    """Hands out caches that note what is done to them."""
+    """Creates caches that record their operations."""
 
     def __init__(self, limit: int, notes: deque[_Note]) -> None:
         super().__init__(limit)

@@ -33,18 +33,18 @@ _numbers = itertools.count()
 
 
 class StockBackend(Backend):
-    """Runs a packed forward through a model's own forward, by public doors only.
+    """Runs a packed forward through a model's own forward, by public interfaces only.
 
-    Attention goes through the attention registry, positions and wanted rows through keyword arguments, and a
-    forward pre-hook on the LM head reads its input.
+    Attention uses the attention registry, positions and requested rows are keyword arguments, and a forward pre-hook on
+    the LM head reads its input.
 
     Args:
-        model: switched to our attention.
-        patterns: of each attention call; found out where they are not given.
+        model: its attention is replaced by ours.
+        patterns: of each attention call; None detects them.
         adapters: of `read_adapters`, by name.
 
     Raises:
-        UnsupportedModelError: the family cannot run packed; says why.
+        UnsupportedModelError: the family cannot run packed; names the reason.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class StockBackend(Backend):
         self._captured: list[Tensor] = []
         self._head = head = model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
-        # Stock kernels treat very short products differently. In float32 four rows cost 1.4 to 1.9 times what one
-        # does, so there rows differ in their last bits and the promise is equality up to near ties (see `note`).
+        # Stock kernels treat very short products differently. In float32 four rows cost 1.4 to 1.9 times as much as
+        # one, so there rows may differ in their last bits and results are equal up to near ties (see `note`).
         self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
         self.fast_paths = ()
         self._layers = decoder_layers(model)
@@ -103,7 +103,7 @@ class StockBackend(Backend):
         twin.weight_bytes = sum(linear.weight_bytes for linear in linears.values())
         twin.fast_paths = (f"weights of {bits} bits",)
         if multiplies_packed_alone(twin._model):
-            twin.least_rows = 1  # of these products a row has the same bits whatever their number
+            twin.least_rows = 1  # a row of these products does not depend on the number of rows
         return twin
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
@@ -120,9 +120,9 @@ class StockBackend(Backend):
 
 
 class _PackedAttention:
-    """The attention function of one loaded model: a bound method, so that it knows the plan of the forward.
+    """The attention function of one loaded model, as a bound method with access to the plan of the forward.
 
-    The registry keeps it for ever, so it holds nothing of the model.
+    The registry keeps it forever, so it holds nothing of the model.
     """
 
     def __init__(self, patterns: Sequence[AttentionPattern]) -> None:
@@ -144,9 +144,9 @@ class _PackedAttention:
 
     @contextmanager
     def reading(self, model: PreTrainedModel, plan: ForwardPlan) -> Iterator[None]:
-        """The next forward of the model reads the plan's one segment, under the masks that the model makes itself.
+        """Within the context, the model reads the plan's one segment under the masks that it makes itself.
 
-        Modules outside its text decoder, which look at images, have the attention that they came with.
+        Modules outside its text decoder, such as an image encoder, keep their own attention.
         """
         name = model.config._attn_implementation
         self._decoder = frozenset(map(id, model.get_decoder().modules()))
@@ -159,7 +159,7 @@ class _PackedAttention:
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
-        """Forwards of the model follow `plan` meanwhile."""
+        """Within the context, forwards of the model follow `plan`."""
         self._plan, self._call = plan, 0
         try:
             yield
@@ -172,13 +172,13 @@ class _PackedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Any,  # never built: the registry's mask functions do not know our name
+        attention_mask: Any,  # never built: the registry has no mask function of our name
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """What the model's layers call instead of their own attention; batch 1, all segments packed."""
+        """Replaces the attention of the model's layers; batch 1, all segments packed."""
         plan, call = self._next_call(module)
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
         mixed = plan.attend(call, self.patterns[call], scoring, query[0], key[0], value[0])
@@ -187,7 +187,7 @@ class _PackedAttention:
     def attend_masked(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, None]:
-        """The same for a whole prompt with images, under the mask `[1, 1, total, total]` that the model made."""
+        """`attend` for a whole prompt with images, under the mask `[1, 1, total, total]` that the model made."""
         if id(module) not in self._decoder:
             mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **given)
             return mixed, None
@@ -208,7 +208,7 @@ class _PackedAttention:
         return plan.attend_masked(call, mask, scoring, query[0], key[0], value[0])[None].contiguous(), None
 
     def _next_call(self, module: nn.Module) -> tuple[ForwardPlan, int]:
-        """The plan that is followed, and which attention call of it this is."""
+        """The current plan, and the number of this attention call in it."""
         if self._plan is None:
             raise ModelError(f"{type(module).__name__} was called outside truedraft; use LanguageModel.forward")
         if self._call == len(self.patterns):

@@ -1,14 +1,13 @@
 """Keys and values of one request, in buffers that are kept for the next one.
 
-How many key/value positions a product over keys looks at: a few fixed lengths, so that kernels are reused and add up
-alike. oneDNN makes a kernel for every shape, which takes about half a millisecond; a context that grows by a token at
-every step would pay that at every step. So products run over more positions than are filled, in steps of 64
-(`key_span`), and those too many get the weight 0.
+A product over keys runs over one of a few numbers of key/value positions, in steps of 64 (`key_span`), with weight 0
+for unfilled ones: oneDNN makes a kernel for every shape, which takes about half a millisecond, and a context that grows
+by a token would pay that at every step.
 
-The same library adds up products over up to 1,024 keys in one go and longer ones in blocks of 512, which rounds
-differently. Up to 512 keys both give the same bits, so lengths in between are taken as 1,088: then a row's result
-does not depend on whether its neighbours in the forward lie before or behind that border. Measured bit for bit to
-8,192 keys (benchmarks/LOG.md); tests hold it.
+The same library sums products over up to 1,024 keys at once and longer ones in blocks of 512, which rounds differently.
+Up to 512 keys both give the same bits, so lengths in between are rounded up to 1,088: then a row's result does not
+depend on which side of that border its neighbours in the forward are. Measured bit for bit to 8,192 keys
+(benchmarks/LOG.md); tests hold it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ONE_BLOCK = 512
 _FIRST_IN_BLOCKS = 1088
 
 WIDEST_GAP = _FIRST_IN_BLOCKS - _ONE_BLOCK
-"""Most positions that a span exceeds what it was made for."""
+"""Largest number of unfilled positions in a span."""
 
 
 def key_span(positions: int) -> int:
@@ -40,21 +39,18 @@ def key_span(positions: int) -> int:
 
 
 class Keeper(Protocol):
-    """Who keeps keys and values for requests to come."""
+    """Keeps keys and values for later requests."""
 
     def forget_oldest(self) -> bool:
-        """Give back what was not used for longest; whether there was anything."""
+        """Free the least recently used entries; returns whether there were any."""
 
 
 class Entries:
     """Keys and values of neighbouring tokens of one request, for every attention call.
 
-    Args:
-        calls: keys and values `[kv_heads, tokens, width]` of each.
-
     Attributes:
-        calls: as given.
-        number: by which other processes know those of their own heads, where several run one model.
+        calls: keys and values `[kv_heads, tokens, width]` of each call.
+        number: the id of these tokens in the other processes, which hold their own heads, if several run one model.
     """
 
     def __init__(self, calls: list[tuple[Tensor, Tensor]]) -> None:
@@ -63,27 +59,26 @@ class Entries:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all."""
         return sum(keys.nbytes + values.nbytes for keys, values in self.calls)
 
 
 class Buffers:
-    """Of one request's own.
+    """The buffers of one request.
 
     They grow by doubling, up to the limit unless a tree needs more, and never shrink, so a reused cache does not
-    allocate. Keys lie transposed, as the product with queries reads them. Positions behind the written ones are read
-    with the weight 0, so their values must be finite: whatever forgotten tokens left there is set to 0.
+    allocate. Keys are transposed, as the product with queries reads them. Positions after the written ones are read
+    with the weight 0, so their values must be finite: values left there by dropped tokens are set to 0.
 
     Attributes:
-        capacity: key/value positions that are allocated.
-        generation: rises whenever buffers moved; addresses taken before are void.
+        capacity: number of allocated key/value positions.
+        generation: rises whenever buffers moved; addresses taken before are invalid.
     """
 
     def __init__(self) -> None:
         self.capacity = 0
         self.generation = 0
         self._start = 0  # key/value position of the first token that the running forward writes
-        self._end = 0  # behind the last one that it writes
+        self._end = 0  # after the last one that it writes
         self._stale = 0  # from here on all values were 0 before it
         self._keys: list[Tensor] = []  # one for each attention call: [kv_heads, key width, capacity]
         self._values: list[Tensor] = []  # [kv_heads, capacity, value width]
@@ -95,15 +90,14 @@ class Buffers:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that are allocated."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     def most(self, limit: int) -> int:
-        """Key/value positions that are allocated at most while no more than `limit` are asked for."""
+        """Largest number of allocated key/value positions while at most `limit` are requested."""
         return key_span(limit)
 
     def limit_to(self, limit: int, empty: bool) -> None:
-        """No more than `limit` will be asked for; what is larger is given back if nothing is in it."""
+        """At most `limit` positions will be requested; larger buffers are freed if they are empty."""
         if empty and self.capacity > key_span(limit):
             self._keys, self._values = [], []
             self.capacity = self._end = self._stale = 0
@@ -119,8 +113,8 @@ class Buffers:
         doubled = max(2 * self.capacity, _FIRST_CAPACITY)
         capacity = max(needed, min(doubled, key_span(limit)))
         self.generation += 1
-        self.capacity = 0  # where memory ends on the way, the next call sees to all of them again
-        for call in range(len(self._keys)):  # one by one: old beside new takes half as much again
+        self.capacity = 0  # if memory runs out in between, the next call checks all of them again
+        for call in range(len(self._keys)):  # one by one: an old and a new buffer together take half as much again
             self._keys[call] = self._grown(self._keys[call], 2, capacity)
             self._values[call] = self._grown(self._values[call], 1, capacity)
         self.capacity = capacity
@@ -135,18 +129,11 @@ class Buffers:
     def addressed(
         self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers themselves, for a forward that writes them by address; made on the CPU where there are none yet.
-
-        Args:
-            calls: attention calls of the model.
-            kv_heads: key/value heads.
-            key_width: of a key.
-            value_width: of a value.
-            dtype: of both.
+        """The buffers themselves, for a forward that writes them by address; made on the CPU if there are none yet.
 
         Returns:
-            Keys `[kv_heads, key width, capacity]` and values `[kv_heads, capacity, value width]` of each call. They
-            stay where they are until `generation` changes.
+            Keys `[kv_heads, key width, capacity]` and values `[kv_heads, capacity, value width]` of each of `calls`
+            attention calls. Their addresses are valid until `generation` changes.
         """
         for _ in range(len(self._keys), calls):
             keys = torch.zeros(kv_heads, key_width, self.capacity, dtype=dtype, device="cpu")
@@ -175,15 +162,14 @@ class Buffers:
         entries of positions 0 to 9, 10, 12 and 13.
 
         Args:
-            call: which attention call of the forward this is, from 0; calls come in order.
-            length: committed tokens.
-            path: uncommitted tokens from the first behind the committed ones, rising; the last ones are new.
+            length: number of committed tokens.
+            path: uncommitted tokens from the first after the committed ones, ascending; the last ones are new.
             keys: `[kv_heads, new, key width]`.
             values: `[kv_heads, new, value width]`.
 
         Returns:
             Keys `[kv_heads, tokens, key width]` and values `[kv_heads, tokens, value width]` of the committed tokens
-            and the path: views of them where the path is a chain.
+            and the path: views of them if the path is a chain.
         """
         self._make(call, keys, values)
         all_keys, all_values = self._keys[call], self._values[call]
@@ -198,26 +184,27 @@ class Buffers:
         return all_keys.index_select(2, places).transpose(1, 2), all_values.index_select(1, places)
 
     def _make(self, call: int, keys: Tensor, values: Tensor) -> None:
-        """The buffers of an attention call that comes for the first time."""
+        """Make the buffers of an attention call on its first use."""
         if call == len(self._keys):
             own_keys = keys.new_zeros(keys.shape[0], keys.shape[2], self.capacity)
             self._add(own_keys, values.new_zeros(values.shape[0], self.capacity, values.shape[2]))
 
     def _add(self, keys: Tensor, values: Tensor) -> None:
-        """Both are there, so that none is without the other where memory ends."""
+        """Append both together, so that running out of memory leaves neither without the other."""
         self._keys.append(keys)
         self._values.append(values)
 
     def keep(self, length: int, path: Sequence[int]) -> None:
-        """Move the entries of `path`, rising numbers of tokens behind the first `length`, to right behind these."""
+        """Move the entries of `path`, ascending indices of tokens from `length` on, to the positions from `length`
+        on."""
         if path and path[-1] != len(path) - 1 and self._keys:
             source = torch.tensor([length + i for i in path], device=self._keys[0].device)
             target = slice(length, length + len(path))
-            # index_select copies before it is written, so source and target may overlap.
+            # index_select copies before anything is written, so source and target may overlap.
             for keys, values in zip(self._keys, self._values, strict=True):
                 keys[:, :, target] = keys.index_select(2, source)
                 values[:, target] = values.index_select(1, source)
-        # Every call of the forward has cleaned the positions of its span.
+        # Every call of the forward has zeroed the positions of its span.
         if self._stale <= key_span(self._end):
             self._stale = self._end
 
@@ -232,9 +219,9 @@ class Buffers:
         return Entries([(keys.clone(), values.clone()) for keys, values in calls] if lasting else calls)
 
     def extend(self, start: int, parts: Sequence[tuple[Entries, int, int]], limit: int) -> None:
-        """Write parts behind position `start`; see `RequestCache.extend`."""
+        """Write parts from position `start` on; see `RequestCache.extend`."""
         self.reserve(start, start + sum(end - first for _, first, end in parts), limit)
         pieces = [[(k[:, first:end], v[:, first:end]) for k, v in part.calls] for part, first, end in parts]
-        for call, pairs in enumerate(zip(*pieces, strict=True)):  # none where no layer is attention
+        for call, pairs in enumerate(zip(*pieces, strict=True)):  # none if no layer is attention
             keys, values = zip(*pairs, strict=True)
             self.write(call, *((keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))))

@@ -1,9 +1,9 @@
-"""States that layers carry from token to token: behind a request's committed tokens, and behind each uncommitted one.
+"""States that recurrent layers carry from token to token: after the committed tokens and each uncommitted one.
 
-A recurrence or a short convolution has no entries that a commit could move: its state behind a token is all that it
-knows of those before. So a forward leaves the state behind every token that it wrote, and a commit keeps that of the
-last one that stays. Requests that begin alike share by what is marked at the *edges* of a prompt: behind each of its
-pieces, which end at fixed places, and before its last token.
+A recurrence or a short convolution has no entries that a commit could move: its state summarises all tokens before. So
+a forward keeps the state after every token it wrote, and a commit keeps the state after the last accepted token.
+Requests with a common prefix share the states that are marked at the *edges* of a prompt: after each of its pieces,
+which end at fixed positions, and before its last token.
 """
 
 from __future__ import annotations
@@ -17,54 +17,48 @@ from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
 
 PIECE = 256
-"""Tokens at whose multiples a piece of a prompt ends, beside where the prompt does."""
+"""Pieces of a prompt end at multiples of this many tokens, and at the end of the prompt."""
 MOST_EDGES = 8
-"""States that are marked for one request, the last of all and others at about the same distance."""
+"""Largest number of states marked for one request: the last, and others at about equal distances."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """The state of one layer behind one token: a row of what a forward computed for several.
-
-    Attributes:
-        states: by name, `[tokens, ...]` each.
-        row: of them.
-    """
+    """The state of one layer after one token: row `row` of `states`, `[tokens, ...]` by name."""
 
     states: Mapping[str, Tensor]
     row: int
 
     def alone(self) -> StateRow:
-        """A copy that keeps nothing else in memory."""
+        """A copy that does not keep the other rows in memory."""
         own = slice(self.row, self.row + 1)
         return StateRow({name: state[own].clone() for name, state in self.states.items()}, 0)
 
 
 class CarriedStates:
-    """Of one request, by layer in the order of the forward; none for a model whose layers are attention alone."""
+    """The states of one request by layer, in the order of the forward; empty for a model with attention layers only."""
 
     def __init__(self) -> None:
         self._committed: dict[int, StateRow] = {}
         self._nodes: dict[int, list[StateRow | None]] = {}
-        self._edges: dict[int, dict[int, StateRow]] = {}  # by the number of tokens behind which they are, and by layer
-        self._passed: dict[int, dict[int, StateRow]] = {}  # likewise, of tokens that were not committed yet
+        self._edges: dict[int, dict[int, StateRow]] = {}  # by the number of tokens before it, then by layer
+        self._passed: dict[int, dict[int, StateRow]] = {}  # the same for edges after uncommitted tokens
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the states behind committed tokens."""
+        """Bytes of the states after committed tokens."""
         return sum(map(bytes_of, (self._committed, *self._edges.values())))
 
     @property
     def edges(self) -> list[int]:
-        """Behind how many tokens states are marked, rising."""
+        """Numbers of tokens after which states are marked, ascending."""
         return sorted(self._edges)
 
     def at(self, tokens: int) -> Mapping[int, StateRow]:
-        """The states of all layers at an edge."""
         return self._edges[tokens]
 
     def behind(self, layer: int, node: int) -> StateRow | None:
-        """The state behind an uncommitted token; -1 is the last committed one. None before the first token of all.
+        """The state after an uncommitted token, or after the last committed one (-1); None before the first token.
 
         Raises:
             CacheError: no forward left a state there.
@@ -78,28 +72,22 @@ class CarriedStates:
         return found
 
     def note(self, layer: int, rows: Sequence[StateRow | None], written: int) -> None:
-        """The states behind new tokens, None where a forward passed one by without leaving any.
-
-        Args:
-            layer: whose they are.
-            rows: one for each new token.
-            written: uncommitted tokens before these, of earlier forwards.
-        """
+        """Store the states after new tokens, None where a forward left none; those of `written` earlier tokens stay."""
         self._nodes[layer] = [*self._nodes.get(layer, [])[:written], *rows]
 
     def mark(self, layer: int, tokens: int, row: StateRow) -> None:
-        """An edge, behind so many tokens; it counts once these are committed."""
+        """Mark an edge after so many tokens; it is valid once these are committed."""
         self._passed.setdefault(tokens, {})[layer] = row.alone()
 
     def take(self, tokens: int, states: Mapping[int, StateRow]) -> None:
-        """Go on from what another request marked behind the same tokens."""
+        """Continue from the states that another request marked after the same tokens."""
         self.clear()
         self._committed = dict(states)
         self._edges[tokens] = dict(states)
 
     @in_inference_mode
     def keep(self, path: Sequence[int]) -> None:
-        """Commit the uncommitted tokens of a path; of all others nothing stays."""
+        """Commit the uncommitted tokens of a path and drop all others."""
         if path:
             for layer in self._nodes:
                 kept = self.behind(layer, path[-1])
@@ -107,23 +95,22 @@ class CarriedStates:
                 self._committed[layer] = kept.alone()
             self._edges |= self._passed
             if len(self._edges) > MOST_EDGES:
-                for tokens in self.edges[-2::-2]:  # every other one, and never the last
+                for tokens in self.edges[-2::-2]:  # every second one, but never the last
                     del self._edges[tokens]
         self.drop_uncommitted()
 
     def clear(self) -> None:
-        """Forget all."""
         self._committed = {}
         self._edges = {}
         self.drop_uncommitted()
 
     def drop_uncommitted(self) -> None:
-        """Forget what is behind uncommitted tokens."""
+        """Drop the states after uncommitted tokens."""
         self._nodes.clear()
         self._passed.clear()
 
     def back_to(self, tokens: int) -> int:
-        """Go back to the last edge behind no more than so many tokens; returns behind how many, or 0."""
+        """Go back to the last edge after at most so many tokens; returns its number of tokens, or 0."""
         found = max((edge for edge in self._edges if edge <= tokens), default=0)
         if not found:
             self.clear()
@@ -134,7 +121,7 @@ class CarriedStates:
         return found
 
     def entries(self) -> list[dict[str, Tensor]]:
-        """The states behind the last committed token, by layer; for tests and checks."""
+        """The states after the last committed token, by layer; for tests and checks."""
         return [dict(self._committed[layer].alone().states) for layer in sorted(self._committed)]
 
 

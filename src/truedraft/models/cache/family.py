@@ -1,8 +1,8 @@
-"""What families of models hold of a text beside keys and values, and what follows for requests that begin alike.
+"""What a model family stores for a text in addition to keys and values, and how much of it another request can share.
 
-Most hold nothing: a row depends on the tokens before it alone, and any part of a text can be gone on from. Where layers
-carry states only those behind the edges of prompts are there to go on from. Of an encoder's text every entry depends on
-all of it. Prompts with images may number their tokens otherwise.
+Most families store nothing: a row depends on the tokens before it only, so a request can continue from any prefix.
+Layers that carry states can be continued only from the edges of prompts. Every entry of an encoder's text depends on
+all of it. Prompts with images may have other position numbers.
 """
 
 from __future__ import annotations
@@ -13,33 +13,31 @@ from typing import Protocol
 from truedraft.models.cache.carried import PIECE, CarriedStates
 
 BLOCK = 64
-"""Tokens of a block that is kept for requests to come."""
+"""Tokens in a block that is kept for later requests."""
 
 
 class Beside(Protocol):
-    """What a model holds of one text in a form of its own."""
+    """What a model stores of one text in a format of its own."""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that it takes."""
+        """Its size in bytes."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class FamilyState:
-    """Of one request's cache.
+    """What a model family stores in one request's cache.
 
     Attributes:
-        carries: whether layers of the model carry states beside.
-        encodes: whether the first tokens are an encoder's text, whose entries are what cross-attention reads.
-        carried: states of layers that are no attention.
-        source: ids of the encoder's text, as far as they came in.
-        memory: how many of the first tokens are that text; 0 until it was encoded.
-        shift: what is added to the position of every token behind the prompt, whose images take fewer positions than
-            tokens where positions have more than one axis.
-        apart: whether the last token of its prompt was read otherwise than it would be behind those before, as one of a
-            text; then nobody can begin with these.
-        beside: what a model holds of the text that cannot lie in a cache of ours.
+        carries: whether layers of the model carry states.
+        encodes: whether the first tokens are an encoder's text; cross-attention reads its entries.
+        source: ids of the encoder's text received so far.
+        memory: number of first tokens that are that text; 0 until it is encoded.
+        shift: added to the position of every token after the prompt, where images take fewer positions than tokens.
+        apart: whether the last prompt token was computed otherwise than after the previous ones, as part of a text;
+            then no request can share this prefix.
+        beside: what a model stores of the text outside our cache.
     """
 
     carries: bool = False
@@ -53,14 +51,12 @@ class FamilyState:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that all of this takes."""
         return self.carried.n_bytes + (self.beside.n_bytes if self.beside is not None else 0)
 
     def back_to(self, length: int, before: int) -> int:
-        """Forget what is behind the first `length` of `before` committed tokens, and behind uncommitted ones.
+        """Drop everything after the first `length` of `before` committed tokens, and after uncommitted ones.
 
-        Returns:
-            How many tokens stay: fewer where layers carry states, whose last edge before `length` is gone back to.
+        Returns how many tokens stay: where layers carry states, those up to the last edge not after `length`.
         """
         self.carried.drop_uncommitted()
         if self.carries and length < before:
@@ -72,7 +68,7 @@ class FamilyState:
         return length
 
     def shared(self, tokens: int) -> int:
-        """Of the first tokens, of which so many were read, how many another text can begin with and go on from."""
+        """How many of the first `tokens` tokens, all read, another request can take over and continue from."""
         if self.apart:
             return 0
         if self.encodes:
@@ -80,7 +76,7 @@ class FamilyState:
         return max((edge for edge in self.carried.edges if edge <= tokens), default=0) if self.carries else tokens
 
     def comes_by(self, tokens: int, last: int) -> int:
-        """How many of the first tokens, at most so many, another may begin with once this one has read up to `last`."""
+        """How many of the first `tokens` tokens another request can share once this one has read up to `last`."""
         if tokens >= last:
             return last
         if self.encodes:
@@ -88,18 +84,16 @@ class FamilyState:
         return tokens // PIECE * PIECE if self.carries else tokens
 
     def last(self, tokens: int, prompt: int | None) -> int:
-        """Where the last of so many tokens lies that is computed in any case.
-
-        Where layers carry states that is the prompt's: behind it the same tokens have other bits, read one by one.
-        """
+        """Index of the last of `tokens` tokens that is always computed. Where layers carry states, it is that of the
+        prompt: after it the same tokens have other bits, because they are read one by one."""
         return (prompt if self.carries and prompt is not None else tokens) - 1
 
     def kept(self, length: int) -> int:
-        """How many of so many committed tokens can be kept for requests to come."""
+        """How many of `length` committed tokens can be kept for later requests."""
         if self.encodes:
             return 0
         return max((edge for edge in self.carried.edges if edge % BLOCK == 0), default=0) if self.carries else length
 
     def begin_as(self, other: FamilyState) -> None:
-        """Take over what another text's first tokens brought, but for states."""
+        """Take over what another text's first tokens set, except states."""
         self.memory, self.source, self.shift = other.memory, list(other.source), other.shift

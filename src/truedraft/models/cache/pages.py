@@ -1,11 +1,11 @@
-"""Keys and values of all requests of a model in pages of one tensor, at addresses that stay.
+"""Keys and values of all requests of a model in pages of one tensor, at fixed addresses.
 
-A CUDA graph replays kernels over the addresses that it was recorded with, so all requests share one tensor. It is cut
-into pages of 16 tokens; a request has a block table, the numbers of its pages in the order of its text. Nothing moves
-when requests come and go. Requests that begin alike share pages by reference: a page with more than one holder is never
-written, who wants to write there takes a copy first (PagedAttention 2309.06180, sections 4.3 and 4.4).
+A CUDA graph replays kernels over the addresses that it was recorded with, so all requests share one tensor. It is
+divided into pages of 16 tokens; a request has a block table, the numbers of its pages in the order of its text. Nothing
+moves when requests start and end. Requests with a common prefix share pages by reference: a page with more than one
+holder is never written, and a writer copies it first (PagedAttention 2309.06180, sections 4.3 and 4.4).
 
-Pages come from the system by doubling, which moves the tensor, or are all there from the start (`Pages.reserve`).
+Pages are allocated by doubling, which moves the tensor, or all at the start (`Pages.reserve`).
 """
 
 from __future__ import annotations
@@ -29,24 +29,21 @@ from truedraft.models.cache.request import CachePool, RequestCache
 PAGE = 16
 """Tokens of a page."""
 _FIRST_PAGES = 64
-_MOST_COUNTS = 64  # of pages of different sets of requests that are kept
+_MOST_COUNTS = 64  # cached sets of block tables
 
 
 class Pages:
-    """The tensor, and who holds which of its pages. Page 0 is scratch: rows of padding write there, nobody reads it.
+    """The tensor, and the number of holders of each page. Page 0 is scratch for rows of padding.
 
     Args:
-        calls: attention calls of the model.
-        kv_heads: key/value heads of each.
+        kv_heads: key/value heads of each call.
         width: of a key and of a value.
-        dtype: of both.
-        device: where the tensor lies.
 
     Attributes:
-        calls: as given.
-        generation: rises whenever the tensor moved; addresses taken before are void.
+        calls: attention calls of the model.
+        generation: rises whenever the tensor moved; addresses taken before are invalid.
         shares: rises whenever a block table gets a page that others hold, or gives back one that they keep.
-        reserved: how many asked for all pages that there will ever be; while there is one, the tensor never moves.
+        reserved: number of reservations of all pages (`reserve`); while it is not 0, the tensor never moves.
         lock: held while pages are taken or moved; a forward holds it until its work is queued on the device.
     """
 
@@ -56,8 +53,8 @@ class Pages:
         self._data = torch.zeros(2, calls, 1, PAGE, kv_heads, width, dtype=dtype, device=device)
         self._holders = [1]  # of each page
         self._free: list[int] = []
-        self._kept: Counter[int] = Counter()  # of these, how many keep it for requests to come
-        self._dropped: deque[tuple[int, bool]] = deque()  # by who was forgotten, in any thread; and whether it was kept
+        self._kept: Counter[int] = Counter()  # holders of each page that keep it for later requests
+        self._dropped: deque[tuple[int, bool]] = deque()  # by finalisers, in any thread; whether it was kept
         self._keepers: WeakSet[Keeper] = WeakSet()
         self.generation = self.shares = 0
         self.reserved = 0
@@ -65,7 +62,6 @@ class Pages:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor lies."""
         return self._data.device
 
     @property
@@ -75,24 +71,23 @@ class Pages:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the tensor."""
         return self._data.nbytes
 
     @property
     def count(self) -> int:
-        """Pages that requests can have, held or free."""
+        """Number of pages for requests, held or free."""
         return len(self._holders) - 1
 
     @property
     def held(self) -> int:
-        """Pages that somebody holds; one that several hold counts once."""
+        """Number of pages with at least one holder."""
         with self.lock:
             self._collect()
             return self.count - len(self._free)
 
     @property
     def kept(self) -> int:
-        """Pages that are kept for requests to come, whoever else holds them."""
+        """Number of pages that are kept for later requests, also if running ones hold them."""
         with self.lock:
             self._collect()
             return len(self._kept)
@@ -102,7 +97,7 @@ class Pages:
         return self._data[0, call], self._data[1, call]
 
     def rows(self, call: int) -> tuple[Tensor, Tensor]:
-        """The same by rows to write, each `[pages * PAGE, kv_heads, width]`."""
+        """`entries` as rows to write, each `[pages * PAGE, kv_heads, width]`."""
         keys, values = self.entries(call)
         return keys.flatten(0, 1), values.flatten(0, 1)
 
@@ -111,7 +106,7 @@ class Pages:
         return self._data.flatten(2, 3).index_select(2, self._index(rows))
 
     def put(self, rows: NDArray[np.int64], entries: Tensor) -> None:
-        """Write rows of all calls, of the shape that `at` gives."""
+        """Write rows of all calls, of the shape that `at` returns."""
         self._data.flatten(2, 3).index_copy_(2, self._index(rows), entries)
 
     def _index(self, rows: NDArray[np.int64]) -> Tensor:
@@ -119,10 +114,10 @@ class Pages:
 
     @in_inference_mode
     def take(self) -> int:
-        """A page with one holder. What it held before is still in it.
+        """A page with one holder; its previous contents are still in it.
 
         Raises:
-            CacheError: requests hold all, and no more can be had.
+            CacheError: requests hold all pages, and no more can be allocated.
         """
         with self.lock:
             self._collect()
@@ -140,17 +135,16 @@ class Pages:
             return page
 
     def share(self, page: int) -> int:
-        """One more holder of a page; returns it."""
         with self.lock:
             self._holders[page] += 1
             return page
 
     def is_shared(self, page: int) -> bool:
-        """Whether somebody else holds it, too."""
+        """Whether a page has more than one holder."""
         return self._holders[page] > 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """One holder less of each."""
+        """Remove a holder from each page."""
         with self.lock:
             for page in pages:
                 self._holders[page] -= 1
@@ -160,7 +154,7 @@ class Pages:
                     self._free.append(page)
 
     def drop(self, pages: Sequence[int], kept: bool = False) -> None:
-        """The same for a holder that was forgotten: may be called by Python's memory management at any moment."""
+        """`give_back` for a finalised holder: safe when called by Python's memory management at any moment."""
         self._dropped.extend((page, kept) for page in pages)
 
     def _collect(self) -> None:
@@ -173,17 +167,17 @@ class Pages:
                     del self._kept[page]
 
     def keep(self, pages: Sequence[int]) -> None:
-        """Note that a holder keeps these for requests to come."""
+        """Note that a holder keeps these for later requests."""
         with self.lock:
             self._kept.update(pages)
 
     def reclaim_from(self, keeper: Keeper) -> None:
-        """Where no page is free a keeper is asked to forget some from now on."""
+        """Register a keeper that frees pages when there is no free one."""
         self._keepers.add(keeper)
 
     @in_inference_mode
     def private(self, page: int) -> int:
-        """A page with the same entries that nobody else holds: itself, or a copy in its place."""
+        """A page with the same entries and a single holder: itself, or a copy that replaces it."""
         with self.lock:
             self._collect()
             if not self.is_shared(page):
@@ -195,11 +189,11 @@ class Pages:
 
     @in_inference_mode
     def reserve(self, pages: int) -> None:
-        """Get so many pages from the system, and no more until `unreserve`; fewer than before where none is held."""
+        """Allocate this many pages, and no more until `unreserve`; fewer than before if no page is held."""
         with self.lock:
             if not self.reserved:
                 self.shrink()
-            self.reserved += 1  # first: who reserved before may be forgotten in between, and would shrink it
+            self.reserved += 1  # first, because finalising another holder in between would shrink it
             try:
                 if pages > self.count:
                     self._grow(pages + 1)
@@ -208,14 +202,13 @@ class Pages:
                 raise
 
     def unreserve(self) -> None:
-        """Who reserved needs them no more."""
         with self.lock:
             self.reserved -= 1
             self.shrink()
 
     @in_inference_mode
     def shrink(self) -> None:
-        """Give the tensor back to the system, if nobody holds a page and none were reserved."""
+        """Free the tensor if no page is held and none are reserved."""
         with self.lock:
             if self.count and not self.reserved and not self.held:
                 self._data = self._data[:, :, :1].clone()
@@ -223,7 +216,7 @@ class Pages:
                 self.generation += 1
 
     def _grow(self, pages: int) -> None:
-        """To so many pages, page 0 included. Old and new tensor are there at once where anything is in use."""
+        """Grow to this many pages, page 0 included. Old and new tensor exist at the same time if any page is held."""
         before, old = len(self._holders), self._data
         if self.held:
             self._data = self._empty(pages)
@@ -232,7 +225,7 @@ class Pages:
             self._data = old = old[:, :, :1].clone()
             try:
                 self._data = self._empty(pages)
-            except torch.OutOfMemoryError:  # who reserved before keeps what was there
+            except torch.OutOfMemoryError:  # earlier reservations keep their pages
                 self._data = self._empty(before)
                 self.generation += 1
                 raise
@@ -245,13 +238,11 @@ class Pages:
 
 
 class PageSpan(Entries):
-    """Pages of neighbouring tokens that are held, so that nobody writes them: to go on from them without a copy.
+    """Held pages of neighbouring tokens, which are not written, so another request can share them without a copy.
 
     Args:
-        pages: of the model.
-        held: numbers of the pages; one more holder is this.
-        skip: tokens of the first page before the first token that is meant.
-        kept: whether they are kept for requests to come, not looked at once.
+        skip: tokens of the first page before the first token of the span.
+        kept: whether they are kept for later requests, not only read once.
     """
 
     def __init__(self, pages: Pages, held: Sequence[int], skip: int, kept: bool) -> None:
@@ -264,12 +255,11 @@ class PageSpan(Entries):
             pages.keep(self.held)
 
     def __del__(self) -> None:
-        """Nobody needs them here any more."""
         self._pages.drop(self.held, self._kept)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its pages, whoever else holds them."""
+        """Bytes of its pages, shared or not."""
         return len(self.held) * self._pages.page_bytes
 
     def rows(self, first: int, end: int) -> NDArray[np.int64]:
@@ -278,23 +268,17 @@ class PageSpan(Entries):
 
 
 class PageTable:
-    """The block table of one request; its methods are as in `Buffers`.
-
-    A forward over pages writes the entries itself, by their addresses; `write` is for one that does not know them.
-
-    Args:
-        pages: of the model.
-    """
+    """The block table of one request; its methods are as in `Buffers`. A forward over pages writes the entries
+    itself, by their addresses; `write` is for other forwards."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
         self._table = np.zeros(0, np.int64)
-        self._count = 0  # pages of it
+        self._count = 0  # pages in it
         self._start = 0  # position of the first token that the running forward writes
         self.is_open = True
 
     def __del__(self) -> None:
-        """A request that was dropped without giving its cache back holds nothing any more."""
         self.pages.drop(self.table.tolist())
 
     @property
@@ -318,10 +302,10 @@ class PageTable:
         return pages_for(limit) * PAGE
 
     def limit_to(self, limit: int, empty: bool) -> None:
-        """Pages are taken one by one, as they are needed."""
+        """No effect: pages are taken one by one, as they are needed."""
 
     def check_open(self) -> None:
-        """Refuse to be used once it was given back.
+        """Raise if it was given back.
 
         Raises:
             CacheError: it was.
@@ -330,7 +314,6 @@ class PageTable:
             raise CacheError("this cache was given back to its model; take a new one with new_cache()")
 
     def close(self) -> None:
-        """Give all pages back; it must not be used any more."""
         with self.pages.lock:
             self.check_open()
             self.pages.give_back(self.table.tolist())
@@ -366,7 +349,8 @@ class PageTable:
         return all_keys.transpose(1, 2), all_values
 
     def keep(self, length: int, path: Sequence[int]) -> None:
-        # Rows are known to the host, so nothing waits: one index goes up, and entries are read before any is written.
+        # Rows are known to the host, so there is no synchronisation: one upload, and entries are read before any is
+        # written.
         moved = [(source, target) for target, source in enumerate(path) if source != target]
         if not moved:
             return
@@ -383,14 +367,14 @@ class PageTable:
             return keys.index_select(0, index).transpose(0, 1), values.index_select(0, index).transpose(0, 1)
 
     def part(self, first: int, end: int, lasting: bool) -> PageSpan:
-        """See `RequestCache.part`; it is held either way."""
+        """See `RequestCache.part`; the pages are held in both cases."""
         self.check_open()
         with self.pages.lock:
             return PageSpan(self.pages, self.table[first // PAGE : pages_for(end)].tolist(), first % PAGE, lasting)
 
     @in_inference_mode
     def extend(self, start: int, parts: Sequence[tuple[Entries, int, int]], limit: int) -> None:
-        """See `RequestCache.extend`: whole pages are shared, what lies in a part of one is copied."""
+        """See `RequestCache.extend`: whole pages are shared, parts of pages are copied."""
         self.check_open()
         with self.pages.lock:
             for part, first, end in parts:
@@ -398,7 +382,7 @@ class PageTable:
                 start = self._follow(start, part, first, end)
 
     def _follow(self, start: int, part: PageSpan, first: int, end: int) -> int:
-        """Tokens `first` to `end` of a part become those from position `start` on; returns where they end."""
+        """Append tokens `first` to `end` of a part at position `start`; returns the end position."""
         while first < end:
             place = part.skip + first
             count = min(PAGE - start % PAGE, end - first)
@@ -411,7 +395,7 @@ class PageTable:
         return start
 
     def _share(self, number: int, page: int) -> None:
-        """A page of its table becomes another one, which others hold, too."""
+        """Set an entry of the table to a page that others hold, too."""
         self.pages.share(page)
         self.pages.shares += 1
         if number == self._count:
@@ -422,19 +406,14 @@ class PageTable:
 
 
 class PagePool(CachePool):
-    """Hands out caches in pages and takes them back.
-
-    Args:
-        pages: where they lie.
-        limit: tokens of one request (the model's context).
-    """
+    """Hands out caches in pages and takes them back; `limit` is the model's context."""
 
     def __init__(self, pages: Pages, limit: int) -> None:
         super().__init__(limit, keep=0)
         self._pages = pages
         self._spare = 0  # pages
-        self._twice: dict[tuple[int, ...], int] = {}  # by tables: what `_held_twice` found
-        self._twice_at = 0  # how often pages had been shared by then
+        self._twice: dict[tuple[int, ...], int] = {}  # by tables: results of `_held_twice`
+        self._twice_at = 0  # `Pages.shares` at that time
         self.position_bytes = pages.page_bytes // PAGE
 
     def acquire(self) -> RequestCache:
@@ -458,7 +437,7 @@ class PagePool(CachePool):
             self.in_use -= 1
 
     def measure(self, cache: RequestCache) -> None:
-        """Nothing need be measured: what a page takes is known."""
+        """No effect: the size of a page is known."""
 
     @property
     def held_bytes(self) -> int:
@@ -470,7 +449,7 @@ class PagePool(CachePool):
 
     @property
     def kept_bytes(self) -> int:
-        """Of free pages, where the system could have them back."""
+        """Bytes of free pages, if they can be freed."""
         return 0 if self._pages.reserved or self._pages.held else self._pages.count * self._pages.page_bytes
 
     def trim(self, n_bytes: int) -> None:
@@ -489,7 +468,7 @@ class PagePool(CachePool):
 
     @property
     def most_bytes(self) -> int | None:
-        """See `CachePool`: all that are there. Several engines of one model have them together, and each counts so."""
+        """See `CachePool`: all reserved pages. Several engines of one model share them, and each counts them all."""
         return (self._pages.count - self._spare) * self._pages.page_bytes if self._pages.reserved else None
 
     def bytes_alone(self, tokens: int) -> int:
@@ -501,7 +480,7 @@ class PagePool(CachePool):
         return (pages - self._held_twice(tables)) * self._pages.page_bytes  # type: ignore[arg-type]
 
     def _held_twice(self, tables: Sequence[PageTable]) -> int:
-        """Pages of tables that others of them hold already. New pages are nobody else's, so it is seldom counted."""
+        """Pages in more than one of these tables. New pages have one holder, so this is rarely recomputed."""
         with self._pages.lock:
             self._pages.held  # noqa: B018 - what was dropped is given back, so that no table here has another's name
             if self._pages.shares != self._twice_at or len(self._twice) > _MOST_COUNTS:
@@ -534,6 +513,6 @@ def rows_of(table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]
 
 
 def rows_at(table: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same of some positions."""
+    """`rows_of` for some positions."""
     rows: NDArray[np.int64] = table[positions // PAGE] * PAGE + positions % PAGE
     return rows

@@ -1,12 +1,12 @@
-"""Requests that begin alike share the keys and values of what they begin with: nothing is computed twice.
+"""Requests with a common prefix share its keys and values, so that nothing is computed twice.
 
-A row of a model depends on the tokens before it alone, whatever else ran with it, so what one request computed serves
-another bit for bit. It is copied: from a request that runs and begins alike, as the other samples of a prompt do, or
-from blocks that were kept of earlier ones, as the turns of a conversation that goes on. Requests of different scopes,
-such as the keys of a server's clients, share nothing: how soon an answer begins would tell what others asked.
+A row depends on the tokens before it only, whatever else ran with it, so the entries of one request serve another bit
+for bit. They are copied from a running request with the same prefix, such as another sample of a prompt, or from blocks
+that were kept of earlier requests, such as earlier rounds of a conversation. Requests of different scopes, such as the
+API keys of a server's clients, share nothing, because the time to the first token would reveal what others sent.
 
-Of which tokens that holds differs from family to family (`family.py`). Prompts that have images or sound beside
-their tokens share while they run, and only with the same ones: their scope holds a digest of all of that.
+Which tokens can be shared differs between model families (`family.py`). Prompts with images or audio share only while
+they run, and only with equal ones: their scope holds a digest of all inputs.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from truedraft.models.cache.family import BLOCK
 from truedraft.models.cache.request import RequestCache
 
 FEW = 16
-"""So many tokens are computed again, which is as fast as copying them."""
+"""A common prefix of at most this many tokens is computed again, which is as fast as copying it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A request that runs.
+    """A running request.
 
     Attributes:
-        cache: its keys and values.
         tokens: its text, which grows.
-        scope: it shares with requests of this one.
-        prompt: tokens of it that are read as a prompt; None is all of them.
+        scope: requests share only within a scope.
+        prompt: number of tokens that are read as a prompt; None is all of them.
     """
 
     cache: RequestCache
@@ -45,21 +44,19 @@ class _Member:
 
     @property
     def last(self) -> int:
-        """Where the last token lies that is computed in any case."""
+        """Index of the last token that is always computed."""
         return self.cache.family.last(len(self.tokens), self.prompt)
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Keys and values of 64 tokens, and what was kept that follows them.
+    """Keys and values of 64 tokens, and the blocks that were kept after it.
 
     Attributes:
-        before: the block before; None for the beginning of a scope's texts.
-        tokens: its own.
-        entries: their keys and values.
-        states: of layers that carry them, behind its last token; None where that is no edge, or no layer does.
-        following: by their tokens.
-        scope: of the texts, at their beginning.
+        before: the previous block; None for the root of a scope.
+        states: of layers that carry them, after its last token; None if that is no edge or no layer carries states.
+        following: the next blocks, by their tokens.
+        scope: set at the root only.
     """
 
     before: _Block | None
@@ -71,22 +68,20 @@ class _Block:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its entries and states."""
         return self.entries.n_bytes + bytes_of(self.states or {})
 
 
 class PrefixCache:
-    """What requests of one model begin with.
+    """The prefixes of one model's requests.
 
     Args:
-        most_bytes: of blocks that are kept when their requests are over; 0 keeps none. Those that were not used for
-            longest go first.
+        most_bytes: of kept blocks of finished requests (least recently used are dropped first); 0 keeps none.
 
     Attributes:
-        most_bytes: as given; may be changed.
+        most_bytes: may be changed.
         shares: whether anything is shared at all; may be changed.
         n_bytes: of blocks that are kept now.
-        copied: tokens that were copied and so not computed, over all requests.
+        copied: tokens that were copied instead of computed, over all requests.
     """
 
     def __init__(self, most_bytes: int = 0) -> None:
@@ -96,10 +91,10 @@ class PrefixCache:
         self.copied = 0
         self._members: dict[int, _Member] = {}
         self._roots: dict[Hashable, _Block] = {}
-        # From least to most recently used. A block is used with all before it and becomes older than these, so that
-        # the first one has none behind it.
+        # From least to most recently used. A use of a block also counts for all blocks before it, which become more
+        # recent than it, so the least recent block is a leaf.
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
-        self._lock = threading.RLock()  # another engine of this model may ask for pages that are kept here
+        self._lock = threading.RLock()  # another engine of this model may request pages that are kept here
 
     def join(
         self,
@@ -109,38 +104,33 @@ class PrefixCache:
         scope: Hashable = None,
         prompt: int | None = None,
     ) -> None:
-        """A request starts, or goes on with a new cache.
+        """Add a request that starts, or continues with a new cache.
 
         Args:
-            number: by which it is known until `leave`.
-            cache: of it.
-            tokens: its text, which somebody else owns and grows.
-            scope: it shares with requests of this one.
-            prompt: tokens of it that are read as a prompt; None is all of them.
+            number: its id until `leave`.
+            tokens: its text; the caller owns and extends it.
+            scope: requests share only within a scope.
+            prompt: number of tokens that are read as a prompt; None is all of them.
         """
         self._members[number] = _Member(cache, tokens, scope, prompt)
 
     def text(self, number: int) -> Sequence[int]:
-        """What is read of a request that runs."""
+        """The tokens of a running request."""
         return self._members[number].tokens
 
     def leave(self, number: int) -> None:
-        """A request is over; its cache is given back behind this."""
+        """Remove a finished request; its cache is given back after this."""
         self._members.pop(number, None)
 
     def leader(self, number: int, among: Iterable[int]) -> tuple[int, int] | None:
-        """Which of some requests, that are about to read their texts, one had better wait for, and until when.
+        """The earlier request to wait for, and the length of their common prefix; None if there is none.
 
         Args:
-            number: of the request.
-            among: those that read before it, in order; not looked at for a short text.
-
-        Returns:
-            The other's number, and with how many equal tokens both begin; None where there is nobody to wait for.
+            among: numbers of the requests to be computed before it, in order; not examined for a short text.
         """
         own = self._members[number]
         best, most = None, own.cache.length + FEW
-        for other in among if self.shares and own.last > most else ():  # of short texts it is never worth waiting
+        for other in among if self.shares and own.last > most else ():  # waiting never pays for short texts
             member = self._members.get(other)
             if member is None or member.scope != own.scope or member is own:
                 continue
@@ -150,7 +140,7 @@ class PrefixCache:
         return best
 
     def alike(self, number: int) -> list[int]:
-        """Other requests that may read more of what a request begins with than it has itself."""
+        """Other requests that may hold more of this request's prefix than its own cache."""
         own = self._members[number]
         most = own.cache.length + FEW
         return [
@@ -160,21 +150,20 @@ class PrefixCache:
         ]
 
     def available(self, number: int, least: int = 0, most: int | None = None) -> int:
-        """How many tokens a request's cache would hold behind `fill` with these arguments."""
+        """How many tokens a request's cache would hold after `fill` with these arguments."""
         with self._lock:
             return self._found(self._members[number], least, most)[0]
 
     @torch.inference_mode()
     def fill(self, number: int, least: int = 0, most: int | None = None) -> int:
-        """Copy what is there of a request's text into its cache; at least the last token is left to be computed.
+        """Copy what others hold of a request's text into its cache; at least the last token is left to be computed.
 
         Args:
-            number: of the request.
-            least: copy nothing unless at least so many tokens are there.
-            most: tokens that the cache holds then at most; None is no bound.
+            least: copy nothing unless at least so many tokens are available.
+            most: most tokens in the cache afterwards; None is no bound.
 
         Returns:
-            Tokens that were copied.
+            The number of copied tokens.
         """
         with self._lock:
             own = self._members[number]
@@ -190,7 +179,7 @@ class PrefixCache:
             return own.cache.length - before
 
     def _found(self, own: _Member, least: int, most: int | None) -> tuple[int, _Member | None, list[_Block]]:
-        """How many tokens a cache can hold, and of whom or of which blocks it would copy those that it has not."""
+        """How many tokens a cache can hold, and the request or the blocks to copy the missing ones from."""
         before, last = own.cache.length, own.last if most is None else min(own.last, most)
         least = max(before + FEW, least)
         if not self.shares or last < least or (own.cache.family.encodes and before):
@@ -208,7 +197,7 @@ class PrefixCache:
         return (before, None, []) if donor is None else (alike, donor, [])
 
     def _known(self, own: _Member, last: int) -> list[_Block]:
-        """The blocks that a text begins with and can be gone on from."""
+        """The kept blocks of a text's prefix from which it can continue."""
         found: list[_Block] = []
         block = self._roots.get(own.scope)
         while block is not None:
@@ -223,7 +212,6 @@ class PrefixCache:
         return found
 
     def _use(self, blocks: Sequence[_Block]) -> None:
-        """Note that these, one behind another from the beginning of a text, were used."""
         for block in reversed(blocks):
             self._blocks.move_to_end(id(block))
 
@@ -231,14 +219,13 @@ class PrefixCache:
     def _extend(
         cache: RequestCache, parts: Sequence[tuple[Entries, int, int]], states: Mapping[int, StateRow] | None
     ) -> None:
-        """Fill a cache with what is there behind its own."""
         cache.extend(parts)
         if states is not None:
             cache.family.carried.take(cache.length, states)
 
     @torch.inference_mode()
     def keep(self, number: int) -> None:
-        """Keep the whole blocks of what a request's cache holds, for requests to come."""
+        """Keep the whole blocks of a request's cache for later requests."""
         with self._lock:
             self._keep(number)
         self.trim(self.most_bytes)
@@ -268,12 +255,12 @@ class PrefixCache:
         self._use(path)
 
     def trim(self, most_bytes: int) -> None:
-        """Forget blocks until the others take no more than so many bytes."""
+        """Drop blocks until the others take at most `most_bytes`."""
         while self.n_bytes > most_bytes and self.forget_oldest():
             pass
 
     def forget_oldest(self) -> bool:
-        """Forget the block that was not used for longest, unless somebody looks at what is kept; whether one was."""
+        """Drop the least recently used block, unless another thread holds the lock; returns whether one was dropped."""
         if not self._blocks or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -289,7 +276,7 @@ class PrefixCache:
 
 
 def _parts(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Entries, int, int]]:
-    """Positions `first` to `end` as parts of the blocks of a text's beginning.
+    """Positions `first` to `end` as parts of the blocks of a text's prefix.
 
     Worked example: of blocks at 0 and 64, positions 10 to 100 are 10 to 63 of the first and 0 to 35 of the second.
     """
@@ -301,7 +288,7 @@ def _parts(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Entries
 
 
 def _alike(left: Sequence[int], right: Sequence[int]) -> int:
-    """With how many equal tokens two texts begin.
+    """The length of the common prefix of two texts.
 
     >>> _alike([1, 2, 3, 4], [1, 2, 3, 5, 6]), _alike([1, 2], [1, 2, 3]), _alike([1], [2])
     (3, 2, 0)

@@ -1,4 +1,4 @@
-"""The cache of one request: what is committed, what was written behind it, and where both lie."""
+"""The cache of one request: committed tokens, uncommitted tokens after them, and their storage."""
 
 from __future__ import annotations
 
@@ -18,28 +18,23 @@ if TYPE_CHECKING:
     from truedraft.models.cache.pages import PageTable
 
 Storage: TypeAlias = "Buffers | PageTable"
-"""Where keys and values lie; both know `capacity, calls, n_bytes, most, limit_to, reserve, write, keep, entry, part,
-extend`."""
+"""Keys and values; both have `capacity, calls, n_bytes, most, limit_to, reserve, write, keep, entry, part, extend`."""
 
 
 class RequestCache:
     """Keys and values of one request, for every attention call of a model.
 
-    Key/value positions `0 .. length - 1` hold committed tokens. A forward writes its tokens behind them; they count
-    only once `commit` keeps some. Rollback is an assignment to a length, but where layers carry states: these go back
-    to the last edge before that length.
+    Key/value positions `0 .. length - 1` hold committed tokens. A forward writes its tokens after them; they count only
+    once `commit` keeps some. Rollback sets the length; states of layers go back to the last edge before it.
 
     Args:
-        limit: tokens beyond which memory grows only as far as it must (the model's context).
-        family: what the model holds beside keys and values; None is nothing.
-        storage: where they lie; None makes buffers.
+        family: what the model stores in addition to keys and values; None is nothing.
+        storage: None makes buffers.
 
     Attributes:
-        limit: as given; an engine that is short of memory sets that of its request.
-        family: as given.
-        storage: as given.
-        length: committed tokens.
-        uncommitted: tokens that forwards wrote behind these.
+        limit: tokens beyond which memory grows only as far as it must: the model's context, or less.
+        length: number of committed tokens.
+        uncommitted: number of tokens that forwards wrote after these.
     """
 
     def __init__(self, limit: int, family: FamilyState | None = None, storage: Storage | None = None) -> None:
@@ -51,37 +46,35 @@ class RequestCache:
 
     @property
     def capacity(self) -> int:
-        """Key/value positions that are allocated."""
         return self.storage.capacity
 
     @property
     def most(self) -> int:
-        """Key/value positions that are allocated at most while no more than `limit` are asked for."""
+        """Largest number of allocated key/value positions while at most `limit` are requested."""
         return self.storage.most(self.limit)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that are allocated."""
         return self.storage.n_bytes + self.family.n_bytes
 
     def shared(self, tokens: int) -> int:
-        """Of its first tokens, at most so many, how many another text can begin with and go on from."""
+        """How many of its first `tokens` tokens another request can take over and continue from."""
         return self.family.shared(min(self.length, tokens))
 
     def limit_to(self, limit: int) -> None:
-        """Set `limit`; while nothing is in the cache, memory beyond it is given back."""
+        """Set `limit`; if the cache is empty, memory beyond it is freed."""
         self.limit = limit
         self.storage.limit_to(limit, not (self.length or self.uncommitted))
 
     def reserve(self, count: int, written: int = 0) -> None:
-        """Make room for tokens behind the committed ones; a forward calls this before it writes.
+        """Allocate room for tokens after the committed ones; a forward calls this before it writes.
 
         Args:
-            count: uncommitted tokens once the forward has run.
+            count: uncommitted tokens after the forward.
             written: how many of them, from the first, earlier forwards wrote.
 
         Raises:
-            CacheError: fewer than `written` uncommitted tokens are there.
+            CacheError: there are fewer than `written` uncommitted tokens.
         """
         if written > self.uncommitted:
             raise CacheError(f"cannot build on {written} uncommitted tokens: {self.uncommitted} were written")
@@ -89,22 +82,22 @@ class RequestCache:
         self.uncommitted = count
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of one attention call behind the committed ones.
+        """Write the new tokens of one attention call after the committed ones.
 
         Args:
-            call: which attention call of the forward this is, from 0; calls come in order.
+            call: index of the attention call in the forward, from 0; calls come in order.
             keys: `[kv_heads, new, key width]`.
             values: `[kv_heads, new, value width]`.
 
         Returns:
-            Views of all keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: the committed
-            ones, the new ones, and positions without meaning up to the span.
+            Views of all keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: committed, new,
+            undefined.
         """
         return self.storage.write(call, keys, values)
 
     @in_inference_mode
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the written tokens named by `path` (their order among the new ones, rising) and drop the others.
+        """Keep the written tokens named by `path` (ascending indices of new tokens) and drop the others.
 
         Worked example: with length 10 and 5 new tokens, `commit([0, 2, 4])` moves the entries of positions 12 and 14
         to positions 11 and 12 and sets the length to 13. A path 0, 1, 2, ... moves nothing.
@@ -120,8 +113,7 @@ class RequestCache:
         self.uncommitted = 0
 
     def rollback(self, length: int) -> None:
-        """Forget all tokens from key/value position `length` on, or from an edge before it where layers carry
-        states.
+        """Drop all tokens from key/value position `length` on, or from an edge before it where layers carry states.
 
         Raises:
             CacheError: fewer than `length` tokens are committed.
@@ -136,29 +128,20 @@ class RequestCache:
         return [self.storage.entry(call, self.length) for call in range(self.storage.calls)]
 
     def part(self, first: int, end: int, lasting: bool) -> Entries:
-        """Committed keys and values from position `first` up to `end`.
-
-        Args:
-            first: of them.
-            end: behind the last.
-            lasting: whether they stay as they are; otherwise they are read before this cache is used again.
-        """
+        """Committed keys and values from `first` to before `end`; unless `lasting`, read before the cache is used
+        again."""
         return self.storage.part(first, end, lasting)
 
     @in_inference_mode
     def extend(self, parts: Sequence[tuple[Entries, int, int]]) -> None:
-        """Commit what other caches hold of the same text behind what is committed.
-
-        Args:
-            parts: one behind another, and of each from which to which of its tokens.
-        """
+        """Commit entries of other caches after the committed ones: in order, parts with their first and end token."""
         self.storage.extend(self.length, parts, self.limit)
         self.uncommitted = sum(end - first for _, first, end in parts)
         self.commit(range(self.uncommitted))
 
 
 class CachePool:
-    """Hands out request caches and takes them back, buffers kept.
+    """Hands out request caches and takes them back; their buffers are kept.
 
     Args:
         limit: tokens of one request (the model's context).
@@ -167,10 +150,10 @@ class CachePool:
         encodes: whether requests begin with an encoder's text.
 
     Attributes:
-        in_use: caches that were not given back.
-        states: most states of all layers that are there for one request, those behind drafted tokens included.
-        position_bytes: of one key/value position; 0 until it was measured.
-        state_bytes: of the states of all layers behind one token, likewise.
+        in_use: number of caches that were not given back.
+        states: largest number of states of all layers for one request, those after drafted tokens included.
+        position_bytes: of one key/value position; 0 until measured.
+        state_bytes: of the states of all layers after one token; 0 until measured.
     """
 
     def __init__(self, limit: int, keep: int = 64, carries: bool = False, encodes: bool = False) -> None:
@@ -179,8 +162,8 @@ class CachePool:
         self.carries = carries
         self.encodes = encodes
         self._free: list[RequestCache] = []
-        # Several engines may share a model. One thread may come here twice: what is allocated here may end a forgotten
-        # stream, whose cache comes back.
+        # Several engines may share a model. The lock is reentrant, because an allocation here may end a forgotten
+        # stream, which releases its cache.
         self._lock = threading.RLock()
         self.in_use = 0
         self._kept_bytes = 0
@@ -190,11 +173,10 @@ class CachePool:
 
     @property
     def kept_bytes(self) -> int:
-        """Of caches that wait for the next request."""
+        """Bytes of caches that wait for the next request."""
         return self._kept_bytes
 
     def acquire(self) -> RequestCache:
-        """An empty cache."""
         with self._lock:
             self.in_use += 1
             cache = self._free.pop() if self._free else None
@@ -219,18 +201,18 @@ class CachePool:
                 self._kept_bytes += n_bytes
 
     def expect(self, uncommitted: int) -> None:
-        """Note that so many tokens may be uncommitted, each with states of its own."""
+        """Note that so many tokens may be uncommitted, each with its own states."""
         self.states = max(self.states, 1 + MOST_EDGES + uncommitted)
 
     def measure(self, cache: RequestCache) -> None:
-        """Note what a key/value position takes, and a state, from a cache that one token was committed to."""
+        """Measure the bytes of a key/value position and of a state, from a cache with one committed token."""
         self.position_bytes = cache.storage.n_bytes // max(cache.capacity, 1)
-        if cache.family.beside is not None:  # at most: twice, with what is drafted; no token adds more than the first
+        if cache.family.beside is not None:  # upper bound: twice, for drafted tokens; no token adds more than the first
             self.position_bytes += 2 * cache.family.beside.n_bytes
         self.state_bytes = cache.family.carried.n_bytes
 
     def trim(self, n_bytes: int) -> None:
-        """Give so many bytes of kept caches back to the system, or all there are; who waited longest goes first."""
+        """Free `n_bytes` of kept caches, or all there are, the longest unused first."""
         with self._lock:
             left = max(self._kept_bytes - n_bytes, 0)
             while self._free and self._kept_bytes > left:
@@ -238,38 +220,33 @@ class CachePool:
                 self._kept_bytes -= dropped
 
     def bytes_alone(self, tokens: int) -> int:
-        """Most bytes of a cache whose `limit` is so many tokens, where no others are."""
         return self.position_bytes * key_span(tokens) + self.state_bytes * self.states
 
     def bytes_for(self, caches: Sequence[tuple[int, RequestCache | None]]) -> int:
-        """Most bytes of caches, given their limits, and those that are there already."""
+        """Most bytes of caches, given their limits and the caches that exist already."""
         return sum(self.bytes_alone(tokens) for tokens, _ in caches)
 
     def reclaim_from(self, keeper: Keeper) -> None:
-        """Where caches lie in one block: when it is full, ask who keeps parts of it to forget some."""
+        """Register who keeps parts of caches and frees some when the block of all caches is full, if there is one."""
 
     def reserve(self, n_bytes: int, spare: int) -> None:
-        """Get memory for all caches from the system now, where they lie in one block; until `unreserve`.
-
-        Args:
-            n_bytes: for requests.
-            spare: tokens beside, for what is tried and measured while requests run.
-        """
+        """Allocate one block of `n_bytes` for all caches until `unreserve`, and `spare` tokens for trials and
+        measurements; no effect if the pool uses no block."""
 
     def unreserve(self) -> None:
-        """Who called `reserve` needs them no more."""
+        """Undo one `reserve`."""
 
     @property
     def most_bytes(self) -> int | None:
-        """That all caches together can take, where they lie in one block that does not grow."""
+        """Most bytes of all caches together, if they are in one block of fixed size; else None."""
         return None
 
     @property
     def held_bytes(self) -> int:
-        """Of requests, and kept of earlier ones, where caches lie in one block; what is shared counts once."""
+        """Bytes of requests and of kept prefixes in one block; shared ones count once."""
         return 0
 
     @property
     def lost(self) -> int:
-        """Pages that nobody has and nobody keeps, once all caches were given back: none, or a mistake of ours."""
+        """Pages without an owner after all caches were given back: 0 unless there is a bug."""
         return 0

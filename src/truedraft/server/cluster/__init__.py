@@ -1,7 +1,7 @@
-"""Several machines, by Ray: replicas of the server (Ray Serve), and prompts by the million (Ray Data).
+"""Several machines with Ray: replicas of the server (Ray Serve), and batch inference (Ray Data).
 
-Needs the extra `ray`: `pip install 'truedraft[ray]'`. Where a replica or a worker runs, which one answers a request and
-when there are more of them is Ray's affair; each is an engine of its own.
+Needs the extra `ray`: `pip install 'truedraft[ray]'`. Ray decides placement, routing and scaling; each replica or
+worker has its own engine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from truedraft.errors import MissingExtraError
 
 _CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "truedraft.server.cluster.proxy.middlewares"}
-"""What processes of Ray's find in their environment: its proxies tell errors as our server does."""
+"""Environment of Ray's processes, so that its proxies report errors in this server's formats."""
 
 
 def ray_module(name: str = "ray") -> Any:
-    """A module of Ray's: `ray`, `ray.serve` or `ray.data`.
+    """Import `ray`, `ray.serve` or `ray.data`.
 
     Raises:
-        MissingExtraError: it is not installed, or not with all that it needs.
+        MissingExtraError: it or one of its requirements is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -34,9 +34,9 @@ def ray_module(name: str = "ray") -> Any:
 
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
-    """Ray inside the block: on the cluster that RAY_ADDRESS names, on that of this machine, or on a new one.
+    """Connect to Ray inside the block: to the cluster of RAY_ADDRESS, to this machine's, or to a new one.
 
-    A new one is this machine alone, and ends with the block. It has no dashboard.
+    A new one runs only on this machine, has no dashboard, and ends with the block.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -53,6 +53,6 @@ def connected() -> Iterator[Any]:
 
 
 def nodes() -> list[Mapping[str, float]]:
-    """The resources, as CPU and GPU, of each node of the cluster that this process is connected to."""
+    """The resources, such as CPU and GPU, of each node of the connected cluster."""
     ray = ray_module()
     return [each["Resources"] for each in ray.nodes() if each["Alive"]] if ray.is_initialized() else []

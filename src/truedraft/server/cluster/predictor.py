@@ -1,4 +1,4 @@
-"""Prompts by the million on Ray Data: a class for `map_batches`, and how trainings let a cluster write their text."""
+"""Batch inference on Ray Data: a class for `map_batches`, and text generation for training on a cluster."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Predictor:
     """Answers rows of prompts: `dataset.map_batches(Predictor, fn_constructor_kwargs={"model": ...}, ...)`.
 
     Each worker loads the model once. A row keeps its columns and gets `answer` (text; "" without a tokenizer),
-    `answer_ids`, `finish_reason` and `error`: a row that cannot be answered is still a row, with the finish reason
-    "error" and one sentence; else that is "". Columns that are called as an option of `SamplingParams` are the row's
-    own, before `params`.
+    `answer_ids`, `finish_reason` and `error`. A row that fails is kept, with the finish reason "error" and one sentence
+    in `error`, which is "" otherwise. Columns with the name of an option of `SamplingParams` override `params` for
+    their row.
 
     Args:
-        model: as of `load_model`.
-        drafter: words, as `--drafter` takes them.
+        model: see `load_model`.
+        drafter: a specification, as for `--drafter`.
         prompt: the column of prompts: texts, or token ids.
-        chat: whether a text is the one message of a user, by the model's chat template.
+        chat: whether a text is formatted as one user message by the model's chat template.
         params: options of all rows, by name.
-        batch: rows answered together, at most.
-        loading: further options of `load_model`, as `dtype` and `device`.
+        batch: maximum rows answered together.
+        loading: further options of `load_model`, such as `dtype` and `device`.
 
     Raises:
         TruedraftError: the model cannot be loaded.
@@ -57,10 +57,10 @@ class Predictor:
         self._column, self._chat, self._params = prompt, chat, dict(params or {})
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Rows as columns of numpy, and the same with what was answered.
+        """Add the answers to rows, which are columns of numpy.
 
         Raises:
-            DataError: there is no such column.
+            DataError: the column of prompts is missing.
         """
         if self._column not in batch:
             raise DataError(f"there is no column {self._column!r} of prompts; there are {', '.join(sorted(batch))}")
@@ -89,12 +89,11 @@ class Predictor:
 
 
 def _plain(value: Any) -> Any:
-    """A value of numpy as Python's own: options are checked by type."""
+    """A numpy value as a Python value, because options are checked by type."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _columns(answers: Sequence[Answer | TruedraftError]) -> dict[str, Any]:
-    """What was answered, a column each."""
     ids = np.empty(len(answers), dtype=object)
     told: dict[str, list[str]] = {"answer": [], "finish_reason": [], "error": []}
     for row, each in enumerate(answers):
@@ -105,15 +104,17 @@ def _columns(answers: Sequence[Answer | TruedraftError]) -> dict[str, Any]:
     return {"answer_ids": ids} | {name: np.array(values, dtype=object) for name, values in told.items()}
 
 
-def answers_on_ray(model: str, device: str, wanted: Sequence[tuple[list[int], SamplingParams]]) -> Iterator[tuple[list[int], bool]]:
-    """Have a cluster answer prompts, in their order: an `Elsewhere` for trainings.
+def answers_on_ray(
+    model: str, device: str, wanted: Sequence[tuple[list[int], SamplingParams]]
+) -> Iterator[tuple[list[int], bool]]:
+    """Answer prompts on a cluster, in order: an `Elsewhere` for training.
 
-    A worker takes a GPU, or else all processors of a node.
+    A worker takes a GPU, or without GPUs all processors of a node.
 
     Args:
-        model: as it is named here; workers must find it by the same name.
+        model: a name that all workers can load.
         device: auto, cpu or cuda.
-        wanted: prompts, and how each is answered.
+        wanted: prompts with their options.
 
     Raises:
         TrainingError: an answer failed, or no worker could load the model.
@@ -138,13 +139,13 @@ def answers_on_ray(model: str, device: str, wanted: Sequence[tuple[list[int], Sa
 
 
 def _differing(params: SamplingParams) -> dict[str, Any]:
-    """The options that are not the usual ones, as columns."""
+    """The options that differ from their defaults, as columns."""
     named = {each.name: (getattr(params, each.name), each.default) for each in dataclasses.fields(params)}
     return {name: value for name, (value, usual) in named.items() if value != usual or name == "temperature"}
 
 
 def _workers(device: str) -> tuple[int, dict[str, int]]:
-    """How many workers there are, and what each takes."""
+    """The number of workers, and the resources of each."""
     gpus = 0 if device == "cpu" else sum(int(each.get("GPU", 0)) for each in nodes())
     if gpus:
         return gpus, {"num_gpus": 1}

@@ -1,4 +1,4 @@
-"""In Ray's proxies: what a request is told whose replica is gone."""
+"""Middleware in Ray's proxies: the errors of requests to a replica that has failed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ def middlewares() -> list[Middleware]:
 
 
 class WithErrors:
-    """Tells errors of Ray's as those of our server.
+    """Converts Ray's errors to those of this server.
 
-    Where a replica ends, Ray's proxy says nothing more: a client that waits gets status 500 without a reason, and a
-    stream breaks off. Here the first gets 503 with Retry-After, and the second a last event that is an error. An answer
-    of another kind that has begun cannot be mended; its connection is closed.
-
-    Args:
-        app: Ray's proxy.
+    When a replica ends, Ray's proxy gives no reason: a waiting client gets status 500, and a stream breaks off. This
+    middleware sends 503 with Retry-After to the first, and a last event with an error to the second. Any other answer
+    that has begun cannot be repaired; its connection is closed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,7 +39,7 @@ class WithErrors:
             nonlocal began, over, refused
             if message["type"] == "http.response.start":
                 headers = Headers(raw=message["headers"])
-                # Errors of ours are JSON; these are Ray's: all queues are full, or there is nobody who answers.
+                # Errors of this server are JSON, Ray's are plain text: all queues are full, or there is no replica.
                 refused = message["status"] >= _BUSY and headers.get("content-type", "").startswith("text/plain")
                 if refused:
                     again = {"Retry-After": headers.get("retry-after", "1")}
@@ -70,7 +67,7 @@ class WithErrors:
 
 
 def _last_event(error: ApiError, path: str) -> str:
-    """As clients of an endpoint read it. A blank line before it ends an event that was cut off."""
+    """The error in the format of an endpoint's clients. The blank line before it ends an event that was cut off."""
     if path.startswith("/v1/messages"):
         told = event(error.anthropic, "error")
     elif path.startswith("/v1/responses"):

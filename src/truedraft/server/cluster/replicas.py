@@ -1,7 +1,7 @@
-"""Replicas of the server on Ray Serve: each an engine with its HTTP application.
+"""Replicas of the server on Ray Serve: each is an engine with its HTTP application.
 
-Ray routes a request to the less loaded of two replicas, starts and ends replicas as requests need, asks each for its
-health and puts a new one in the place of one that is lost.
+Ray routes a request to the less loaded of two replicas, scales their number with the load, checks their health and
+replaces failed ones.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from truedraft.server.service import Service
 from truedraft.server.serving import bound_socket, warm_up
 
 Make: TypeAlias = Callable[[int], tuple[FastAPI, Service]]
-"""Loads the engine of replica number so-and-so, and gives its application and service."""
+"""From a replica's number to its application and service."""
 
 NAME = "truedraft"
 _HEALTH_EVERY_S, _HEALTH_WITHIN_S = 5.0, 30.0
-_AHEAD = 2  # times `max_batch` is given to a replica: its next batch, too; others wait where any replica can take them
-_BUSY = 0.75  # of `max_batch`, open requests of a replica that the autoscaler aims at
-_TRIES = 2  # to start a replica, before none ever started
+_AHEAD = 2  # times `max_batch`: requests sent to a replica, which has its next batch, too; others wait in the router
+_BUSY = 0.75  # of `max_batch`: the autoscaler's target of open requests per replica
+_TRIES = 2  # attempts to start the first replica
 _LOOK_S = 0.25
 _CAUSE = re.compile(r"^(?:.*\s)?truedraft\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 class Replica:
-    """One engine and its application, made, asked and ended by Ray.
+    """One engine and its application, in a Ray actor.
 
     Args:
-        make: loads them; in the replica's own process.
+        make: loads them in the replica's process; receives the replica's rank.
     """
 
-    _service: Service | None = None  # until it is loaded
+    _service: Service | None = None  # before it is loaded
 
     def __init__(self, make: Make) -> None:
         self._app, self._service = make(serve.get_replica_context().rank.rank)
@@ -59,14 +59,14 @@ class Replica:
         return self._app
 
     def check_health(self) -> None:
-        """Called by Ray every few seconds, which also brings it the numbers of /metrics.
+        """Called by Ray every few seconds; also exports the metrics to Ray.
 
         Raises:
-            RuntimeError: the engine answers nobody any more; Ray replaces this replica.
+            RuntimeError: the engine can answer no request; Ray then replaces this replica.
         """
         for family in self._app.state.metrics.registry.collect():
             for sample in family.samples:
-                name = sample.name.replace(":", "_")  # Ray allows none
+                name = sample.name.replace(":", "_")  # Ray does not allow colons
                 if name not in self._gauges:
                     self._gauges[name] = metrics.Gauge(name, family.documentation, tuple(sample.labels))
                 self._gauges[name].set(sample.value, tags=sample.labels)
@@ -75,20 +75,20 @@ class Replica:
             raise RuntimeError(trouble)
 
     def __del__(self) -> None:
-        """Ray ends it, after its application."""
+        """Close the learner; Ray calls this after the application has ended."""
         if self._service is not None and self._service.engine.learner is not None:
             self._service.engine.learner.close()
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a replica needs, and how many there are.
+    """Resources and number of replicas.
 
     Attributes:
-        cpus: of one; torch computes on so many threads.
-        gpus: of one.
-        least: replicas.
-        most: of them; more than `least` where Ray decides.
+        cpus: per replica; also the number of torch threads.
+        gpus: per replica.
+        least: minimum number of replicas.
+        most: maximum; above `least`, Ray scales the number.
     """
 
     cpus: int
@@ -98,7 +98,10 @@ class Size:
 
     @classmethod
     def of(cls, replicas: tuple[int, int], threads: int | None, device: str) -> Size:
-        """So many at least and at most; without a number of threads they share the processors of one node.
+        """From the minimum and maximum number of replicas.
+
+        Args:
+            threads: per replica; None divides the processors of one node among the replicas.
 
         Raises:
             OptionError: the device is one that Ray cannot choose.
@@ -115,7 +118,7 @@ class Size:
         """Refuse more replicas than there is room for.
 
         Raises:
-            OptionError: says how many there is room for.
+            OptionError: gives the number that there is room for.
         """
         needs = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
         room = sum(min(int(node.get(name, 0) // count) for name, count in needs.items()) for node in nodes())
@@ -132,9 +135,8 @@ def application(make: Make, server: ServerOptions, size: Size) -> Application:
     """The application for Ray Serve.
 
     Args:
-        make: loads the engine of a replica; is pickled, and must be importable where replicas run.
-        server: what each takes on, and how long it drains.
-        size: how many there are, of what.
+        make: loads the engine of a replica; is pickled, and must be importable on all nodes.
+        server: limits per replica, and the time to drain.
     """
     many: dict[str, Any] = {"num_replicas": size.least}
     if size.most > size.least:
@@ -156,7 +158,7 @@ def application(make: Make, server: ServerOptions, size: Size) -> Application:
         health_check_period_s=_HEALTH_EVERY_S,
         health_check_timeout_s=_HEALTH_WITHIN_S,
         max_constructor_retry_count=_TRIES,
-        logging_config={"enable_access_log": False},  # the server's own says more
+        logging_config={"enable_access_log": False},  # the server has its own
         **many,
     )
     return deployment.bind(make)
@@ -164,18 +166,18 @@ def application(make: Make, server: ServerOptions, size: Size) -> Application:
 
 @contextlib.contextmanager
 def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iterator[str]:
-    """Replicas inside the block; gives their address once all answer. Behind it they drain, and end.
+    """Run replicas inside the block; yields their address once all of them answer. After the block they drain and end.
 
     Args:
-        make: as of `application`.
-        server: where Ray's proxies listen, and what replicas take on.
-        size: of them; is asked once there is a cluster.
+        make: see `application`.
+        server: address of Ray's proxies, and limits per replica.
+        size: is called once the cluster is connected.
 
     Raises:
-        OptionError: the address cannot be used, there is no room for so many, or others use Ray Serve.
-        TruedraftError: a replica cannot be started; that is its own error.
+        OptionError: the address cannot be used, there is no room, or the cluster already runs Ray Serve.
+        TruedraftError: a replica failed to start, with the replica's error.
     """
-    with bound_socket(server.host, server.port) as free:  # Ray's proxy takes it
+    with bound_socket(server.host, server.port) as free:  # released for Ray's proxy
         port = free.getsockname()[1]
     with connected():
         asked = size()
@@ -197,30 +199,27 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
             host = f"[{server.host}]" if ":" in server.host else server.host
             yield f"{'https' if given else 'http'}://{host}:{port}"
         finally:
-            serve.delete(NAME)  # waits until all is answered, which `shutdown` does not
+            serve.delete(NAME)  # waits for open requests, which `shutdown` does not
             serve.shutdown()
 
 
 def serve_replicas(make: Make, server: ServerOptions, size: Callable[[], Size], ready: Callable[[str], None]) -> None:
-    """Answer by replicas until told to stop, by Ctrl-C or SIGTERM; arguments and errors as of `running`.
+    """Serve with replicas until Ctrl-C or SIGTERM; arguments and errors as for `running`.
 
     Args:
-        make: as there.
-        server: as there.
-        size: as there.
-        ready: is called with the address once all answer.
+        ready: is called with the address once all replicas answer.
     """
     stop = threading.Event()
     with running(make, server, size) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         ready(address)
-        while not stop.wait(_LOOK_S):  # a wait without an end would hold signals up
+        while not stop.wait(_LOOK_S):  # a wait without a timeout would delay signals
             pass
 
 
 def _cause(told: str) -> TruedraftError:
-    """The error of ours for which replicas do not start, as Ray tells it; what Ray says where there is none."""
+    """The library's error in Ray's report of a failed start; a general one with Ray's text if there is none."""
     deployments = serve.status().applications[NAME].deployments
     told = "\n".join(each.message for each in deployments.values()) or told
     found = _CAUSE.search(told)

@@ -1,8 +1,8 @@
-"""Drafters that learn while they serve: heads and draft models train in the background on what was answered.
+"""Drafters that learn while they serve: heads and draft models train in the background on the engine's answers.
 
-A copy takes the place of what is served where replay of answers that nobody trained on shows, with a stated
-probability of error, that it brings more; and gives it back where later answers show the opposite. What is answered
-never depends on it, only how fast.
+A trained copy replaces the served module where replay of held-out answers shows, with a stated error probability, that
+it gives more tokens per target call. It is rolled back where later answers show the opposite. The answers never depend
+on it, only their speed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draft models that learn: copies of the model that drafts, taught and tried along the target's answers."""
+"""Draft models that learn: copies of the draft model, trained and tested along the target's answers."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ from truedraft.training.texts.tokenizer import save_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_STRETCH, _CONTEXT = 32, 256  # tokens of an answer that are learned, and at most so many before them that are read
+_STRETCH, _CONTEXT = 32, 256  # learned tokens of an answer, and most tokens read before them
 _CHECKED_TOKENS = 4
 
 
 class LearnableDrafts(Learnable[Any]):
-    """Draft models, by the loss of `truedraft train draft`.
+    """Draft models, trained with the loss of `truedraft train draft`.
 
-    A draft whose weights have few bits learns in numbers, and is served with 4 bits again where any weight had 4, else
-    with 8.
+    A quantised draft is trained in floating point, and served with 4 bits again where any weight had 4, else with 8.
     """
 
     kind, plural = "draft", "draft models"
@@ -64,7 +63,7 @@ class LearnableDrafts(Learnable[Any]):
                 f"{model.name} runs on {model.device}, and only drafts on the CPU learn; leave it out"
             )
         self._drafter, self._target, self._lm_head, self._model = drafter, target, lm_head, model
-        self._first = copy.copy(model)  # with its weights as they are
+        self._first = copy.copy(model)  # with its present weights
         self._loss = DraftConfig().loss
         module = model.whole_module()
         self._finish = LogitFinish.of(module)
@@ -90,7 +89,7 @@ class LearnableDrafts(Learnable[Any]):
         ids: Tensor | None,
         most: int | None = None,
     ) -> Tensor:
-        """The draft's, `[end - first, ids]`, of an answer's tokens by their places, behind at most so many others."""
+        """The draft's logits `[end - first, ids]` at places of an answer, after at most `most` other tokens."""
         text = torch.cat([answer.prompt, answer.tokens[: end - 1]])
         text = text if most is None else text[-(most + end - first) :]
         found = module.get_decoder()(input_ids=text[None], use_cache=False).last_hidden_state[0, first - end :]
@@ -113,7 +112,7 @@ class LearnableDrafts(Learnable[Any]):
             logits = self._logits(shadow, each, first, end, ids, _CONTEXT)
             with torch.no_grad():
                 target = narrowed.lm_head(each.vectors[first:end].to("cpu"))
-            labels = torch.zeros(end - first, dtype=torch.int64)  # the loss compares distributions alone
+            labels = torch.zeros(end - first, dtype=torch.int64)  # the loss compares only distributions
             gradient, _ = distillation_gradient(logits, target, labels, self._loss, (end - first) / total)
             logits.backward(gradient)
         return total
@@ -123,10 +122,10 @@ class LearnableDrafts(Learnable[Any]):
 
     @torch.no_grad()
     def _replayed(self, module: PreTrainedModel, answer: Answered) -> Score:
-        """What a guess reads is the answer, so all chains are found in one forward.
+        """Guesses read only the answer's tokens, so all chains are found in one forward.
 
-        Worked example: of the tokens behind the first it guesses three right, one wrong and one right. With chains of
-        two, behind these places 2, 2, 1, 0 and 1 guesses are kept.
+        Worked example: of the tokens after the first it guesses three right, one wrong and one right. With chains of
+        two, after these places 2, 2, 1, 0 and 1 guesses are kept.
         """
         end = min(len(answer), PLACES + 1)
         kept = torch.zeros(end - 1, dtype=torch.int64)
@@ -143,7 +142,7 @@ class LearnableDrafts(Learnable[Any]):
 
         def changed() -> None:
             self._model.take_weights(twin)
-            self._drafter.prefixes.trim(0)  # of other weights
+            self._drafter.prefixes.trim(0)  # they are from other weights
 
         return changed
 

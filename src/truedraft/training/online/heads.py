@@ -31,16 +31,15 @@ from truedraft.training.online.traffic import Answered, Score
 from truedraft.training.texts.self_distillation import CollatedBatch
 
 HeadT = TypeVar("HeadT", bound=Head)
-_IDS, _OTHERS = 8192, 2048  # a larger vocabulary is narrowed, to the traffic's ids and so many others
-_WINDOW = 8  # positions of a stretch for heads that read one vector
-_CHAINS = 32  # of a stretch, one behind each token, for heads that read layers
+_IDS, _OTHERS = 8192, 2048  # a larger vocabulary is narrowed to the traffic's ids and so many others
+_WINDOW = 8  # positions of a span for heads that read one vector
+_CHAINS = 32  # of a span, one after each token, for heads that read layers
 
 
 class LearnableHeads(Learnable[HeadT]):
-    """What heads of all kinds share."""
+    """Common base of all kinds of heads."""
 
     reads_layers: ClassVar[bool]
-    """Which heads these are, see `Head.reads_layers`."""
 
     def __init__(self, drafter: HeadDrafter[HeadT, Any], target: LanguageModel, lm_head: LmHead) -> None:
         self._drafter, self._target, self._lm_head = drafter, target, lm_head
@@ -66,7 +65,6 @@ class LearnableHeads(Learnable[HeadT]):
         return kind is not None and bool(kind.training)
 
     def _placed(self, head: HeadT) -> HeadT:
-        """A copy as the target runs it."""
         return copy.deepcopy(head).to("cpu", self._lm_head.weight.dtype).eval().requires_grad_(False)
 
     def change(self, module: HeadT) -> Callable[[], None]:
@@ -109,7 +107,7 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
         return len(batch.places)
 
     def _batch(self, chosen: Sequence[Answered], reach: int, chance: random.Random) -> CollatedBatch:
-        """A stretch of each of some answers, with the rows that a head reaches from it."""
+        """A span of each answer, with the rows that a head reaches from it."""
         tokens, vectors, places, end = [], [], [], 0
         for each in chosen:
             count = min(_WINDOW, len(each) - reach)
@@ -126,7 +124,7 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
 
 
 def some_ids(known: Sequence[Answered], vocab: int, chance: random.Random) -> Tensor | None:
-    """Ids that a step looks at: those of the traffic and some others, rising; None is all, of a small vocabulary."""
+    """Ids of a training step: those of the traffic and some others, ascending; None is all, of a small vocabulary."""
     if vocab <= _IDS:
         return None
     others = torch.tensor([chance.randrange(vocab) for _ in range(_OTHERS)])
@@ -177,7 +175,7 @@ class LearnableLayerHeads(LearnableHeads[Head]):
         known = log_probs if ids is None else log_probs[:, ids]
         like, layers = next(chains.head.parameters()), []
         for number in self.layers:
-            # Behind the rows of a text's tokens comes one for its last, which nothing reads.
+            # The rows of a text end with one for its last token, which is never read.
             own = [each.layers[number][: len(each.prompt) + end - 1].to(like) for each, _, end in spans]
             layers.append(torch.cat([functional.pad(each, (0, 0, 0, 1)) for each in own]))
         return Texts(torch.cat(texts), starts, layers, known, rows)
@@ -200,11 +198,11 @@ class LearnableLayerHeads(LearnableHeads[Head]):
 
 
 def _pairs(answer: Answered, places: Sequence[int], end: int, reach: int) -> dict[int, int]:
-    """Pairs whose chains begin behind tokens of an answer by their places, with their steps up to the token before
+    """Pairs with chains that begin after the answer's tokens at `places`, with their steps up to the token before
     `end`, as `chains_in`.
 
-    Worked example: behind a prompt of 4 the answer's token 0 stands at 4, so its pair is 3, which is about the token
-    at 5; with an answer of 3 and a reach of 3 the pairs are 3 with two steps and 4 with one.
+    Worked example: after a prompt of 4 the answer's token 0 is at 4, so its pair is 3, which is about the token at 5;
+    with an answer of 3 and a reach of 3 the pairs are 3 with two steps and 4 with one.
     """
     first = len(answer.prompt) - 1
     return {first + place: min(reach, end - 1 - place) for place in places}

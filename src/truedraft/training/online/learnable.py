@@ -1,4 +1,4 @@
-"""What learns: modules of one shape that a drafter drafts with, and how answers teach and try them."""
+"""Modules of a drafter that can learn, and how answers train and test them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,17 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class Learnable(ABC, Generic[ModuleT]):
     """How the modules of one drafter learn. All of them are on the CPU.
 
-    Args:
-        drafter: that drafts with them.
-        target: that it drafts for.
-        lm_head: of the target.
-
     Attributes:
-        origin: the module that it drafts with at first, in the dtype in which it does.
-        plural: what messages call such modules.
-        kind: in files that name what lies beside them.
-        layers: numbers of the target's layers that are read.
-        reads_prompts: whether prompts are read.
-        answers: how many a step of training takes; of each a stretch.
-        least: tokens of an answer that teaches something.
+        origin: the original module, in the dtype in which it is served.
+        plural: the name of such modules in messages.
+        kind: in the record files of saved modules.
+        answers: number of answers in a training step, each with a span of tokens.
+        least: least tokens of an answer to learn from.
         for_tenants: whether each tenant may have modules of its own.
 
     Raises:
         CompositionError: these cannot learn; says why.
-        UnsupportedModelError: likewise.
+        UnsupportedModelError: the target cannot be learned from; says why.
     """
 
     origin: ModuleT
@@ -57,7 +50,7 @@ class Learnable(ABC, Generic[ModuleT]):
     @classmethod
     @abstractmethod
     def takes(cls, drafter: Drafter) -> bool:
-        """Whether this is how what a drafter drafts with learns."""
+        """Whether this class handles the modules of a drafter."""
 
     @abstractmethod
     def learn(
@@ -67,28 +60,29 @@ class Learnable(ABC, Generic[ModuleT]):
 
         Args:
             shadow: in training, in float32.
-            chosen: answers, of each of which a stretch is learned.
-            known: all that are kept to train on.
-            chance: chooses the stretches.
+            chosen: answers to learn a span of each.
+            known: all answers kept for training.
+            chance: chooses the spans.
 
         Returns:
-            How many positions were learned.
+            The number of learned positions.
         """
 
     @abstractmethod
     def replayed(self, modules: Sequence[ModuleT], answer: Answered) -> list[Score]:
-        """What chains of each module's best guesses along an answer come to, from each of its first places.
+        """Scores of each module's greedy chains along an answer, from each of its first places.
 
-        A chain is kept as far as it agrees with the answer, at every temperature, so what a guess reads is the answer.
+        A chain is kept as far as it agrees with the answer, at every temperature, so guesses read only the answer's
+        tokens.
         """
 
     @abstractmethod
     def change(self, module: ModuleT) -> Callable[[], None]:
-        """What lets the drafter draft with a module, to be done between two steps."""
+        """A function that switches the drafter to a module, to be called between two steps."""
 
     @abstractmethod
     def save(self, module: ModuleT, folder: Path) -> None:
-        """Write a folder that `--drafter` takes.
+        """Write a folder for `--drafter`.
 
         Raises:
             ModelError: it cannot be written.
@@ -96,7 +90,7 @@ class Learnable(ABC, Generic[ModuleT]):
 
     @abstractmethod
     def load(self, folder: Path) -> ModuleT:
-        """A module that was saved, in the dtype in which it is served.
+        """A saved module, in the dtype in which it is served.
 
         Raises:
             ModelError: the folder is damaged, or holds something else.
@@ -105,12 +99,11 @@ class Learnable(ABC, Generic[ModuleT]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which a module is served."""
         return next(self.origin.parameters()).dtype
 
 
 def in_dtype(module: ModuleT, dtype: torch.dtype) -> ModuleT:
-    """The same module with its weights in a dtype; what else it holds, as the angles of a rotation, stays exact."""
+    """The module with its weights in a dtype; other tensors, such as rotation angles, stay exact."""
     for weight in module.parameters():
         weight.data = weight.data.to(dtype)
     return module

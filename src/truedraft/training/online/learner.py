@@ -1,4 +1,4 @@
-"""What learns beside an engine: a thread of the lowest priority, and a bounded share of its time."""
+"""The background learner of an engine: a thread of the lowest priority, with a bounded share of its time."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from truedraft.training.online.versions import Versions
 
 _log = logging.getLogger("truedraft.training.online")
 
-_LOWEST = 19  # of priorities
-_IDLE_S, _FULL_S = 0.5, 0.2  # between looks at whether there is something to do, or room to do it
+_LOWEST = 19  # the lowest priority
+_IDLE_S, _FULL_S = 0.5, 0.2  # between checks for work, or for free capacity
 _MOST_TENANTS = 16
-_LEAST_ANSWERS = 8  # of a tenant that heads of its own are begun for
+_LEAST_ANSWERS = 8  # of a tenant before it gets heads of its own
 _ALL = None
 _CANNOT = (
     "heads that were trained, and draft models in this process with the target's tokenizer, do; draft with these, or "
@@ -49,26 +49,24 @@ Result = TypeVar("Result")
 
 
 class Learner:
-    """Trains what an engine drafts with on what it answers, and swaps it between steps.
+    """Trains an engine's drafter on its answers, and swaps the drafter's modules between steps.
 
-    OSD (2310.07177) trains a draft on what was answered; here also who judges it is guarded. Answers stay in memory, as
-    tokens and the target's vectors, no longer than `keep_s`; a quarter of them is never trained on. A copy of what
-    drafts trains in a thread. It is promoted where replay of these answers shows that it brings more tokens per call,
-    by bets that are wrong with probability `level`, and where it is no worse on older ones; and rolled back where later
-    answers show the opposite. One learner is for one engine.
+    OSD (2310.07177) trains a draft on answers; here promotions are tested, too. Answers stay only in memory, as tokens
+    and the target's vectors, for at most `keep_s`; a quarter of them is never trained on. A copy of the drafter's
+    module trains in a thread. It is promoted where replay of the held-out answers shows that it gives more tokens per
+    call, by bets that are wrong with probability `level`, and where it is no worse on older ones. It is rolled back
+    where later answers show the opposite. One learner is for one engine.
 
     Args:
         folder: of promoted versions; the last is loaded at the start. None writes nothing.
-        share: of the time that passes, for this thread's processor; nothing is done while the engine is full.
-        keep_s: seconds after which an answer is forgotten.
-        per_tenant: learn for each scope of requests from its own answers alone, and draft with that for it alone; at
-            most 16 scopes.
-        most_bytes: of memory for answers.
-        most_tokens: likewise.
-        level: probability of a promotion that brings nothing, and of a rollback without cause.
-        rate: that is trained with, by AdamW.
-        clock: seconds that pass.
-        processor: seconds that the calling thread computed.
+        share: of wall time for this thread's processor time; nothing is done while the engine is full.
+        keep_s: seconds after which an answer is dropped.
+        per_tenant: train separate modules for each scope of requests, only from its own answers and used only for it;
+            at most 16 scopes.
+        level: probability of a promotion without a gain, and of a rollback without cause.
+        rate: of AdamW.
+        clock: wall time in seconds.
+        processor: the calling thread's processor time in seconds.
 
     Raises:
         OptionError: a share out of (0, 1], or another number that cannot be used.
@@ -100,12 +98,12 @@ class Learner:
         self._most_bytes = check_whole("most_bytes", most_bytes, 1) // parts
         self._most_tokens = check_whole("most_tokens", most_tokens, 1) // parts
         self._clock, self._processor = clock, processor
-        self._guard = threading.Lock()  # of what follows
+        self._guard = threading.Lock()  # for the fields below
         self._traffic: dict[Hashable, Traffic] = {}
         self._changes: list[tuple[str, Callable[[], None]]] = []
-        self._students: dict[tuple[Hashable, str], Student | None] = {}  # None: learns no more
+        self._students: dict[tuple[Hashable, str], Student | None] = {}  # None: has failed and learns no more
         self._able: dict[str, Learnable[Any]] = {}
-        self._tenants: dict[str, Tenants] = {}  # each drafter with what each tenant has of its own
+        self._tenants: dict[str, Tenants] = {}  # drafters with tenants' modules
         self._spent_s = 0.0
         self._died = False
         self._began_s = clock()
@@ -115,11 +113,11 @@ class Learner:
     # --------------------------------------------------------------------------------------- the engine
 
     def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
-        """Learn beside an engine from now on, see `EngineLearner`.
+        """Start to learn from an engine, see `EngineLearner`.
 
         Raises:
-            CompositionError: nothing that drafts can learn so, or the learner has an engine already.
-            OptionError: the folder holds versions of something else, or for another target.
+            CompositionError: no drafter can learn this way, or the learner has an engine already.
+            OptionError: the folder holds versions of another drafter, or for another target.
         """
         if self._able:
             raise CompositionError("this learner learns beside another engine already; make one for each")
@@ -158,7 +156,7 @@ class Learner:
         return changes
 
     def close(self) -> None:
-        """End the thread, and forget all answers."""
+        """End the thread, and drop all answers."""
         self._closed.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -167,7 +165,6 @@ class Learner:
             self._students.clear()
 
     def _take(self, scope: Hashable, answer: Answered) -> None:
-        """An answer is over; called by the thread that steps."""
         key = scope if self._per_tenant else _ALL
         with self._guard:
             if key not in self._traffic and (self._closed.is_set() or len(self._traffic) >= _MOST_TENANTS):
@@ -182,7 +179,6 @@ class Learner:
         return Traffic(self._most_bytes, self._most_tokens, self._keep_s)
 
     def _new_student(self, scope: Hashable, name: str) -> Student:
-        """One that goes on where the folder says."""
         learnable, versions, found = self._able[name], None, None
         if self._folder is not None:
             folder = self._folder / name
@@ -197,14 +193,14 @@ class Learner:
         return Student(module, learnable, self._traffic[scope], self._level, self._rate, serve, versions, number)
 
     def _serve(self, scope: Hashable, name: str, module: Any) -> None:
-        """Let a module be drafted with from the next step on; None, of a tenant: the one that all began with."""
+        """Serve a module from the next step on; None, for a tenant, serves the original one."""
         tenants = self._tenants.get(name)
         change = self._able[name].change(module) if tenants is None else functools.partial(tenants.take, scope, module)
         with self._guard:
             self._changes.append((name, change))
 
     def _meet(self) -> None:
-        """Begin heads of their own for tenants that ask often enough, and let go of those that are gone."""
+        """Create heads for tenants with enough answers, and drop those of tenants without any left."""
         with self._guard:
             known = list(self._traffic.items())
         for scope, traffic in known:
@@ -230,9 +226,9 @@ class Learner:
             _log.exception("the thread that learns has ended; what is drafted with stays, and learns no more")
 
     def turn(self) -> float:
-        """Do a little, if there is something to do and room to do it; returns the seconds to rest behind it.
+        """Do a small part of the work if there is work and time for it; returns the seconds to rest after it.
 
-        What was spent by then is at most the share of the time that passed, and one turn more.
+        The processor time so far is at most the share of the wall time, and one turn more.
         """
         began_s, before_s = self._clock(), self._processor()
         with self._guard:
@@ -251,11 +247,11 @@ class Learner:
         return max(rest_s, spent_s / self._share - (self._clock() - began_s), 0.0)
 
     def _work(self) -> bool:
-        """A little for one of those that learn, in turn; returns whether there was anything."""
+        """Do a part of the work of one student, in rotation; returns whether there was any."""
         for key, student in list(self._students.items()):
             if student is None:
                 continue
-            self._students[key] = self._students.pop(key)  # the others come before it next time
+            self._students[key] = self._students.pop(key)  # the others have their turn before it
             worked = self._or_none(key[1], student.work)
             if worked is None:
                 self._students[key] = None
@@ -264,7 +260,7 @@ class Learner:
         return False
 
     def _or_none(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """What comes of some work; None where it fails: what is drafted with stays, and learns no more."""
+        """The result of some work; None where it fails: the served module stays, and learns no more."""
         try:
             return work()
         except Exception:
@@ -273,7 +269,6 @@ class Learner:
 
     @property
     def status(self) -> LearnerStatus:
-        """What it did so far."""
         all_ = list(self._students.values())
         students = [each for each in all_ if each is not None]
         gains = [each.gain for each in students if each.gain is not None]
@@ -294,11 +289,7 @@ class Learner:
 
 
 def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
-    """What can learn of what an engine drafts with, by the names of its drafters.
-
-    Raises:
-        CompositionError: nothing can; says why.
-    """
+    """What can learn in an engine, by the names of its drafters."""
     members, lm_head = engine.drafter.members, functools.cache(engine.target.lm_head)
     kinds = {name: kind for name, each in members.items() for kind in _KINDS if kind.takes(each)}
     able: dict[str, Learnable[Any]] = {}
@@ -321,13 +312,13 @@ def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
 
 
 def _lower_priority() -> None:
-    """Let the calling thread compute on one core, and on none that anybody else wants."""
+    """Let the calling thread compute on one core only, and with the lowest priority."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # That was also what threads begin with that start later, and these are not meant.
+    # Threads that start later would inherit it, so it is restored.
     other = threading.Thread(target=torch.set_num_threads, args=(threads,))
     other.start()
     other.join()
-    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux that is the process, or not there
+    with contextlib.suppress(OSError, AttributeError):  # other systems apply it to the process, or lack it
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)

@@ -1,4 +1,4 @@
-"""Replay: what heads would have drafted along an answer that is known, and what of it the target would have kept."""
+"""Replay: what heads would have drafted along a known answer, and how much of it the target would have accepted."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from truedraft.training.targets import TargetRows, computed_rows
 from truedraft.training.texts.self_distillation import CollatedBatch
 
 PLACES = 32
-"""Of an answer that are replayed."""
-_ROWS = 128  # whose logits are held at once
+"""Places of an answer that are replayed."""
+_ROWS = 128  # rows with logits in memory at once
 
 
 @torch.no_grad()
 def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> list[Score]:
-    """What chains of best guesses come to, of heads that read one vector; see `Learnable.replayed`.
+    """Scores of greedy chains, for heads that read one vector; see `Learnable.replayed`.
 
     Args:
-        heads: of one kind and size, each by itself; together their guesses take fewer passes over a large LM head.
-        lm_head: of the target.
-        answer: that is replayed, its first tokens where it is long.
+        heads: independent, of one kind and size; together their guesses take fewer passes over a large LM head.
+        answer: only its first tokens are replayed where it is long.
 
     Returns:
-        What each head comes to.
+        The score of each head.
     """
     tokens = answer.tokens[: PLACES + 1]
     places, reach = len(tokens) - 1, heads[0].reach
@@ -38,7 +37,7 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
         return [Score(0, 0, 0)] * len(heads)
     like = next(heads[0].parameters())
     hidden = answer.vectors[:places].to(like.device, like.dtype)
-    behind = torch.cat([tokens, tokens.new_full((reach,), -1)])  # there nothing agrees
+    behind = torch.cat([tokens, tokens.new_full((reach,), -1)])  # no guess agrees there
     embedded = lm_head.embed(behind[torch.arange(places)[:, None] + torch.arange(reach)].clamp_min(0).T)
     vectors = torch.stack([head.unroll(hidden, embedded) for head in heads])  # [heads, reach, places, exit width]
     kept = torch.zeros(len(heads), places, dtype=torch.int64)
@@ -46,7 +45,7 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
     for place in range(reach):
         labels = behind[1 + place : 1 + place + places].expand(len(heads), -1)
         alive &= labels >= 0
-        alone = heads[0].outputs[place] is not None  # or all end in the target's, which takes them together
+        alone = heads[0].outputs[place] is not None  # otherwise all use the target's, in one product
         for number, head in enumerate(heads if alone else heads[:1]):
             some_heads = slice(number, number + 1) if alone else slice(None)
             own = torch.zeros_like(alive)
@@ -58,19 +57,21 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
 
 
 def agrees(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether the likeliest id by each row of logits `[rows, ids]`, the lowest of those alike, is its label, not -1."""
+    """Whether the argmax of each row of logits `[rows, ids]`, the lowest of equal ids, is its label; a label -1 never
+    agrees."""
     largest = logits.amax(-1)
     found = (logits.gather(1, labels.clamp_min(0)[:, None])[:, 0] == largest) & (labels >= 0)
-    tied = logits[found] == largest[found, None]  # of few rows: these passes cost as much as the product does
+    tied = logits[found] == largest[found, None]  # of few rows, because these passes cost as much as the product
     lower = torch.arange(logits.shape[1], device=logits.device) < labels[found, None]
     found[found.clone()] = ~(tied & lower).any(-1)
     return found
 
 
 def scored(kept: Tensor) -> Score:
-    """Of an answer at whose places so many guesses are kept; the next chain begins behind the token of the target.
+    """The score of an answer, from the number of kept guesses at each place; each chain begins after the target's
+    token.
 
-    Worked example: behind token 0 two guesses of three agree, so tokens 1 and 2 are kept and the call gives token 3.
+    Worked example: after token 0 two guesses of three agree, so tokens 1 and 2 are kept and the call gives token 3.
     """
     counts, at, calls = kept.tolist(), 0, 0
     while at < len(counts):
@@ -80,15 +81,11 @@ def scored(kept: Tensor) -> Score:
 
 @dataclass(frozen=True)
 class Narrowed:
-    """The target's distributions at rows of a batch, and an LM head, over some ids of the vocabulary alone.
+    """The target's distributions at rows of a batch, and an LM head, over only some ids of the vocabulary.
 
-    A step of training over all ids costs many times as much where the vocabulary is large, and tells next to nothing
-    more: all of the target's mass is on few ids, most of them among the tokens of the traffic.
-
-    Attributes:
-        lm_head: of these ids.
-        loss: that is learned by.
-        place: `[vocab]`: where each id stands among them; ids that are not among them: anywhere.
+    For a large vocabulary a training step over all ids costs many times as much, for almost the same gradient: all of
+    the target's mass is on few ids, most of them among the tokens of the traffic. `place`, `[vocab]`, is the index of
+    each id among these; arbitrary for other ids.
     """
 
     lm_head: LmHead
@@ -97,7 +94,7 @@ class Narrowed:
 
     @classmethod
     def of(cls, lm_head: LmHead, loss: DistillationLoss, ids: Tensor | None) -> Narrowed:
-        """Over rising ids, or over all."""
+        """Narrow to ascending ids; None keeps all."""
         if ids is None:
             return cls(lm_head, loss, None)
         bias = None if lm_head.bias is None else lm_head.bias[ids]
@@ -106,6 +103,5 @@ class Narrowed:
         return cls(LmHead(lm_head.weight[ids], bias, lm_head.finish, lm_head.embedding), loss, place)
 
     def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
-        """What is learned at some of the rows."""
         labels = batch.tokens[rows] if self.place is None else self.place[batch.tokens[rows]]
         return computed_rows(labels, lambda: self.lm_head(batch.hidden[rows]), self.loss)

@@ -1,4 +1,4 @@
-"""What learns from one stream: what is served, a shadow that trains, and who of the two is shown to bring more."""
+"""Learning from one stream: the served module, a shadow in training, and the test which of the two is better."""
 
 from __future__ import annotations
 
@@ -20,36 +20,31 @@ from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
 
 _log = logging.getLogger("truedraft.training.online")
 
-_NEWEST = 0.05  # that a step has in the mean of the weights, which is steadier than they are
-_LESS, _LEAST = 0.7, 0.2  # of a change is taken where older answers would lose by all of it (2109.01903), and at least
-_PASSES = 8  # over what came
-_LEAST_ANSWERS = 4  # before anything is learned
+_NEWEST = 0.05  # weight of a step in the average of the weights, which varies less
+_LESS, _LEAST = 0.7, 0.2  # factor and lower limit of a change where older answers lose by all of it (2109.01903)
+_PASSES = 8  # over the answers
+_LEAST_ANSWERS = 4  # before training begins
 _STEPS = 12  # between two candidates
-_WATCH = 96  # answers after which a promotion is not doubted any more
+_WATCH = 96  # answers after which a promotion is final
 _OLD = 12  # of the oldest answers, and of those before the newest, that a candidate must not be worse on
-_ALLOWED = 0.01  # by more than this share
+_ALLOWED = 0.01  # allowed loss, as a share
 
 
 class Student:
-    """Learns from one stream of answers, by one thread, a little at a time.
+    """Learns from one stream of answers, in one thread, in small parts.
 
     Args:
-        module: that is served, in the dtype in which it is.
-        learnable: how it learns; on older answers nothing may ever be worse than its origin.
-        traffic: what it learns from.
-        level: probability of a promotion that brings nothing, and of a rollback without cause.
+        module: the served one, in its dtype.
+        learnable: how it learns; no module may be worse than its origin on older answers.
+        level: probability of a promotion without a gain, and of a rollback without cause.
         rate: of AdamW.
-        serve: is given each module that is to be served from now on.
-        versions: where promoted ones are written; None writes nothing.
-        version: of the one that is served; 0 is the origin.
+        serve: called with each module that is to be served from now on.
+        versions: for promoted modules; None writes nothing.
+        version: of the served module; 0 is the origin.
 
     Attributes:
-        served: what is served.
-        promotions: how many there were.
-        rollbacks: likewise.
-        trials: candidates that were held to what is served.
-        unwritten: how often it could not be written down which version is served.
-        gain: tokens per call by replay, before the last promotion and behind it; None where there was none.
+        unwritten: number of failures to write the served version.
+        gain: tokens per call by replay, before and after the last promotion; None without a promotion.
     """
 
     def __init__(
@@ -74,23 +69,22 @@ class Student:
         self._trial: Comparison | None = None
         self._watch: Comparison | None = None
         self._winner: _Winner | None = None
-        self._judged: set[int] = set()  # answers that trials have seen
+        self._judged: set[int] = set()  # answers used in trials
         self._learned = 0  # positions
         self._scores_next = False
         self._start_over()
 
     def _start_over(self) -> None:
-        """Let the shadow be what is served."""
         self._began = in_dtype(copy.deepcopy(self.served.module), torch.float32)
         self._average = copy.deepcopy(self._began)
         self._shadow = copy.deepcopy(self._average).requires_grad_(True).train()
         rates = OptimizerConfig(self._rate, self._rate, matrix_weight_decay=0.0)
-        # Muon's own products would take twice the time of such a small step.
+        # Muon's products would take twice the time of such a small step.
         self._optimizer = MixedOptimizer(self._shadow, rates, self._shadow.parameters())
         self._steps = 0
 
     def work(self) -> bool:
-        """Do a little: a step of training, or the replay of an answer, in turn; returns whether there was any."""
+        """Do a training step or the replay of an answer, alternately; returns whether there was work."""
         self._scores_next = self._winner is not None or not self._scores_next
         parts = (self._score, self._train) if self._scores_next else (self._train, self._score)
         return any(part() for part in parts)
@@ -117,7 +111,7 @@ class Student:
         return True
 
     def _try_shadow(self) -> None:
-        """Let the shadow as it is now be the candidate, if that is due."""
+        """Make the present shadow the candidate, if that is due."""
         trial = self._trial
         if self._steps < _STEPS or (trial is not None and (trial.own < OWN or trial.gains)):
             return
@@ -130,7 +124,7 @@ class Student:
             trial.renew(candidate)
 
     def _between(self, module: nn.Module, share: float) -> Candidate:
-        """So much of the way from where the shadow began to a module."""
+        """A module at a fraction of the way from the shadow's start to `module`."""
         found = copy.deepcopy(self._began)
         with torch.no_grad():
             for weight, end in zip(found.parameters(), module.parameters(), strict=True):
@@ -140,7 +134,7 @@ class Student:
     # ------------------------------------------------------------------------------------- judging
 
     def _score(self) -> bool:
-        """Replay one answer by those that are compared, and decide what that decides."""
+        """Replay one answer for the compared modules, and act on the result."""
         missing = next(self._missing(), None)
         if missing is None:
             return False
@@ -151,7 +145,6 @@ class Student:
         return True
 
     def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
-        """Answers, and the candidates that are still to be replayed on each."""
         fresh, old = self.traffic.answers(self.traffic.held)
         wanted: list[tuple[Answered, list[Candidate]]] = []
         if self._winner is not None:
@@ -166,13 +159,12 @@ class Student:
                 yield answer, list(left.values())
 
     def _comparisons(self) -> list[Comparison]:
-        """Those that are open."""
         trial = self._trial if self._winner is None else None
         return [each for each in (self._watch, trial) if each is not None]
 
     def _judge(self) -> None:
         fresh, old = self.traffic.answers(self.traffic.held)
-        self._judged.intersection_update(each.number for each in fresh)  # others are never looked at again
+        self._judged.intersection_update(each.number for each in fresh)  # others are never used again
         for comparison in self._comparisons():
             for answer in comparison.waiting(fresh):
                 if comparison.new.number in answer.scores and comparison.old.number in answer.scores:
@@ -193,14 +185,14 @@ class Student:
             self._start_over()
 
     def _judge_winner(self, winner: _Winner, answers: Sequence[Answered]) -> None:
-        """Promote a candidate that gains, or less of it where older answers would lose; or none."""
+        """Promote a candidate that gains, or a fraction of its change where older answers would lose; or none."""
         compared = [winner.now, self.served, self.origin]
         *older, newest = winner.among(answers)
         if not all(each.number in answer.scores for some in (*older, newest) for answer in some for each in compared):
             return
         self._winner = self._trial = None
         if tokens_a_place(winner.now, newest) <= tokens_a_place(self.served, newest):
-            return  # what is left of it is too little
+            return  # the rest of it is too small
         if all(
             tokens_a_place(winner.now, some) >= (1.0 - _ALLOWED) * tokens_a_place(each, some)
             for some in older
@@ -228,7 +220,7 @@ class Student:
         self.rollbacks += 1
 
     def _put(self, candidate: Candidate) -> None:
-        """Hand over a candidate, then name it as the one that is served: what drafts now hangs on no disk."""
+        """Serve a candidate, then record it as served, so that a disk failure does not stop serving."""
         self._serve(candidate.module)
         _log.info("version %d of the %s is served from now on", candidate.version, self._learnable.plural)
         if self._versions is not None:
@@ -240,7 +232,7 @@ class Student:
 
 
 class _Winner(NamedTuple):
-    """A candidate that was shown to gain, how much of it is looked at, and on which answers, by their numbers."""
+    """A candidate with a proven gain, the fraction of it under test, and the test answers, by their numbers."""
 
     whole: Candidate
     now: Candidate
@@ -248,11 +240,10 @@ class _Winner(NamedTuple):
     numbers: list[set[int]]  # two groups of older ones, and the newest
 
     def among(self, answers: Sequence[Answered]) -> list[list[Answered]]:
-        """These groups of answers, as far as they are still kept."""
         return [[each for each in answers if each.number in some] for some in self.numbers]
 
 
 def _older(fresh: list[Answered], old: list[Answered]) -> tuple[list[Answered], list[Answered]]:
-    """The first of all, and the last before the newest: traffic may have changed behind either."""
+    """The oldest answers, and the last ones before the newest: traffic may have changed after either."""
     every = [*old, *fresh]
     return every[: min(_OLD, len(every) // 2)], old[-_OLD:]

@@ -1,4 +1,4 @@
-"""A drafter with heads of each tenant's own, once there are any."""
+"""A drafter with separate heads for each tenant, once there are any."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from truedraft.models.base import LanguageModel
 
 
 class Tenants(Drafter):
-    """Drafts for each request with the heads of its scope, or with those that all began with.
-
-    Args:
-        base: drafts for scopes that have no heads of their own.
-    """
+    """Drafts for each request with the heads of its scope, or else with the original ones of `base`."""
 
     def __init__(self, base: HeadDrafter[Any, Any]) -> None:
         self.base = base
@@ -29,24 +25,23 @@ class Tenants(Drafter):
         self.ranks, self.levels = base.ranks, base.levels
         self.observes_lazily = base.observes_lazily
         self._own: dict[Hashable, HeadDrafter[Any, Any]] = {}
-        self._drafts: dict[int, HeadDrafter[Any, Any]] = {}  # by request: who does for it
+        self._drafts: dict[int, HeadDrafter[Any, Any]] = {}  # by request
         self.held = Held(
             noted=[self._drafts],
             request_bytes=base.held.request_bytes,
             token_bytes=base.held.token_bytes,
-            heads=base.held.heads,  # where those of tenants have theirs, too
+            heads=base.held.heads,  # tenants' heads are in the same place
             tokens=lambda: sum(each.held.tokens() for each in {*self._drafts.values()}),
         )
 
     def take(self, scope: Hashable, head: Head | None) -> None:
-        """Draft for a scope with heads of its own from the next `begin` on; None: with those of all."""
+        """Use a scope's own heads from the next `begin` on; None: the common heads."""
         if head is None:
             self._own.pop(scope, None)
         else:
             self._own[scope] = self.base.with_head(head)
 
     def _groups(self, batch: Sequence[DraftRequest]) -> list[tuple[HeadDrafter[Any, Any], list[int]]]:
-        """Places in a batch by who drafts for them."""
         found: dict[int, tuple[HeadDrafter[Any, Any], list[int]]] = {}
         for place, request in enumerate(batch):
             drafter = self._drafts[request.id]

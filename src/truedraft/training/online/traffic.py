@@ -1,5 +1,5 @@
-"""What was answered lately, in memory alone: tokens, the target's vectors that they were drawn from, and of prompts
-what drafts read of them."""
+"""Recent answers, only in memory: tokens, the target's vectors from which they were drawn, and what drafts read of
+prompts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutco
 from truedraft.drafters.held import Held
 
 MOST_TOKENS = 512
-"""Of an answer that are kept, its first ones; and of a prompt, its last ones, where what learns reads prompts."""
-_HELD_OUT = 4  # one answer of so many is not trained on
-_FRESH = 96  # answers that are new
-_HELD_SHARE = 0.25  # of the memory, for these
+"""First tokens of an answer that are kept, and last tokens of a prompt, where the learning module reads prompts."""
+_HELD_OUT = 4  # one answer of so many is held out
+_FRESH = 96  # largest number of newest answers
+_HELD_SHARE = 0.25  # share of the memory for held-out answers
 _ID_BYTES = 8
 
 
 class Score(NamedTuple):
-    """What replay of an answer came to.
+    """The result of replaying an answer.
 
     Attributes:
-        tokens: that are replayed, the answer's first apart.
-        calls: of the target that they take.
-        kept: guesses that agree with the answer, over chains that begin behind every token. It says more than the calls
-            do, which hang on the places where chains happened to begin.
+        tokens: replayed tokens, without the answer's first.
+        kept: guesses that agree with the answer, over chains that begin after every token. It is more informative than
+            the calls, which depend on the places where chains happened to begin.
     """
 
     tokens: int
@@ -45,14 +44,13 @@ class Answered:
 
     Attributes:
         tokens: `[tokens]`, int64.
-        vectors: `[tokens, width]`: what entered the target's LM head where each was drawn; its distribution is what the
-            LM head makes of it.
-        since_s: when it was over.
-        prompt: the end of the prompt; no token where nothing that learns reads prompts.
-        layers: `[prompt + tokens - 1, width]` of each layer of the target that is read, by its number: its output at
-            each token but the last, of the prompt as it is here and of the answer.
-        number: counted up; no other one of its traffic has it.
-        scores: what replay by heads came to, by their numbers.
+        vectors: `[tokens, width]`: the input of the target's LM head for each token.
+        since_s: the time of its end.
+        prompt: the end of the prompt; empty where the learning module reads no prompts.
+        layers: by layer number, `[prompt + tokens - 1, width]`: the layer's output at each token but the last, of this
+            part of the prompt and of the answer.
+        number: unique in its traffic, increasing.
+        scores: of replays, by the numbers of the candidates.
     """
 
     tokens: Tensor
@@ -68,37 +66,26 @@ class Answered:
 
     @property
     def n_bytes(self) -> int:
-        """That it takes."""
         kept = (self.vectors, self.prompt, *self.layers.values())
         return sum(each.nbytes for each in kept) + _ID_BYTES * len(self.tokens)
 
 
 class Pool:
-    """The newest answers, and a sample of those before them, each in half of the room at most.
+    """The `most_fresh` newest answers, and a sample of earlier ones, each in at most half of the memory.
 
     An older answer is kept with the same probability whenever it came (reservoir sampling), so a change of traffic does
-    not drive out what was asked before it.
-
-    Args:
-        most_bytes: of all.
-        most_tokens: likewise.
-        most_fresh: how many are the newest.
-        chance: of the sample.
-
-    Attributes:
-        fresh: the newest, the oldest of them first.
-        old: the sample.
+    not displace earlier answers.
     """
 
     def __init__(self, most_bytes: int, most_tokens: int, most_fresh: int, chance: random.Random) -> None:
         self._most_bytes, self._most_tokens, self._most_fresh = most_bytes, most_tokens, most_fresh
         self._chance = chance
-        self._passed = 0  # that left the newest
+        self._passed = 0  # answers that left the newest
         self.fresh: deque[Answered] = deque()
         self.old: list[Answered] = []
 
     def add(self, answer: Answered) -> None:
-        """Take one, and let go of what there is no room for."""
+        """Add an answer, and drop those that there is no room for."""
         self.fresh.append(answer)
         while len(self.fresh) > self._most_fresh or (self.fresh and self._too_many(self.fresh)):
             self._sample(self.fresh.popleft())
@@ -118,7 +105,7 @@ class Pool:
         return 2 * n_bytes > self._most_bytes or 2 * tokens > self._most_tokens
 
     def forget(self, before_s: float) -> None:
-        """Let go of what was over before a moment."""
+        """Drop answers that ended before a time."""
         while self.fresh and self.fresh[0].since_s < before_s:
             self.fresh.popleft()
         self.old = [each for each in self.old if each.since_s >= before_s]
@@ -129,19 +116,14 @@ class Pool:
 
 
 class Traffic:
-    """Answers to train on, and answers to replay, of one tenant or of all; one answer is never both.
+    """Answers for training, and answers for replay, of one tenant or of all; no answer is both.
 
     Args:
-        most_bytes: of all.
-        most_tokens: likewise.
-        keep_s: seconds after which an answer is forgotten.
-        seed: of the sample of older answers.
+        keep_s: seconds after which an answer is dropped.
 
     Attributes:
-        trained: those to train on.
-        held: those to replay.
-        count: answers that ever came.
-        positions: tokens to train on that ever came.
+        count: answers added so far.
+        positions: tokens for training added so far.
     """
 
     def __init__(self, most_bytes: int, most_tokens: int, keep_s: float, seed: int = 0) -> None:
@@ -152,10 +134,9 @@ class Traffic:
         )
         self._keep_s = keep_s
         self.count = self.positions = 0
-        self._guard = threading.Lock()  # the thread that steps adds, another one reads
+        self._guard = threading.Lock()  # the engine's thread adds, another one reads
 
     def add(self, answer: Answered) -> None:
-        """Take an answer."""
         with self._guard:
             self.count += 1
             answer.number = self.count
@@ -166,37 +147,32 @@ class Traffic:
                 self.positions += len(answer)
 
     def forget(self, now_s: float) -> None:
-        """Let go of what is too old."""
         with self._guard:
             for pool in (self.trained, self.held):
                 pool.forget(now_s - self._keep_s)
 
     def answers(self, pool: Pool) -> tuple[list[Answered], list[Answered]]:
-        """The newest answers of one of the two, and the sample of older ones, as they are now."""
+        """The newest answers of one of the pools, and the sample of older ones, at this moment."""
         with self._guard:
             return list(pool.fresh), list(pool.old)
 
     @property
     def is_empty(self) -> bool:
-        """Whether all that came was let go of."""
         with self._guard:
             return self.count > 0 and not any(True for pool in (self.trained, self.held) for _ in pool)
 
     @property
     def n_bytes(self) -> int:
-        """That all of it takes."""
         with self._guard:
             return sum(each.n_bytes for pool in (self.trained, self.held) for each in pool)
 
 
 Take: TypeAlias = Callable[[Hashable, Answered], None]
-"""Takes an answer, and the scope of its request."""
+"""Receives an answer, and the scope of its request."""
 
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """What was noted of an answer that is being written."""
-
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     vectors: list[Tensor] = field(default_factory=list)
@@ -204,15 +180,14 @@ class _Open:
 
 
 class Recorder(NoDrafter):
-    """Never drafts; notes tokens and vectors of each answer, and hands them over when it is over.
+    """Never drafts; records tokens and vectors of each answer, and hands them over at its end.
 
-    Answers to prompts that have something beside their tokens, such as pictures, are left out, and so are rehearsals.
+    Answers to prompts with more than tokens, such as pictures, are left out, and so are rehearsals.
 
     Args:
-        take: is called for each answer, by the thread that steps.
-        width: entries of a vector that heads read.
-        layers: numbers of the target's layers whose output is noted, too.
-        prompts: whether the last tokens of prompts are.
+        take: called for each answer, in the engine's thread.
+        layers: numbers of further layers of the target with recorded outputs.
+        prompts: whether the last tokens of prompts are recorded.
     """
 
     name: ClassVar[str] = "learner"
@@ -238,7 +213,7 @@ class Recorder(NoDrafter):
             if self._layers:
                 noted.layers.append([each[:, : self._width].clone() for each in outcome.layers])
             if outcome.tokens:
-                # Row i is where the step's token i was drawn, behind those of a prompt's last part.
+                # Row i is where the step's token i was drawn, after those of a prompt's last part.
                 rows = outcome.hidden if noted.tokens else outcome.hidden[-1:]
                 count = min(len(outcome.tokens), MOST_TOKENS - len(noted.tokens))
                 noted.tokens.extend(outcome.tokens[:count])

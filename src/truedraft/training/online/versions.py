@@ -1,8 +1,8 @@
-"""What was learned, on disk: whole versions, and a file that names the one that is served.
+"""Learned modules on disk: whole versions, and a file that names the served one.
 
 `FOLDER/versions/N` is a folder as `truedraft train` writes it, and `FOLDER/current.json` names N. A version is written
-beside and renamed when it is whole, and only then named, so whatever ends the process leaves a version that loads. No
-text is written.
+under another name and renamed when it is complete, and only then named as served, so a process that is killed leaves a
+version that loads. No text is written.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ from truedraft.models.huggingface import weights_hash
 from truedraft.training.online.learnable import Learnable
 
 _POINTER, _VERSIONS = "current.json", "versions"
-_KEPT = 4  # versions beside the one that is served
+_KEPT = 4  # versions in addition to the served one
 
 
 class Versions:
-    """The versions of what one drafter drafts with.
-
-    Args:
-        folder: of them; it is made when the first is written.
-        learnable: what learns; its origin is version 0 and is not written.
-        target: that they are for.
+    """The versions of one drafter's module; its origin is version 0 and is not written.
 
     Raises:
-        OptionError: the folder holds versions of something else, or for another target.
+        OptionError: the folder holds versions of another drafter, or for another target.
         ModelError: the target's weights cannot be read again.
     """
 
@@ -67,7 +62,7 @@ class Versions:
             ) from error
 
     def write(self, module: nn.Module) -> int:
-        """Write a version, which nothing names yet; returns its number.
+        """Write a version, not yet named as served; returns its number.
 
         Raises:
             ModelError: it cannot be written.
@@ -81,7 +76,7 @@ class Versions:
             shutil.rmtree(partial, ignore_errors=True)
             self._learnable.save(module, partial)
             for file in partial.iterdir():
-                take_place(file, file)  # onto the disk
+                take_place(file, file)  # flushes it to the disk
             take_place(partial, versions / str(number))
             served = object_of(self._folder / _POINTER).get("version", 0)
             for each in there[:-_KEPT]:
@@ -92,7 +87,7 @@ class Versions:
         return number
 
     def name(self, number: int) -> None:
-        """Let a version be the one that is served, 0 the origin.
+        """Name a version as the served one, 0 for the origin.
 
         Raises:
             ModelError: that cannot be written.

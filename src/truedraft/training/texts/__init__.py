@@ -1,1 +1,1 @@
-"""What is learned from: texts and a tokenizer, prompts cut from texts, and what a target wrote after them."""
+"""Training data: texts and a tokenizer, prompts cut from texts, and a target's answers to them."""

@@ -1,7 +1,7 @@
 """Let a target write the text that heads are trained on (self-distillation, Medusa 2401.10774, section 2.3.2).
 
-The answers come from our own engine, in batches. The vectors from which it draws pass through it anyway, so they are
-kept as the answers are written, and no second pass over the text is needed.
+Our own engine writes the answers, in batches. The hidden states are kept as it samples from them, so no second pass
+over the text is needed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from truedraft.training.texts.prompts import prompts_hash
 from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
 from truedraft.training.workspace import TimeBudget, duration
 
-_TRIED_STEPS = 25  # that are timed together
+_TRIED_STEPS = 25  # timed together
 _TRIED_TURNS = 3
-_LEAST_CUT = 16  # tokens of an answer that is cut short
-_PACED = 32  # steps after which it is said how long the rest will take
+_LEAST_CUT = 16  # least tokens of an answer that is cut
+_PACED = 32  # steps before the remaining time is reported
 
 Wanted: TypeAlias = tuple[list[int], SamplingParams]
-"""A prompt, and how it is answered."""
+"""A prompt, and the sampling parameters of its answer."""
 Elsewhere: TypeAlias = Callable[[Sequence[Wanted]], Iterator[tuple[list[int], bool]]]
-"""Has other machines answer prompts: in their order the ids of each answer, and whether the target ended it."""
+"""Lets other machines answer prompts: yields in order the ids of each answer, and whether the target ended it."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class WritingConfig(WritingOptions):
     """How a target writes.
 
     Attributes:
-        batch: answers written at once; decides the speed only.
-        seed: of the noise; answer number i has noise of its own, whatever was written before.
-        elsewhere: who writes; None is this process.
+        batch: answers written at once; affects only the speed.
+        seed: of the noise; answer i has its own noise, independent of what was written before.
+        elsewhere: writes the answers; None writes them in this process.
 
     Raises:
         OptionError: a value out of its range.
@@ -59,17 +59,16 @@ class WritingConfig(WritingOptions):
     elsewhere: Elsewhere | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what writes nothing."""
         for name in ("answer_tokens", "batch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"must be 1 or more, got {getattr(self, name)}", field=name)
         if not self.temperatures:
             raise OptionError("temperatures must hold at least one; 0 is greedy")
         for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)  # refuses an unusable one
+            SamplingParams(temperature=temperature)  # raises if it is invalid
 
     def params(self, number: int) -> SamplingParams:
-        """Of answer number `number`, from 0."""
+        """Parameters of an answer, by its number from 0."""
         temperature = float(self.temperatures[number % len(self.temperatures)])
         seed = (self.seed * 1_000_003 + number) % (1 << 63)
         return SamplingParams(max_tokens=self.answer_tokens, temperature=temperature, seed=seed)
@@ -77,17 +76,15 @@ class WritingConfig(WritingOptions):
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told how far a target has written, and when it must stop.
+    """Progress reports and the stopping time of a target's writing.
 
     Attributes:
-        what: is being done, as "writing text".
-        written: what is written, as "answers".
-        told: whom.
-        budget: the time for all of the training.
-        share: of the budget, by which the writing is over.
-        begun: whether there is a training on what is written, so that nothing is added.
-        on_forecast: given once, after the first steps, the seconds that the rest will take at the most; None tells of
-            those that the budget has.
+        what: the current work, as "writing text".
+        written: the kind of text, as "answers".
+        share: of the budget at which the writing ends.
+        begun: whether a training on the written text has begun, so that nothing is added.
+        on_forecast: called once, after the first steps, with an upper limit of the remaining seconds; None reports the
+            lower of that and the budget's remaining time.
     """
 
     what: str = "writing text"
@@ -99,15 +96,12 @@ class Watch:
     on_forecast: Callable[[float], None] | None = None
 
     def over(self) -> bool:
-        """Whether it must stop."""
         return self.begun or self.budget.over(self.share)
 
     def came(self, done: int, total: int, name: str) -> None:
-        """So many texts by a target of this name are on disk, of all."""
         self.told.on_progress(self.what, done, total, f"{self.written} by {name}")
 
     def forecast(self, left_s: float) -> None:
-        """The rest will take so many seconds at the most."""
         if self.on_forecast is not None:
             self.on_forecast(left_s)
         else:
@@ -128,22 +122,19 @@ def write_answers(
     least: int | None = None,
     least_tokens: int = _LEAST_CUT,
 ) -> SelfDistillationData:
-    """Let the target answer the prompts, or go on where an interruption stopped; the files come out the same.
+    """Let the target answer the prompts, or resume after an interruption; the files are the same.
 
     Args:
-        target: writes.
         prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
-        folder: where the files lie.
         name: of the files, see `AnswerFiles`.
-        config: how it writes.
-        watch: who is told of it, and when it must stop: then what is written is all, and running answers end where they
-            are. None is nobody, and never.
-        width: entries of each vector that are kept; None are all that heads read, 0 keeps none.
-        least: answers that are written however little time there is; None is one at each temperature.
-        least_tokens: of each of these, if it is not over.
+        watch: for progress and the stopping time, when running answers are cut and the written ones are returned; None
+            reports nothing and never stops.
+        width: entries of each vector that are kept; None keeps all that heads read, 0 none.
+        least: answers written even if the time is up; None is one at each temperature.
+        least_tokens: of each of these, unless it ends before.
 
     Raises:
-        OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
+        OptionError: the folder holds answers to other prompts, of another target, or of another configuration.
         TrainingError: the target failed, or the files cannot be written.
     """
     about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
@@ -162,7 +153,7 @@ def write_answers(
     try:
         while (written := len(files.records)) < len(prompts):
             if watch.over() and written + len(answering.long_enough(least_tokens)) >= least:
-                answering.keep(answering.long_enough(_LEAST_CUT))  # a long one holds back none that are over
+                answering.keep(answering.long_enough(_LEAST_CUT))  # also ended ones that wait for a long one
                 break
             pace.stepped(trial.run(answering.step))
             if len(files.records) > written:
@@ -182,7 +173,7 @@ def _write_elsewhere(
     width: int,
     watch: Watch,
 ) -> None:
-    """Have others answer what is not answered yet, until it must stop; the vectors are computed here, anew."""
+    """Let other machines answer the remaining prompts until it must stop; the vectors are recomputed here."""
     wanted = [(prompt, config.params(number)) for number, prompt in enumerate(prompts)][len(files.records) :]
     if not wanted or watch.over():
         return
@@ -197,20 +188,17 @@ def _write_elsewhere(
 
 @torch.inference_mode()
 def hidden_of(target: LanguageModel, record: WrittenAnswer) -> Tensor:
-    """The vectors from which the tokens of a written answer were drawn, computed anew: `[tokens, width]`."""
+    """Recompute the hidden states from which the tokens of an answer were drawn: `[tokens, width]`."""
     outputs = outputs_along(target, [*record.prompt, *record.answer[:-1]], len(record.prompt) - 1)
     return torch.cat([each.hidden[:, : target.head_width].clone() for each in outputs])
 
 
 class ThreadTrial:
-    """Runs the steps of a loop on all of torch's threads and on one, in turns, and then on whichever was faster.
+    """Runs the steps of a loop alternately on all of torch's threads and on one, then on whichever was faster; only on
+    the CPU.
 
-    A step of a small model is a few hundred microseconds in many parts, and threads meet after each; where they share a
-    processor core, or wait for one, a second thread makes it slower.
-
-    Args:
-        device: only on the CPU there is anything to try.
-        clock: seconds.
+    A step of a small model takes a few hundred microseconds in many parts, and threads synchronise after each. Where
+    they share a processor core, or wait for one, a second thread makes it slower.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -222,7 +210,6 @@ class ThreadTrial:
         self._steps = 0
 
     def run(self, step: Callable[[], int]) -> int:
-        """One step; returns what it returns."""
         if not self._turns:
             return step()
         torch.set_num_threads(self._turns[0])
@@ -234,24 +221,23 @@ class ThreadTrial:
             self._times[self._turns.pop(0)].append(self._spent)
             self._spent, self._steps = 0.0, 0
             if not self._turns:
-                # The best turn of each: the first of all also warms up, and a neighbour may disturb any.
+                # The best time of each: the first one includes the warm-up, and other processes may disturb any.
                 torch.set_num_threads(min(self._times, key=lambda threads: min(self._times[threads])))
         return found
 
     def stop(self) -> None:
-        """Give torch its threads back."""
+        """Restore torch's number of threads."""
         torch.set_num_threads(self._all)
 
 
 class _Pace:
-    """Says once how long the steps to come will take, as the first ones did that read no prompts."""
+    """Reports once how long the remaining steps will take, from the first steps without prompts."""
 
     def __init__(self, on_forecast: Callable[[float], None]) -> None:
         self._on_forecast = on_forecast
         self._times: list[float] = []
 
     def stepped(self, steps_left: int) -> None:
-        """A step is over."""
         if len(self._times) <= _PACED:
             self._times.append(time.perf_counter())
             if len(self._times) == _PACED:
@@ -277,21 +263,16 @@ class _Answering:
         self._running = deque(self._engine.submit(prompts[number], config.params(number)) for number in numbers)
 
     def step(self) -> int:
-        """A step of the engine.
-
-        Returns:
-            Steps until all prompts are answered, if all answers are as long as they may be and each batch is full.
-        """
+        """Run a step of the engine; returns the most steps until all prompts are answered, with full batches."""
         self._engine.step()
         self.keep(list(itertools.takewhile(lambda request: request.closed, self._running)))
         return -(-len(self._running) // self._config.batch) * self._config.answer_tokens
 
     def long_enough(self, tokens: int) -> list[Request]:
-        """The next answers that are over, or have so many tokens."""
+        """The next answers that have ended, or have so many tokens."""
         return list(itertools.takewhile(lambda each: each.closed or each.emitted >= tokens, self._running))
 
     def keep(self, requests: Sequence[Request]) -> None:
-        """Write the next answers, as far as they are."""
         for request in requests:
             shown = [each for each in self._watcher.seen.pop(request.id, ()) if not each.partial]
             self._files.append(*_written(request, shown, self._width, self._stop_ids))
@@ -299,7 +280,6 @@ class _Answering:
             self._engine.cancel(request)
 
     def close(self) -> None:
-        """End what is not over."""
         for request in self._running:
             self._engine.cancel(request)
 
@@ -307,14 +287,14 @@ class _Answering:
 def _written(
     request: Request, shown: Sequence[StepOutcome], width: int, stop_ids: Sequence[int]
 ) -> tuple[WrittenAnswer, Tensor]:
-    """An answer, and the vectors `[tokens, width]` of the steps that gave its tokens."""
+    """An answer, and the vectors `[tokens, width]` that gave its tokens."""
     if request.error is not None:
         raise TrainingError(f"the target failed while it wrote text to train on: {request.error}") from request.error
     if request.warnings:
         raise TrainingError(f"the vectors of the target could not be kept: {request.warnings[0]}")
     hidden = torch.stack([each.hidden[-1, :width] for each in shown if each.hidden is not None])
     answer = request.tokens[request.prompt_tokens :]
-    stopped = len(hidden) > len(answer)  # the last vector gave the token that ended the answer
+    stopped = len(hidden) > len(answer)  # the last vector gave the end token
     if stopped:
         answer = [*answer, stop_ids[0]]
     prompt = request.tokens[: request.prompt_tokens]
@@ -322,6 +302,6 @@ def _written(
 
 
 def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: WritingConfig) -> list[list[int]]:
-    """The prompts, cut at the front where no room for the answer would be left."""
+    """The prompts, cut at the front to leave room for the answer."""
     most = max(1, target.context_length - config.answer_tokens)
     return [list(prompt)[-most:] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""What drafters that learn from whole texts are trained on: texts, and the target's answers to prompts."""
+"""Training data of drafters that learn from whole texts: texts, and the target's answers to prompts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ if TYPE_CHECKING:
     from truedraft.training.loop import Callbacks
     from truedraft.training.texts.self_distillation import WrittenAnswer
 
-_ANSWERS = "answers"  # name of the files that the target's answers are in
-_ASKED = 0.25 * WRITTEN  # of the time, until which the target asks itself
-_SHORT = 0.95  # of the answers that are asked for is as good as all
+_ANSWERS = "answers"  # name of the files of the target's answers
+_ASKED = 0.25 * WRITTEN  # share of the time until which the target writes questions
+_SHORT = 0.95  # share of the requested prompts that counts as all
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the data files hold.
+    """The contents of the data files.
 
     Attributes:
-        texts: as they stand.
         prompts: token ids, for the target to answer.
-        held_out: texts to measure on; empty where a part of the others is kept back for that.
-        asks: whether the target asks itself, too.
+        held_out: texts to measure on; empty where a part of `texts` is held out.
+        asks: whether the target also writes prompts of its own.
     """
 
     texts: Sequence[str]
@@ -41,31 +40,28 @@ class Source:
 
     @classmethod
     def read(cls, data: Sequence[Path], held_out: Sequence[Path], tokenizer: Any) -> Source:
-        """All files; `SELF` among them lets the target ask itself.
+        """Read all files; with `SELF` among them the target writes prompts of its own.
 
         Raises:
-            DataError: one cannot be read, or there is nothing in them.
+            DataError: one cannot be read, or they are empty.
         """
         texts, prompts = read_data([path for path in data if path != SELF], tokenizer, empty=SELF in data)
         return cls(texts, prompts, read_texts(held_out, tokenizer) if held_out else [], SELF in data)
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there is anything for the target to answer."""
+        """Whether there are prompts for the target to answer."""
         return self.asks or bool(self.prompts)
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How a target answers.
+    """How a target answers prompts.
 
     Attributes:
-        tokens: that it writes, about.
-        how: it writes them.
-        folder: where answers and questions lie.
-        told: of how far it has come.
-        budget: until `WRITTEN` of it is gone the target writes.
-        begun: whether there is a training on what is written, so that nothing is added.
+        tokens: approximate number to write.
+        budget: the target writes until the share `WRITTEN` of it is spent.
+        begun: whether a training on the written text has begun, so that nothing is added.
     """
 
     tokens: int
@@ -76,14 +72,15 @@ class Writing:
     begun: bool = False
 
     def ask(self, model: LanguageModel, count: int) -> list[list[int]]:
-        """What the target asks itself; nothing more is asked once answers are written."""
+        """Questions that the target writes itself; none are added once answers are written."""
         begun = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
         watch = Watch("asking", "questions", self.told, self.budget, _ASKED, begun)
         how = self.how
         return ask_itself(model, count, self.folder, seed=how.seed + 2, watch=watch, elsewhere=how.elsewhere)
 
     def answers(self, model: LanguageModel, prompts: Sequence[Sequence[int]], asks: bool) -> list[WrittenAnswer]:
-        """The target's answers to prompts, and to as many questions of its own as are missing, half of all at least."""
+        """The target's answers to prompts and, with `asks`, to its own questions: as many as are missing, at least half
+        of all."""
         wanted = -(-self.tokens // self.how.answer_tokens)
         if asks:
             prompts = [*prompts, *self.ask(model, max(wanted // 2, wanted - len(prompts)))]

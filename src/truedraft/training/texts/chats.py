@@ -1,4 +1,4 @@
-"""Chats of training data by the model's chat template: as texts, answers included, or as prompts for it to answer."""
+"""Chats of training data in the model's chat template: as texts, answers included, or as prompts for the model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ ROLES = {
     "gpt": "assistant",
     "tool": "tool",
 }
-"""By the words of OpenAI's messages and of ShareGPT's."""
+"""Maps the role names of OpenAI's and ShareGPT's messages."""
 FIELDS = ("messages", "conversations")
 _Written = TypeVar("_Written")
 
 
 class ChatTexts:
-    """Writes chats as a model does.
-
-    Args:
-        backend: the tokenizer from transformers whose template is used; None refuses all chats.
-    """
+    """Formats chats with the chat template of a tokenizer from transformers; None refuses all chats."""
 
     def __init__(self, backend: Any | None) -> None:
         name = getattr(backend, "name_or_path", "") or "the model"
@@ -43,32 +39,24 @@ class ChatTexts:
         return HistoryForm.of(self._tokenizer.conversation_text)
 
     def text(self, record: Sequence[Any] | Mapping[str, Any], place: str) -> str:
-        """One chat.
+        """The text of one chat; `place` is for errors.
 
         Args:
-            record: its messages, or an object that has them as "messages" or "conversations", perhaps with "system" and
-                "tools".
-            place: where it stands, for errors.
+            record: its messages, or an object that has them as "messages" or "conversations", optionally with "system"
+                and "tools".
 
         Raises:
-            DataError: it is no chat, or there is no template, or that refuses it.
+            DataError: it is no chat, there is no template, or the template refuses it.
         """
         return self._written(record, place, lambda tokenizer, turns, tools: tokenizer.conversation_text(turns, tools))
 
     def prompt(self, record: object, place: str) -> list[int] | None:
-        """The token ids of what is to be answered: of an object with "prompt", or of a chat that ends with a question.
+        """The token ids of a prompt: an object with "prompt", or a chat that ends with a question; None for a document.
 
-        "prompt" is a user's message where there is a chat template, else the text as it stands; or token ids.
-
-        Args:
-            record: as of `text`.
-            place: where it stands, for errors.
-
-        Returns:
-            None where it is neither, but a document.
+        "prompt" is a user's message where there is a chat template, otherwise a text to continue; or token ids.
 
         Raises:
-            DataError: as of `text`, or the prompt is empty, or neither a text nor token ids.
+            DataError: as in `text`, or the prompt is empty, or neither a text nor token ids.
         """
         if isinstance(record, Mapping) and "prompt" in record and "text" not in record:
             told = record["prompt"]
@@ -92,7 +80,7 @@ class ChatTexts:
         place: str,
         write: Callable[[Tokenizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], _Written],
     ) -> _Written:
-        """What is made of a chat's messages, in the form that the template takes, and its tools."""
+        """Call `write` with a chat's messages in the form that the template takes, and with its tools."""
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise DataError(
                 f"{place}: a chat, and there is no chat template to write it by; give texts, or train for a model that "
@@ -118,12 +106,12 @@ class ChatTexts:
 
 
 def _turns(record: Any) -> Any:
-    """The messages of a chat, if it is one."""
+    """The messages of a chat; another record as it is."""
     return next((record[name] for name in FIELDS if name in record), record) if isinstance(record, Mapping) else record
 
 
 def _message(turn: object, place: str) -> dict[str, Any]:
-    """A message in OpenAI's form, by the form of either."""
+    """A message in OpenAI's form, from that or ShareGPT's."""
     if not isinstance(turn, Mapping):
         raise DataError(f'{place}: an object with "role" and "content", or "from" and "value", got {_shown(turn)}')
     role = turn.get("role", turn.get("from"))
@@ -139,11 +127,7 @@ def _message(turn: object, place: str) -> dict[str, Any]:
 
 
 def _content(content: object, place: str) -> str | None:
-    """A text, or the texts of parts; None where it is neither.
-
-    Raises:
-        DataError: a part is no text.
-    """
+    """A text, or the joined texts of parts; None where it is neither."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
@@ -153,7 +137,7 @@ def _content(content: object, place: str) -> str | None:
 
 
 def _call(call: Any) -> Any:
-    """A call whose arguments are an object, where they were told as its JSON text."""
+    """A tool call with arguments as an object, also where they are JSON text."""
     function = call["function"] if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -161,7 +145,7 @@ def _call(call: Any) -> Any:
 
 
 def _read(told: Any) -> Any:
-    """What a text of JSON says; all else, and what is no JSON, as it is."""
+    """The value of a JSON text; anything else as it is."""
     try:
         return json.loads(told) if isinstance(told, str) else told
     except ValueError:
@@ -169,6 +153,5 @@ def _read(told: Any) -> Any:
 
 
 def _shown(value: object) -> str:
-    """A value in a message, cut short."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,4 +1,4 @@
-"""Texts to train whole models on: files, streams of ids on disk, and blocks of these."""
+"""Texts for training whole models: files, streams of ids on disk, and blocks of these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.chats import FIELDS, ChatTexts
 
 _HUB = "hf:"
-_SAVED = ("dataset_info.json", "dataset_dict.json")  # in folders that `datasets` saved
+_SAVED = ("dataset_info.json", "dataset_dict.json")  # in folders saved by `datasets`
 _AS_TEXT = "rename it to .txt to train on it as it stands"
 
 
@@ -30,14 +30,14 @@ def read_texts(paths: Iterable[Path], tokenizer: Any | None = None) -> list[str]
     """The documents of all files, in order.
 
     Args:
-        paths: a `.jsonl` file has one on each line, a `.json` file is an array of them, any other file is one. They are
-            objects with "text", or chats: objects with "messages" (OpenAI's) or "conversations" (ShareGPT's), or lists
-            of messages. Rows of a dataset of the `datasets` library are such objects: a folder that it saved or can
-            read, or `hf:NAME` on the hub; behind `#` its split, else "train".
-        tokenizer: from transformers; its chat template writes chats. None refuses them.
+        paths: a `.jsonl` file has one document on each line, a `.json` file is an array of them, any other file is one.
+            Documents are objects with "text", or chats: objects with "messages" (OpenAI's) or "conversations"
+            (ShareGPT's), or lists of messages. Rows of a dataset of the `datasets` library are such objects: a folder
+            that it saved or can read, or `hf:NAME` on the hub; after `#` its split, else "train".
+        tokenizer: from transformers; its chat template formats chats. None refuses them.
 
     Raises:
-        DataError: a file cannot be read, or an entry is neither; says which.
+        DataError: a file cannot be read, or an entry is neither; names it.
     """
     chats = ChatTexts(tokenizer)
     return _some([_text_of(*each, chats) for path in paths for each in _entries_of(path)])
@@ -47,10 +47,10 @@ def read_data(paths: Iterable[Path], tokenizer: Any, *, empty: bool = False) -> 
     """Texts, and prompts for the target to answer, of all files, in order.
 
     Args:
-        paths: as of `read_texts`. An object with "prompt", or a chat whose last message is not the assistant's, is a
-            prompt.
-        empty: whether they may be empty, or none.
-        tokenizer: from transformers; its chat template writes chats, and prompts as a user's message where it has one.
+        paths: as in `read_texts`. An object with "prompt", or a chat with a last message that is not the assistant's,
+            is a prompt.
+        tokenizer: from transformers; its chat template formats chats, and prompts as a user's message where it has one.
+        empty: whether there may be no texts and prompts.
 
     Raises:
         DataError: as `read_texts`, or a prompt is neither a text nor token ids.
@@ -72,7 +72,7 @@ def _some(texts: list[str]) -> list[str]:
 
 
 def _entries_of(path: Path) -> Iterator[tuple[object, str]]:
-    """Each document or prompt of a file, a string where it is a text as it stands, with its place for errors."""
+    """Each document or prompt of a file, plain text as a string, with its place for errors."""
     name, _, split = str(path).partition("#")
     if name.startswith(_HUB) or Path(name).is_dir():
         for number, row in enumerate(_rows(name.removeprefix(_HUB), split or "train"), start=1):
@@ -92,12 +92,7 @@ def _entries_of(path: Path) -> Iterator[tuple[object, str]]:
 
 
 def _rows(name: str, split: str) -> Iterable[Any]:
-    """The rows of a dataset.
-
-    Raises:
-        MissingExtraError: the library is not installed.
-        DataError: there is no such dataset, or no such split of it.
-    """
+    """The rows of a dataset."""
     try:
         import datasets
     except ImportError as error:
@@ -114,7 +109,7 @@ def _rows(name: str, split: str) -> Iterable[Any]:
         raise DataError(
             f"the dataset {name!r} has no split {split!r}; name one behind #: {', '.join(found)}"
         ) from error
-    except Exception as error:  # whatever a reader of its files raises
+    except Exception as error:  # any error of the library's file readers
         raise DataError(f"cannot read the dataset {name!r} ({first_line(error)}); check name and split") from error
 
 
@@ -139,7 +134,6 @@ def _entries(content: str, path: Path) -> list[Any]:
 
 
 def _text_of(entry: object, place: str, chats: ChatTexts) -> str:
-    """The text of a document."""
     if isinstance(entry, str):
         return entry
     if isinstance(entry, dict) and isinstance(entry.get("text"), str):
@@ -162,9 +156,9 @@ class Encoder(Protocol):
 
 
 def as_stream(texts: Iterable[str], tokenizer: Encoder, answers: Iterable[Sequence[int]] = ()) -> NDArray[np.uint32]:
-    """All tokens of texts, and of answers that are ids already: `<eos> text <eos> text ...`."""
+    """All tokens of texts, and of answers in ids: `<eos> text <eos> text ...`."""
     pieces = [np.zeros(0, dtype=np.uint32)]
-    with quiet_transformers():  # which warns of texts longer than the context; they are cut into blocks
+    with quiet_transformers():  # it warns of long texts, which are cut into blocks
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         for ids in itertools.chain(encoded, answers):
             pieces += [np.array([tokenizer.eos_token_id, *ids], dtype=np.uint32)]
@@ -183,12 +177,12 @@ def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path, answers: 
 
 
 def read_stream(path: Path) -> NDArray[np.uint32]:
-    """The ids that `write_stream` wrote, mapped from disk rather than read."""
+    """The ids of `write_stream`, mapped from disk rather than read."""
     return np.memmap(path, dtype=np.uint32, mode="r")
 
 
 def stream_hash(stream: NDArray[np.uint32]) -> str:
-    """The sha256 of the ids, which names the data of a run."""
+    """The sha256 of the ids, which identifies the data of a run."""
     return hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest()
 
 
@@ -196,8 +190,8 @@ def stream_hash(stream: NDArray[np.uint32]) -> str:
 class BlockSampler:
     """Blocks of one length from a stream: a pure function of an index, so that resuming needs no state.
 
-    In each epoch the stream is cut at a new random offset and the blocks are visited in a new random order.
-    A block has one token more than the model reads: inputs are `block[:-1]`, labels `block[1:]`.
+    In each epoch the stream is cut at a new random offset and the blocks are visited in a new random order. A block has
+    one token more than the model reads: inputs are `block[:-1]`, labels `block[1:]`.
     """
 
     stream: NDArray[np.uint32]
@@ -213,11 +207,11 @@ class BlockSampler:
 
     @property
     def blocks_per_epoch(self) -> int:
-        """Whole blocks that fit behind the largest offset."""
+        """Whole blocks that fit after the largest offset."""
         return max(0, (len(self.stream) - self.sequence_length - 1) // self.sequence_length)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Blocks number `first` to `first + count - 1` of the run: int64 [count, sequence_length + 1]."""
+        """Blocks `first` to `first + count - 1` of the run: int64 [count, sequence_length + 1]."""
         rows = [self._block(index) for index in range(first, first + count)]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
@@ -237,14 +231,14 @@ class BlockSampler:
 class Curriculum:
     """Lengths of sequences and sizes of batches, in tokens.
 
-    Attention costs less in short sequences, so most of the training uses them; the decay uses long ones, so
-    that every position of the context has been trained.
+    Attention costs less in short sequences, so most of the training uses them; the decay uses long ones, so that every
+    position of the context has been trained.
     """
 
     stable_length: int = 512
     decay_length: int = 2048
     tokens_per_step: int = 4096
-    tokens_per_pass: int = 4096  # what one forward pass holds; the rest is accumulated
+    tokens_per_pass: int = 4096  # of one forward pass; the rest is accumulated
 
     def __post_init__(self) -> None:
         for length in (self.stable_length, self.decay_length):
@@ -264,7 +258,7 @@ class Curriculum:
         )
 
     def phases(self, stream: NDArray[np.uint32], schedule: WarmupStableDecay, *, seed: int) -> list[Phase]:
-        """The stable stretch and the decay; each draws its blocks from a seed of its own."""
+        """The stable phase and the decay; each draws its blocks from a seed of its own."""
         parts = [
             (schedule.stable_steps, self.stable_length, 2 * seed),
             (schedule.decay_steps, self.decay_length, 2 * seed + 1),

@@ -1,8 +1,8 @@
-"""Prompts cut from texts: what the target is asked to continue, so that drafters learn from its own answers.
+"""Prompts cut from texts for the target to continue, so that drafters learn from its own answers.
 
-The embedded target continues Python, so for it they come from the standard library of the running interpreter. The
-files from which the shipped held-out prompts were cut are not trained on: the tree is chosen on other places of those
-files, and acceptance is measured on the shipped prompts themselves.
+The embedded target continues Python, so its prompts come from the standard library of the running interpreter. The
+files from which the shipped held-out prompts were cut are not used for training: the tree is chosen on other places of
+those files, and acceptance is measured on the shipped prompts themselves.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from truedraft.models.loading import quiet_transformers
 from truedraft.training.texts.data import Encoder, as_stream
 
 _SKIPPED = ("site-packages/", "dist-packages/", "ensurepip/_bundled/", "lib2to3/tests/data/", "test/bad", "encodings/")
-_CHARACTERS_PER_TOKEN = 16  # what is encoded to get a prompt of so many tokens; more is needed only by odd texts
+_CHARACTERS_PER_TOKEN = 16  # encoded to get one token of a prompt; only unusual texts need more
 _MOST_HELD_OUT = 0.2  # of texts and prompts
-_FEW = 16  # held-out prompts: of fewer answers figures are noise
+_FEW = 16  # held-out prompts: with fewer answers the figures are noise
 
 
 @dataclass(frozen=True)
 class PromptSets:
-    """Prompts as token ids, on three sides that share no text.
+    """Prompts as token ids, in three parts that share no text.
 
     Attributes:
-        train: what is trained on are the target's answers to these.
-        tree: trees are chosen, and accuracy during training is measured, on its answers to these.
-        test: acceptance is measured, at the end, in answering these.
+        train: the target's answers to these are for training.
+        tree: the target's answers to these are for choosing trees and for measuring accuracy during training.
         text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
-        apart: about how many of `train` share no text; None is all of them.
-        source: what the held-out prompts were cut from, in words; empty where nobody says.
+        apart: approximate number of `train` that share no text; None is all of them.
+        source: a description of what the held-out prompts were cut from; empty where unknown.
     """
 
     train: Sequence[Sequence[int]]
@@ -52,15 +51,15 @@ class PromptSets:
 
     @property
     def promised_on(self) -> str:
-        """On which text promises are made, in words: they hold for text like it."""
+        """A description of the text of the predictions, which hold for similar text."""
         source = f" from {self.source}" if self.source else ""
         return f"the target's answers to {len(self.tree)} held-out prompts{source}"
 
     def __post_init__(self) -> None:
-        """No side is empty.
+        """Refuse empty parts.
 
         Raises:
-            DataError: one is.
+            DataError: one is empty.
         """
         for name in ("train", "tree", "test"):
             if not any(len(prompt) for prompt in getattr(self, name)):
@@ -72,7 +71,7 @@ _USES = {"train": "train on", "tree": "choose the tree on", "test": "measure the
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """How many prompts each side takes."""
+    """The number of prompts of each part."""
 
     train: int
     tree: int
@@ -80,7 +79,6 @@ class PromptCounts:
 
     @property
     def held_out(self) -> int:
-        """Prompts of the two sides that are not trained on."""
         return self.tree + self.test
 
 
@@ -94,16 +92,13 @@ def split_prompts(
     prompts: Sequence[Sequence[int]] = (),
     held_out_prompts: Sequence[Sequence[int]] = (),
 ) -> PromptSets:
-    """Cut all three sides from texts, or take them from prompts; half of each where there are both.
+    """Cut all three parts from texts, or take them from prompts; half of each where there are both.
 
     Args:
-        texts: to train on.
-        held_out: for the tree and the test, half of it each; without any, the last of `texts` are kept back for them.
-        tokenizer: of the target.
-        counts: how many prompts of each side.
+        held_out: for tree and test, half each; if empty, the last of `texts` are held out.
         length: tokens of a prompt, where its text is long enough.
-        prompts: token ids, to train on as they are.
-        held_out_prompts: likewise for the tree and the test; without any held-out data, the first of `prompts`.
+        prompts: token ids, for training as they are.
+        held_out_prompts: token ids, for tree and test; without any held-out data, the first of `prompts`.
 
     Raises:
         DataError: there is too little text.
@@ -137,7 +132,7 @@ def split_prompts(
 def cut_prompts(texts: Sequence[str], tokenizer: Encoder, count: int, length: int) -> list[list[int]]:
     """Up to `count` pieces of up to `length` tokens, evenly over the texts, each from the start of a line.
 
-    A piece that ends with its text may be shorter; equal pieces are taken once.
+    A piece at the end of its text may be shorter; equal pieces are taken once.
     """
     ends = list(itertools.accumulate(len(text) for text in texts))
     found: dict[tuple[int, ...], None] = {}
@@ -156,12 +151,12 @@ def cut_prompts(texts: Sequence[str], tokenizer: Encoder, count: int, length: in
 
 
 def shuffled(prompts: Sequence[Sequence[int]], seed: int) -> list[Sequence[int]]:
-    """The prompts in a random order, so that the first of them come from all over the texts."""
+    """The prompts in random order, so that the first of them come from all over the texts."""
     return [prompts[place] for place in np.random.default_rng(seed).permutation(len(prompts))]
 
 
 def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
-    """The sha256 of prompts, which names the data of a run."""
+    """The sha256 of prompts, which identifies the data of a run."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(np.array([len(prompt), *prompt], dtype=np.uint32).tobytes())
@@ -169,7 +164,7 @@ def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def _apart(prompts: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Encoder) -> int:
-    """About how many prompts share no text: fewer than there are, where the texts are shorter than all of them."""
+    """The approximate number of prompts that share no text; fewer than all where the texts are short."""
     together = sum(map(len, prompts))
     if _characters(texts) >= _CHARACTERS_PER_TOKEN * together:
         return len(prompts)
@@ -177,17 +172,16 @@ def _apart(prompts: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: En
 
 
 def _line_start(text: str, place: int) -> int:
-    """The start of the line that holds a place."""
     return text.rfind("\n", 0, place) + 1
 
 
 def keep_back(texts: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """The first texts to train on, and a share of them, a fraction, that is held out: the last."""
+    """Split texts: the first for training, and the last, a fraction `share`, held out."""
     return _divide(texts, int(_characters(texts) * (1 - share)))
 
 
 def _divide(texts: Sequence[str], place: int) -> tuple[list[str], list[str]]:
-    """Texts before and behind a character of all of them; the one that holds it is cut at the start of a line."""
+    """Texts before and after a character of all of them; the text with it is cut at the start of a line."""
     before: list[str] = []
     behind: list[str] = []
     for text in texts:
@@ -210,11 +204,6 @@ def _characters(texts: Sequence[str]) -> int:
 def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: int) -> PromptSets:
     """Prompts for training, tree and test of drafters of the embedded target.
 
-    Args:
-        tokenizer: of the embedded target.
-        counts: how many prompts of each side.
-        length: tokens of a prompt of the first two sides.
-
     Raises:
         DataError: this interpreter comes without the sources of its standard library.
     """
@@ -222,7 +211,7 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
     texts, names = _others(library, shipped), {str(record["file"]) for record in shipped}
     pieces = [str(record["text"]) for record in shipped]
     held_out = [part for name in sorted(names) if name in library for part in without_pieces(library[name], pieces)]
-    if not held_out:  # another Python, which lacks those files
+    if not held_out:  # another Python version, without those files
         return split_prompts(texts, (), tokenizer, counts, length)
     test = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces[: counts.test]]
     return PromptSets(
@@ -235,7 +224,7 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
 
 
 def standard_library_texts() -> tuple[list[str], list[str]]:
-    """What drafters of the embedded target learn from, and the shipped prompts, cut from other files.
+    """The training texts for drafters of the embedded target, and the shipped prompts, cut from other files.
 
     Raises:
         DataError: this interpreter comes without the sources of its standard library.
@@ -271,12 +260,12 @@ def _library() -> dict[str, str]:
             try:
                 found[name] = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                continue  # the library tests how such files are refused
+                continue  # a test file of the library that must not decode
     return found
 
 
 def without_pieces(text: str, pieces: list[str]) -> list[str]:
-    """What is left of a text when the pieces are taken out."""
+    """A text without the pieces."""
     parts = [text]
     for piece in pieces:
         parts = [part for whole in parts for part in whole.split(piece)]

@@ -1,7 +1,7 @@
-"""Questions that an instruct model asks itself: what it writes in the user's place of its chat template.
+"""Questions that an instruct model writes itself, as the user's message of its chat template.
 
-With nothing before it but the opening of a user's turn, such a model writes what users asked in its training (Magpie,
-Xu et al. 2406.08464).
+After only the opening of a user's turn such a model writes questions like those of its training data (Magpie, Xu et al.
+2406.08464).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from truedraft.text.tokenizer import Tokenizer
 
 SELF = Path("self")
-"""In place of a data file: the target asks itself."""
+"""Takes the place of a data file: the target writes the prompts."""
 ASKED = "questions"
-"""Name of the files of what it wrote."""
+"""Name of the files of questions."""
 LONGEST = 160
-"""Tokens of a question at the most; what is longer has seldom an end."""
+"""Most tokens of a question; longer ones rarely end."""
 _MARK = "\N{REPLACEMENT CHARACTER}"
-_SPARE = 1.4  # of questions: some have no end, or come again
+_SPARE = 1.4  # factor of questions: some have no end, or are duplicates
 _LEAST = 8  # characters
-_FEWEST = 16  # questions that are written however little time there is
-_RUN, _ALIKE = 3, 0.7  # words in a row; the share of its runs that a near duplicate has from another
+_FEWEST = 16  # questions written even if the time is up
+_RUN, _ALIKE = 3, 0.7  # words of a run; share of runs that makes a near duplicate
 
 
 def names_of(data: Iterable[Path]) -> str:
-    """Data files, and `SELF`, in words."""
+    """A description of data files and `SELF`."""
     return ", ".join("questions of its own" if path == SELF else path.name for path in data)
 
 
 def opening_of(tokenizer: Tokenizer) -> list[int]:
-    """The ids of an empty user's turn: what the chat template writes before the message.
+    """The ids of an empty user's turn: what the chat template has before the message.
 
     Raises:
-        DataError: there is no chat template, or it writes no message as it stands.
+        DataError: there is no chat template, or it does not contain the message unchanged.
     """
     try:
         before, mark, _ = tokenizer.conversation_text([{"role": "user", "content": _MARK}]).partition(_MARK)
@@ -63,21 +63,13 @@ def ask_itself(
     watch: Watch | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> list[list[int]]:
-    """Let an instruct model write questions, or go on where an interruption stopped; as prompts by its chat template.
-
-    Args:
-        target: writes.
-        count: questions that are wanted; there may be fewer.
-        folder: where the files `ASKED` lie.
-        seed: of the noise.
-        batch: questions written at once.
-        watch: as of `write_answers`.
-        elsewhere: who writes, as of `WritingConfig`.
+    """Let an instruct model write up to `count` questions, or resume after an interruption; returns prompts in its chat
+    template.
 
     Raises:
         DataError: the target has no chat template.
-        OptionError: the folder holds questions that were asked otherwise.
-        TrainingError: the target failed, asked nothing that has an end, or the files cannot be written.
+        OptionError: the folder holds questions of another configuration.
+        TrainingError: the target failed, no question ended, or the files cannot be written.
     """
     tokenizer = target.tokenizer
     if tokenizer is None:
@@ -91,7 +83,7 @@ def ask_itself(
         watch=watch,
         width=0,
         least=_FEWEST,
-        least_tokens=LONGEST,  # without its end it is no question
+        least_tokens=LONGEST,  # a question without an end is not used
     )
     ended = (tokenizer.decode(record.answer[:-1]) for record in written.records if record.stopped)
     found = distinct(ended)[:count]
@@ -104,12 +96,12 @@ def ask_itself(
 
 
 def distinct(questions: Iterable[str]) -> list[str]:
-    """Questions without near duplicates: those that have most of their runs of three words from an earlier one.
+    """Questions without near duplicates, which share most of their trigrams of words with an earlier one.
 
-    Spaces around them go, and so do those of a few characters.
+    Surrounding spaces are removed, and so are questions of a few characters.
     """
     kept: list[str] = []
-    first: dict[tuple[str, ...], int] = {}  # the question that has a run first
+    first: dict[tuple[str, ...], int] = {}  # the first question with a run
     for text in map(str.strip, questions):
         words = re.findall(r"\w+", text.lower())
         runs = {tuple(words[place : place + _RUN]) for place in range(max(1, len(words) - _RUN + 1))}

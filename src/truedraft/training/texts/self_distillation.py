@@ -1,9 +1,8 @@
-"""Self-distillation data: what a target wrote, with the vector from which each token was drawn, and batches of it.
+"""Self-distillation data: a target's answers, with the vector from which each token was drawn, and batches of them.
 
-On disk answers are appended one by one. `NAME.jsonl` holds one JSON object a line:
-{"prompt": [...], "answer": [...], "temperature": t, "stopped": b}. `NAME.hidden` holds the vectors that entered the LM
-head as bfloat16, one for each token of each answer, in the order of the lines. `NAME.json` says what it was written by
-and from.
+Answers are appended one by one on disk. `NAME.jsonl` holds one JSON object a line: {"prompt": [...], "answer": [...],
+"temperature": t, "stopped": b}. `NAME.hidden` holds the vectors that entered the LM head as bfloat16, one for each
+token of each answer, in the order of the lines. `NAME.json` records the target and the configuration.
 """
 
 from __future__ import annotations
@@ -36,14 +35,7 @@ _BYTES = 2  # of a bfloat16
 
 @dataclass(frozen=True, slots=True)
 class WrittenAnswer:
-    """One answer of the target.
-
-    Attributes:
-        prompt: token ids.
-        answer: token ids; where the target ended it, the id that did is the last.
-        temperature: at which it was drawn; 0 is greedy.
-        stopped: whether the last token ended the answer.
-    """
+    """One answer of the target, in token ids; with `stopped` the last one is the token that ended it."""
 
     prompt: list[int]
     answer: list[int]
@@ -56,9 +48,8 @@ class SelfDistillationData:
     """Answers of a target and their vectors.
 
     Attributes:
-        records: the answers.
-        bits: uint16 `[tokens, width]`: the vectors as the bits of bfloat16, mapped from disk; row i is the vector from
-            which token i of all answers, one behind another, was drawn.
+        bits: uint16 `[tokens, width]`: the vectors as the bits of bfloat16, mapped from disk; token i of all
+            concatenated answers was drawn from row i.
     """
 
     records: list[WrittenAnswer]
@@ -66,17 +57,16 @@ class SelfDistillationData:
 
     @cached_property
     def starts(self) -> list[int]:
-        """For each answer the row of its first token, then the number of rows."""
+        """The row of each answer's first token, then the number of rows."""
         return list(itertools.accumulate((len(record.answer) for record in self.records), initial=0))
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
-        """The tokens of all answers, one behind another: `[tokens]`."""
+        """The tokens of all answers, concatenated: `[tokens]`."""
         return np.array([id_ for record in self.records for id_ in record.answer], dtype=np.int64)
 
     @property
     def width(self) -> int:
-        """Entries of a vector."""
         return int(self.bits.shape[1])
 
     def hidden(self, rows: slice | NDArray[np.int64]) -> Tensor:
@@ -84,9 +74,10 @@ class SelfDistillationData:
         return torch.from_numpy(np.array(self.bits[rows]).view(np.int16)).view(torch.bfloat16)
 
     def beginnings(self, tokens: int) -> SelfDistillationData:
-        """How answers begin, about so many tokens in all: few of many answers say more than all of a few.
+        """The beginnings of answers, about `tokens` in all: parts of many answers are more informative than a few whole
+        ones.
 
-        They are taken in pairs, one for each kind of trees, and each has its first `_BEGINNING` tokens at least.
+        They are taken in pairs, one for each kind of trees, and each has at least its first `_BEGINNING` tokens.
         """
         if tokens >= len(self.tokens):
             return self
@@ -111,22 +102,18 @@ class SelfDistillationData:
 class AnswerFiles:
     """The files of a `SelfDistillationData` while it is being written.
 
-    A kill leaves whole answers behind: a vector is written before its line, and what has no whole line is cut off when
-    the files are opened again.
+    A kill leaves only whole answers: a vector is written before its line, and anything without a whole line is cut off
+    when the files are opened again.
 
     Args:
-        folder: where they lie.
-        name: of the files.
-        width: entries of a vector.
-        identity: what the answers are decided by: target, prompts, temperatures, seed.
+        identity: what decides the answers: target, prompts, temperatures, seed.
 
     Attributes:
-        records: the answers so far.
         covered: how many of them have their vectors; fewer than there are where `NAME.hidden` was lost.
 
     Raises:
-        OptionError: the files were begun otherwise; says in what.
-        DataError: a line is not one of ours.
+        OptionError: the files have another identity; names the differences.
+        DataError: a line is invalid.
         TrainingError: they cannot be written.
     """
 
@@ -148,7 +135,7 @@ class AnswerFiles:
         """Add an answer and its vectors `[tokens, width]`.
 
         Raises:
-            TrainingError: the disk is full, for instance; what was added before stays whole.
+            TrainingError: it cannot be written, as on a full disk; earlier answers stay whole.
         """
         self.append_vectors(hidden)
         with writing(self._lines), self._lines.open("a", encoding="utf-8") as file:
@@ -163,7 +150,6 @@ class AnswerFiles:
         self.covered += 1
 
     def read(self) -> SelfDistillationData:
-        """All of it."""
         rows = sum(len(record.answer) for record in self.records)
         shape = (rows, self._width)
         empty = np.zeros(shape, dtype=np.uint16)
@@ -171,7 +157,7 @@ class AnswerFiles:
         return SelfDistillationData(self.records, bits)
 
     def _whole_lines(self) -> list[WrittenAnswer]:
-        """The answers in whole lines; a torn last line is cut off."""
+        """The answers in whole lines; an incomplete last line is cut off."""
         if not self._lines.is_file():
             return []
         content = self._lines.read_bytes()
@@ -181,7 +167,7 @@ class AnswerFiles:
         return list(_parsed(whole, self._lines))
 
     def _whole_vectors(self) -> int:
-        """How many answers have all of their vectors; what lies behind those is cut off."""
+        """The number of answers with all of their vectors; the rest of the file is cut off."""
         size = self._bits.stat().st_size if self._bits.is_file() else 0
         covered, end = 0, 0
         for record in self.records:
@@ -195,7 +181,7 @@ class AnswerFiles:
 
 
 def read_answers(folder: Path, name: str, width: int) -> SelfDistillationData:
-    """Files that were written before, and that nobody goes on with; arguments as of `AnswerFiles`."""
+    """Read complete files, which are not written any more; arguments as in `AnswerFiles`."""
     return AnswerFiles(folder, name, width, _json_object(folder / f"{name}.json")).read()
 
 
@@ -220,14 +206,14 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """Windows one behind another.
+    """Concatenated windows.
 
     Attributes:
         hidden: `[rows, width]`: the vectors of all positions of the windows, and of those that heads reach from them.
         tokens: `[rows]`, int64: the token that was drawn from each.
-        places: `[positions]`, int64, rising: the rows at which heads guess; behind each there are as many rows of the
+        places: `[positions]`, int64, ascending: the rows at which heads guess; after each there are as many rows of the
             same answer as heads reach.
-        rows: `[rows]`: which rows of the text these are.
+        rows: `[rows]`: the rows of the text.
     """
 
     hidden: Tensor
@@ -244,13 +230,11 @@ class WindowSampler:
     by one.
 
     Attributes:
-        text: what the target wrote.
-        reach: how many tokens after the next are guessed.
+        reach: number of tokens after the next that are guessed.
         length: positions of a window; the last of an answer has fewer.
-        seed: of the order.
 
     Raises:
-        DataError: no answer is longer than what the heads reach.
+        DataError: no answer is longer than the heads reach.
     """
 
     text: SelfDistillationData
@@ -259,7 +243,6 @@ class WindowSampler:
     seed: int
 
     def __post_init__(self) -> None:
-        """Refuse answers that teach nothing."""
         if not len(self.windows):
             longest = max((len(record.answer) for record in self.text.records), default=0)
             raise DataError(
@@ -270,7 +253,7 @@ class WindowSampler:
 
     @cached_property
     def windows(self) -> NDArray[np.int64]:
-        """For each window its first row and its number of positions: `[windows, 2]`."""
+        """Each window's first row and number of positions: `[windows, 2]`."""
         found = [
             (row, min(self.length, end - self.reach - row))
             for first, end in itertools.pairwise(self.text.starts)
@@ -280,16 +263,15 @@ class WindowSampler:
 
     @property
     def positions(self) -> int:
-        """Positions of all windows."""
         return int(self.windows[:, 1].sum())
 
     @property
     def sequence_length(self) -> int:
-        """Positions of a window, in the mean."""
+        """Mean number of positions of a window."""
         return round(self.positions / len(self.windows))
 
     def batch(self, first: int, count: int) -> Tensor:
-        """Windows number `first` to `first + count - 1` of the run: int64 `[count, 2]`."""
+        """Windows `first` to `first + count - 1` of the run: int64 `[count, 2]`."""
         epochs = sorted({index // len(self.windows) for index in (first, first + count - 1)})
         order = np.concatenate([self._order(epoch) for epoch in range(epochs[0], epochs[-1] + 1)])
         start = first - epochs[0] * len(self.windows)

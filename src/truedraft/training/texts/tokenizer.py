@@ -1,4 +1,4 @@
-"""The tokenizer of a model for training, and an ordinary Hugging Face folder of it."""
+"""The tokenizer of a model for training, and its ordinary Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of an embedded name, a folder (with or without a model) or a hub name; no remote code is run.
 
-    Where it names no end-of-text token, it is given the one of the model's configuration.
+    Where it has no end-of-text token, it gets the one of the model's configuration.
 
     Raises:
         ModelNotFoundError: no such folder or name.
@@ -35,7 +35,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Write the tokenizer of a model into a folder as it is, whatever training was told of it besides.
+    """Write the tokenizer of a model into a folder unchanged, without what training added.
 
     Raises:
         ModelError: there is none.
@@ -44,7 +44,6 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
 
 
 def _load(folder: str | Path) -> tuple[str, ModelTokenizer]:
-    """Where a tokenizer lies, and the tokenizer."""
     name = str(folder)
     source = name if Path(name).is_dir() else resolve_source(name)
     found = ModelTokenizer.load(source)
@@ -54,7 +53,7 @@ def _load(folder: str | Path) -> tuple[str, ModelTokenizer]:
 
 
 def _eos_of_config(source: str, tokenizer: ModelTokenizer) -> str | None:
-    """The token that the model's configuration ends a text with, the first where it names several; or None."""
+    """The end-of-text token in the model's configuration, the first where there are several; or None."""
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         return None
     given = load_config(source, source, None).get_text_config().eos_token_id
@@ -71,5 +70,5 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     config = folder / "tokenizer_config.json"
     settings = json.loads(config.read_text())
     if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that every release and runtime knows
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that every release and runtime supports
         config.write_text(json.dumps(settings, indent=2) + "\n")

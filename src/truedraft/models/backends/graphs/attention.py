@@ -1,4 +1,4 @@
-"""Attention of all requests of a forward at once, over pages that take the new keys and values."""
+"""Attention of all requests of a forward at once, over pages with the new keys and values."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs
 from truedraft.models.cache.pages import Pages
 
 Look: TypeAlias = Callable[[int, int, float, Tensor], Tensor]
-"""Attention of queries `[rows, heads, width]` to what is in the pages of an attention call, by the number of its
-pattern and a factor on the products: `[rows, heads * width]`."""
+"""Attention of queries `[rows, heads, width]` to the pages of an attention call, from the call's number, its pattern's
+number and a factor on the products: `[rows, heads * width]`."""
 
 Attention: TypeAlias = Callable[[Inputs, Pages], Look]
-"""Prepares one forward; only queues work that depends on the bucket alone."""
+"""Prepares one forward; its operations depend only on the bucket."""
 
-_WIDEST = 256  # heads that the kernel takes
+_WIDEST = 256  # largest head width of the kernel
 
 
 def attention_for(device: torch.device, width: int) -> Attention:
-    """The kernel where it runs, for heads of a width; else torch's operations."""
+    """The kernel where it supports the device and head width; else torch's operations."""
     return tiled_attention if kernels.available(device) and width <= _WIDEST else gathered_attention
 
 
 def write(inputs: Inputs, pages: Pages, call: int, key: Tensor, value: Tensor) -> None:
-    """Put keys and values `[rows, kv_heads, width]` of an attention call into their pages."""
+    """Write keys and values `[rows, kv_heads, width]` of an attention call to their pages."""
     for rows, new in zip(pages.rows(call), (key, value), strict=True):
         rows.index_copy_(0, inputs.numbers.target, new)
 
 
 def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
-    """By a kernel that reads pages where they lie; a row's result depends on no other row."""
+    """Attention by a kernel that reads pages in place; a row's result depends on no other row."""
     numbers, bucket = inputs.numbers, inputs.bucket
 
     def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
@@ -49,10 +49,10 @@ def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
 
 
 def gathered_attention(inputs: Inputs, pages: Pages) -> Look:
-    """By operations of torch: keys and values are gathered by block tables, which reads and writes them once more.
+    """Attention by operations of torch, which copy keys and values by block tables.
 
-    Query heads that share a key head are rows of one product. What lies behind the end of a request is taken as 0, for
-    it is multiplied with weights of 0 and may be anything.
+    Query heads that share a key head are rows of one product. Entries after the end of a request are replaced by 0,
+    because they have weights of 0 and may be NaN.
     """
     numbers, bucket = inputs.numbers, inputs.bucket
     masks: dict[tuple[int, int], Tensor] = {}  # by pattern, and query heads of a key head
@@ -79,7 +79,7 @@ def gathered_attention(inputs: Inputs, pages: Pages) -> Look:
 
 
 def rows_of_requests(inputs: Inputs) -> Tensor:
-    """The row of a request's new token number so-and-so, any where it has fewer: `[requests, tokens]`."""
+    """The row of each of a request's new tokens, `[requests, tokens]`; any row where it has fewer."""
     numbers, bucket = inputs.numbers, inputs.bucket
     source = numbers.start[:, None] + torch.arange(bucket.tokens, device=numbers.start.device)
     return source.clamp_(max=bucket.rows - 1)
@@ -88,9 +88,8 @@ def rows_of_requests(inputs: Inputs) -> Tensor:
 def visible(inputs: Inputs, pattern: int) -> Tensor:
     """Which keys each token sees under a pattern: bool `[requests, tokens, span]`, by positions of its request.
 
-    In a chain these are the positions up to the token's own, from the first in reach on. In a tree nodes lie behind the
-    committed tokens in the order in which they were drafted, so the host says by bits which of them are on the token's
-    path and in reach.
+    In a chain these are the positions up to the token's own, from the first in reach. In a tree the nodes follow the
+    committed tokens in the order in which they were drafted; mask bits mark those on the token's path and in reach.
     """
     bucket, numbers = inputs.bucket, inputs.numbers
     source = rows_of_requests(inputs)
@@ -107,15 +106,12 @@ def visible(inputs: Inputs, pattern: int) -> Tensor:
 
 
 def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores, 0 where a key is seen and -inf elsewhere.
+    """A mask `[requests, 1, tokens * group, span]` to add to scores, 0 where a key is visible and -inf elsewhere.
 
     Args:
         seen: bool `[requests, tokens, span]`.
         group: query heads that share a key head; they are rows of one product.
-        dtype: of the scores' operands.
-
-    Returns:
-        `[requests, 1, tokens * group, span]`.
+        dtype: of queries and keys.
     """
     requests, tokens, span = seen.shape
     hidden = ~seen[:, :, None].expand(-1, -1, group, -1).reshape(requests, 1, tokens * group, span)

@@ -1,16 +1,14 @@
-"""Attention over pages of keys and values in Triton: one row, trees of drafted tokens, and parts of prompts.
+"""Attention over pages of keys and values in Triton: single rows, trees of drafted tokens, and chunks of prompts.
 
-A program goes through keys of one request once, for a tile of the request's rows and all query heads that share a key
-head: an online softmax in float32. Keys are split every `SPLIT` positions, wherever a request begins or ends. Each
-split has a maximum, a sum and weighted values of its own, and these are joined in the order of the splits. Either each
-split is a program, and a second kernel joins what they wrote; or one program goes through all splits and joins them as
-it goes. Both do the same arithmetic in the same order.
+A program reads the keys of one request once, for a tile of the request's rows and all query heads that share a key
+head, with an online softmax in float32. Keys are split every `SPLIT` positions, independently of requests. Each split
+has its own maximum, sum and weighted values, which are joined in the order of the splits: by a second kernel where each
+split is a program, or by one program that processes all splits. Both do the same arithmetic in the same order.
 
-So a row's result depends on its own query and on what it sees, and neither on other rows or requests nor on the
-bucket: blocks and splits lie at multiples of their size, a block of which the row sees nothing changes nothing, and
-sums over keys are products with ones, whose order is the matrix unit's and not that of the threads. Tiles of up to 16
-rows run the same instructions whatever their number. Tiles of 64 rows use Hopper's wider ones there, which nothing
-promises to round alike.
+So a row's result depends only on its own query and on the keys that it sees, not on other rows, requests or the bucket:
+blocks and splits begin at multiples of their size, a block with no visible key changes nothing, and sums over keys are
+products with ones, in the order of the matrix unit and not of the threads. Tiles of up to 16 rows run the same
+instructions for any number of rows. Tiles of 64 rows use wider instructions on Hopper, which may round differently.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ SPLIT = 256
 """Positions of a split: few enough that one request of some thousand tokens keeps all of a GPU's processors busy."""
 
 _DECODING_ROWS = 32
-"""Most rows times heads of a program for tiles of up to 16 rows: from 64 on, Hopper has other instructions."""
+"""Most rows times heads of a program for tiles of up to 16 rows: from 64 on, Hopper uses other instructions."""
 _MOST_SPLIT_TILE = 16
 _NARROW_BYTES = 256
-"""Of a key, up to which large blocks fit into registers and shared memory."""
+"""Bytes of a key up to which large blocks fit into registers and shared memory."""
 _MOST_PART_BYTES = 256 << 20
-"""Of all parts of a call; one program goes through all splits where they would be more."""
+"""Most bytes of all parts of a call; above that, one program processes all splits."""
 _JOINED_AT_ONCE: tl.constexpr = tl.constexpr(16)
-"""Splits whose parts are on their way together."""
+"""Splits with loads in flight at the same time."""
 _FAR: tl.constexpr = tl.constexpr(1 << 30)
-STAGES = 5  # pages of two blocks ahead, then keys and values of two, while one is worked on
+STAGES = 5  # pages of two blocks ahead, keys and values of two, and the block being computed
 FUSES = False
 """Whether a product and a sum may be rounded at once: compilers would do so in one kernel and not in the other."""
 _OPTIONS = {"enable_fp_fusion": FUSES}
@@ -57,29 +55,28 @@ def paged_attention(
     tile: int,
     span: int,
 ) -> Tensor:
-    """Attention of rows to what each sees of its own request. Waits for nothing; can be recorded.
+    """Attention of rows to the keys of their own request. It never waits for the device and can be recorded.
 
     A row sees positions `first <= j < until`, and of its request's uncommitted nodes, node n at position `length + n`,
-    those whose bit in `path` is set. Query head h reads key head `h // (heads / kv_heads)`. What lies before or behind
-    all that the rows of a tile see may be NaN; between, a value that is not finite makes all of the tile's rows NaN.
+    those with their bit set in `path`. Query head h reads key head `h // (heads / kv_heads)`. Keys and values outside
+    the range that the rows of a tile see may be NaN; inside it, a value that is not finite makes all of the tile's rows
+    NaN.
 
     Worked example: with pages of 16, position 37 of a request with pages 5, 9, 3 is row 5 of page 3. A row with first
-    37 and until 38 gets its value, and so does one with until 0 and the path 0b100 behind 35 committed tokens.
+    37 and until 38 gets its value, and so does one with until 0 and the path 0b100 after 35 committed tokens.
 
     Args:
         query: `[rows, heads, width]`, contiguous; overwritten.
-        keys: `[pages, page, kv_heads, width]`, contiguous, and likewise
-        values.
+        keys: `[pages, page, kv_heads, width]`, contiguous; `values` too.
         table: `[requests, pages of a request]`, int32: pages in the order of positions.
-        tiles: `[tiles, 3]`, int32: request, first row and count of rows, up to `tile`; a count of 0 is padding.
-        tile_end: `[tiles]`, int32: what rows of each see lies below it; 0 for padding.
+        tiles: `[tiles, 3]`, int32: request, first row and number of rows, up to `tile`; 0 rows for padding.
+        tile_end: `[tiles]`, int32: end of the positions that the tile's rows see; 0 for padding.
         length: `[requests]`, int32: committed tokens.
-        until: `[rows]`, int32, and likewise
-        first.
+        until: `[rows]`, int32; `first` too.
         path: `[rows, words]`, int64; no words where all requests are chains.
         scaling: factor on products of queries and keys.
         tile: most rows of a tile.
-        span: no request has more positions.
+        span: most positions of a request.
 
     Returns:
         `[rows, heads * width]`, in the memory of `query`; rows of no tile keep their query.
@@ -114,13 +111,13 @@ def rows_and_warps(tile: int, group: int, padded: int, dtype: torch.dtype) -> tu
 
 
 def keys_at_once(padded: int, dtype: torch.dtype) -> int:
-    """Keys of a block: two blocks of keys and of values, one read while the other is worked on, fit beside others."""
+    """Keys of a block: two blocks of keys and of values, one read ahead of the other, fit together with the rest."""
     return 64 if padded * dtype.itemsize <= _NARROW_BYTES else 32
 
 
 @triton.jit
 def _reach(first, until, length, path, row, valid, words: tl.constexpr):
-    """Positions `low <= j < high` outside of which none of the rows sees anything; `low >= high` where none does."""
+    """The positions `low <= j < high` that contain all visible ones; `low >= high` where none is visible."""
     chain = valid & (first < until)
     low = tl.min(tl.where(chain, first, _FAR), 0)
     high = tl.max(tl.where(chain, until, 0), 0)
@@ -138,14 +135,14 @@ def _reach(first, until, length, path, row, valid, words: tl.constexpr):
 
 @triton.jit
 def _rows_of(tile, block, block_m: tl.constexpr, group: tl.constexpr):
-    """The request of a tile, and of some of its rows times heads: which row, which head of the group, and whether."""
+    """The request of a tile, and for `block_m` of its rows times heads: row, head in the group, and validity."""
     m = block * block_m + tl.arange(0, block_m)
     return tl.load(tile), tl.load(tile + 1) + m // group, m % group, m // group < tl.load(tile + 2)
 
 
 @triton.jit
 def _seen(position, end, first, until, committed, path, row, valid, words: tl.constexpr):
-    """Which positions of a block that ends before `end` each row sees."""
+    """Mask of a block of positions that ends before `end`, for each row."""
     seen = (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
     if words > 0:
         if end > committed:
@@ -159,7 +156,7 @@ def _seen(position, end, first, until, committed, path, row, valid, words: tl.co
 
 @triton.jit
 def _with_block(maximum, weight, mixed, scores, v, ones):
-    """What was mixed so far and a block's values, by its scores, -inf where nothing is seen."""
+    """Add a block to the online softmax; scores are -inf where a position is not visible."""
     above = tl.maximum(maximum, tl.max(scores, 1))
     finite = tl.where(above == float("-inf"), 0.0, above)
     old = tl.exp2(maximum - finite)[:, None]
@@ -170,7 +167,7 @@ def _with_block(maximum, weight, mixed, scores, v, ones):
 
 @triton.jit
 def _with_part(maximum, weight, mixed, of_part, weight_of_part, part):
-    """What was joined so far, and a split."""
+    """Join the result so far with that of a split."""
     both = tl.maximum(maximum, of_part)
     finite = tl.where(both == float("-inf"), 0.0, both)
     old, new = tl.exp2(maximum - finite)[:, None], tl.exp2(of_part - finite)[:, None]
@@ -179,14 +176,12 @@ def _with_part(maximum, weight, mixed, of_part, weight_of_part, part):
 
 @triton.jit
 def _nothing(rows: tl.constexpr, columns: tl.constexpr, padded: tl.constexpr):
-    """The maximum, sums and weighted values of no keys."""
     maximum = tl.full([rows], float("-inf"), tl.float32)
     return maximum, tl.zeros([rows, columns], tl.float32), tl.zeros([rows, padded], tl.float32)
 
 
 @triton.jit
 def _over(mixed, weight):
-    """Weighted values over the sum of weights, 0 where there are none."""
     return mixed / tl.where(weight == 0.0, 1.0, weight)
 
 
@@ -199,16 +194,16 @@ def _attend(
     heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, page_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, split_size: tl.constexpr, words: tl.constexpr, joins: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile, one key head, `block_m` of its rows times heads, and one split or all (`joins`).
+    """One tile, one key head, `block_m` of its rows times heads, and one split or all (`joins`).
 
-    Where splits are not joined at once, each leaves weighted values in `parts [rows, heads, splits, width]`, and in
-    `sums` and `maxima [rows, heads, splits]` the sum of weights and the largest score, as an exponent of 2, which
-    `scale` makes of products. `pages` are columns of the table; `words` have 32 bits.
+    Without `joins` each split writes weighted values to `parts [rows, heads, splits, width]`, and to `sums` and `maxima
+    [rows, heads, splits]` the sum of weights and the largest score, as an exponent of 2, which includes `scale`.
+    `pages` is the number of columns of the table; `words` have 32 bits.
     """
     group: tl.constexpr = heads // kv_heads
-    # The last rows of a prompt see most: programs that take long start first.
+    # The last rows of a prompt see most, so that the longest programs start first.
     number, split = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
-    # Where one request is long, most programs of the others lie behind their end: those read nothing but that.
+    # With one long request, most programs of the others are beyond their end and return at once.
     if split * split_size >= tl.load(tile_end + number):
         return
     kv_head, block = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
@@ -229,7 +224,7 @@ def _attend(
     q_at = query + head[:, None] * width + d[None, :]
     q_mask = valid[:, None] & (d < width)[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0)
-    ones = tl.full([block_n, 16], 1.0, q.dtype)  # makes sums, whose columns are alike
+    ones = tl.full([block_n, 16], 1.0, q.dtype)  # a product with it is a sum, the same in all columns
     maximum, weight, mixed = _nothing(block_m, 16, padded)
     whole_max, whole_weight, whole = maximum, weight, mixed
     for start in range(begin, end, block_n):
@@ -266,7 +261,7 @@ def _join(
     heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, tile_rows: tl.constexpr, split_size: tl.constexpr,
     words: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts of one row and head; arguments as above."""
+    """Join the parts of one row and head; arguments as in `_attend`."""
     tile = tiles + 3 * (tl.program_id(0) // tile_rows)
     place = tl.program_id(0) % tile_rows
     if place >= tl.load(tile + 2):

@@ -1,8 +1,8 @@
 """Forwards of Llama-like decoders as CUDA graphs, recorded once for each bucket of shapes and replayed.
 
-The backend says which requests run together; `batch` rounds their shape up to a bucket and carries the few numbers of
-a forward to addresses that stay; `Decoder` is the forward, a function of those addresses alone; `attention` is its part
-that reads pages; `replay` runs it as it is, or records and replays it.
+The backend groups requests. `batch` rounds the shape of a group up to a bucket and copies the numbers of a forward to
+fixed addresses. `Decoder` is the forward, a function of those addresses only; `attention` is its part that reads pages.
+`replay` runs it eagerly, or records and replays it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from truedraft.models.packed_linear import joined
 from truedraft.models.packing import ForwardPlan
 
 MOST_RECORDED_TOKENS = 64
-"""New tokens of one request, beyond which a forward is not recorded: it is a part of a prompt, bound by arithmetic."""
+"""New tokens of one request, above which a forward is not recorded: it is a chunk of a prompt, bound by arithmetic."""
 _MOST_TABULATED = 1 << 17
-"""Positions that are tabulated at the start; beyond, the table grows with texts."""
+"""Positions in the table at the start; the table grows with longer texts."""
 _MOST_RECORDED_ROWS = 1024
-"""Of one recording; a batch with more runs in parts."""
+"""Rows of one recording; a larger batch runs in parts."""
 
 
 class GraphBackend(Backend):
     """Runs Llama-like decoders on a GPU: a step's forward is one replay of a CUDA graph.
 
-    Segments of up to 64 tokens run together, packed and padded to a bucket. Longer ones, which are parts of prompts,
+    Segments of up to 64 tokens run together, packed and padded to a bucket. Longer ones, which are chunks of prompts,
     run unpadded and unrecorded, by the same function. A forward copies one block of numbers and the tokens to the
-    device, and waits for nothing.
+    device, and never waits for it.
 
     Rows of one bucket run through the same kernels. Rows of different buckets may differ by rounding, so tokens with
     and without speculation may differ where two logits nearly tie; a report prints such places. A key that is NaN or
@@ -58,7 +58,7 @@ class GraphBackend(Backend):
     see it once it was rolled back.
 
     Args:
-        llama: one that `fits`. Its model stays usable, as views of weights that were merged; none is there twice.
+        llama: a decoder that `fits`. Its model stays usable: its weights become views of merged ones, without copies.
         recorder: makes the recordings; None is CUDA graphs on a CUDA device, and no recording elsewhere.
     """
 
@@ -84,16 +84,12 @@ class GraphBackend(Backend):
 
     @classmethod
     def fits(cls, llama: Llama) -> bool:
-        """Whether a decoder's layers are of one shape, so that they share pages, and rotate whole heads alike."""
+        """Whether all layers have one shape, so that they share pages, and rotate whole heads in the same way."""
         return cls.misfit(llama) is None
 
     @staticmethod
     def misfit(llama: Llama | None) -> str | None:
-        """Why a decoder does not fit; None where it does.
-
-        Args:
-            llama: the decoder; None where its layers are not among those that are described.
-        """
+        """Why a decoder does not fit; None where it does. `llama` is None for a decoder of an unknown structure."""
         if llama is None:
             return "its layers are not those of Llama"
         if not llama.is_dense:
@@ -112,11 +108,11 @@ class GraphBackend(Backend):
 
     @property
     def pages(self) -> Pages:
-        """Where keys and values of all requests lie."""
+        """Keys and values of all requests."""
         return self._pages
 
     def new_pool(self, limit: int) -> CachePool:
-        # It moves where it grows, and recordings are void then.
+        # Growing moves the table, which invalidates recordings.
         self._decoder.rotary.reach(min(limit, _MOST_TABULATED) - 1)
         return PagePool(self._pages, limit)
 
@@ -132,7 +128,7 @@ class GraphBackend(Backend):
         return ids, probs[0] if probs else None
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """Run a plan that was made elsewhere, of which only the segments are used."""
+        """Run the segments of a plan; its layout is not used."""
         output = self.forward([part.segment for part in plan.segments], self._device)
         return output.logits, output.hidden
 
@@ -147,15 +143,14 @@ class GraphBackend(Backend):
 
 
 class PagedForward:
-    """Forwards of segments whose caches lie in pages: all together, or those of more than 64 tokens each alone.
+    """Forwards of segments with caches in pages.
 
     Args:
-        pages: of the caches.
-        runner: runs what was laid out.
-        patterns: different reaches of attention.
-        rotary: table of positions, which grows when texts do.
+        patterns: the distinct attention patterns of the model.
+        rotary: table of positions, which grows with longer texts.
         start: added to all positions.
-        together: whether attention takes segments of any lengths together without padding them to each other.
+        together: whether attention takes segments of any lengths together without padding; else each segment of more
+            than 64 tokens runs by itself.
     """
 
     def __init__(
@@ -176,12 +171,11 @@ class PagedForward:
         """Rows of all segments, in their order.
 
         Args:
-            segments: the requests' shares of the forward.
-            layers: whose output is shown.
-            vectors: `[total, width]` that stand beside the tokens, where any do.
+            layers: layers to return the output of.
+            vectors: `[total, width]`, inputs in addition to the tokens.
 
         Raises:
-            CacheError: a cache is not in these pages, or there are none left.
+            CacheError: a cache is not in these pages, or there are no free pages.
         """
         beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         with self.pages.lock, _on(self.pages.device):
@@ -209,16 +203,13 @@ class PagedForward:
         nodes: int = 0,
         vectors: Tensor | None = None,
     ) -> Outputs:
-        """Forwards behind each other in one recording, of which each chooses what the next is fed.
+        """Run forwards in sequence as one recording, each of which chooses the tokens of the next.
 
         Args:
-            segments: what the first is fed.
-            levels: how many forwards.
-            work: what they are.
-            numbers: `[requests, ...]` each, that are read beside.
-            beams: as `PagedBatch.levels` has them.
-            nodes: likewise.
-            vectors: `[total, width]` that stand beside the segments' tokens, where any do.
+            segments: tokens of the first forward.
+            levels: number of forwards; see `PagedBatch.levels` for `beams` and `nodes`.
+            numbers: `[requests, ...]` each, further inputs.
+            vectors: `[total, width]`, inputs in addition to the segments' tokens.
         """
         beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         with self.pages.lock, _on(self.pages.device):
@@ -250,19 +241,12 @@ class PagedForward:
 
 
 WorkOfLevels: TypeAlias = Callable[[Sequence[PagedBatch], Sequence[Tensor]], tuple[Hashable, Work[Any]]]
-"""What their operations depend on, beside the bucket of the first forward, and the forwards; of batches and numbers."""
+"""Makes the work from batches and numbers, with the part of the recording's key that is not the first bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Forwards that are recorded together: tokens which one chooses are fed to the next on the device.
-
-    Attributes:
-        decoder: runs each.
-        pages: of the caches.
-        choose: chooses tokens.
-        vocab: ids that exist.
-    """
+    """Forwards recorded together, with the tokens that `choose` chooses after one, of `vocab` ids, fed to the next."""
 
     decoder: Decoder
     pages: Pages
@@ -270,12 +254,7 @@ class Chains:
     vocab: int
 
     def work(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> tuple[Hashable, Work[Any]]:
-        """See `WorkOfLevels`.
-
-        Args:
-            batches: of each forward.
-            numbers: `[requests, levels]` each, of what is chosen.
-        """
+        """See `WorkOfLevels`; `numbers` are `[requests, levels]` each, arguments of `choose`."""
         requests, rows = batches[0].wanted, batches[0].bucket.wanted
         buckets = [batch.bucket for batch in batches]
 
@@ -304,13 +283,13 @@ class Chains:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Inside it a CUDA device is the current one, on which Triton launches its kernels."""
+    """Make a CUDA device the current one, on which Triton launches its kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
-    """Which segments run together, by their new tokens: where one is long all of them, or each long one alone; of short
-    ones no more than a recording holds.
+    """Indices of the segments that run together, from their numbers of new tokens. With `together` and a long segment,
+    all run together; else each long one runs by itself, and short ones in groups of up to `_MOST_RECORDED_ROWS` rows.
 
     >>> _groups([3, 300, 1], together=False), _groups([64] * 17, together=True)[1], _groups([3, 300], together=True)
     ([[0, 2], [1]], [16], [[0, 1]])
@@ -332,19 +311,14 @@ def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
 
 
 class Decoder:
-    """A loaded decoder over pages, as a function of fixed addresses: nothing in it waits for the device.
+    """A loaded decoder over pages, as a function of fixed addresses that never waits for the device.
 
-    Which operations run depends on the bucket alone, never on a number in it, so it can be recorded as a CUDA graph.
-    Weights stay where they are, or move once into a common block of which the model's own layers become views.
-
-    Args:
-        llama: one that `GraphBackend` fits.
+    Its operations depend on the bucket only, never on a value in it, so it can be recorded as a CUDA graph. Weights
+    stay in place, or move once into a merged tensor of which the model's own layers become views.
 
     Attributes:
-        patterns: the different ones of its layers.
-        rotary: table of positions.
-        attention: over pages.
-        page_shape: attention calls, key/value heads and width of a head, as `Pages` want them.
+        patterns: the distinct attention patterns of its layers.
+        page_shape: attention calls, key/value heads and head width.
     """
 
     def __init__(self, llama: Llama) -> None:
@@ -359,16 +333,11 @@ class Decoder:
         self.page_shape: tuple[int, int, int] = (len(llama.layers), first.kv_heads, first.head)
 
     def forward(self, inputs: Inputs, pages: Pages, layers: Layers = ()) -> Outputs:
-        """One forward.
-
-        Args:
-            inputs: loaded.
-            pages: keys and values, with room for the new tokens.
-            layers: whose output is shown.
+        """One forward over pages with room for the new tokens, which also returns the output of `layers`.
 
         Returns:
-            Logits `[wanted, ids]`, the vectors `[wanted, width]` that enter the LM head, and what each of the layers
-            gives, likewise; padding included.
+            Logits `[wanted, ids]`, the LM head's inputs `[wanted, width]`, and the output `[wanted, width]` of each of
+            the layers; padding included.
         """
         numbers = inputs.numbers
         x = embedding(numbers.tokens, self._embedding)  # [rows, width]
@@ -394,7 +363,7 @@ class Decoder:
         entries: tuple[Tensor, Tensor],
         attend: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """What `LlamaLayer.run` does, in fewer kernels."""
+        """Compute `LlamaLayer.run` in fewer kernels."""
         qkv = layer.qkv(kernels.rms_norm(x, layer.before_attention))
         query = kernels.rotate_and_write(
             qkv, self.rotary.table, numbers.positions, numbers.target, *entries, layer.query_norm, layer.key_norm,
@@ -413,7 +382,7 @@ class Decoder:
         return layer.down.plus(active, x) if after is None else x + kernels.rms_norm(layer.down(active), after)
 
     def unembed(self, vectors: Tensor) -> Tensor:
-        """The LM head's logits `[rows, ids]` for vectors `[rows, up to width]`, whose further entries are zeros."""
+        """The LM head's logits `[rows, ids]` for vectors `[rows, up to width]`; missing entries are zeros."""
         return linear(vectors, self._lm_head.weight[:, : vectors.shape[1]], self._lm_head.bias)
 
 
@@ -426,7 +395,7 @@ def _written(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """Attention of an attention call once its keys and values are in their pages; see `llama.Attend`."""
+    """Write keys and values to their pages, then attend; see `llama.Attend`."""
     write(inputs, pages, call, key, value)
     return attend(query)
 
@@ -440,7 +409,7 @@ class _Product:
 
     @classmethod
     def of(cls, layers: Linears) -> _Product:
-        """The outputs of several layers of one input, one behind another: the layers' own become views of one block."""
+        """Concatenate the outputs of several layers with one input; the layers' own weights become views."""
         weight, bias = joined(layers)
         if len(layers) > 1:
             for layer, part in zip(layers, weight.split([layer.out_features for layer in layers]), strict=True):
@@ -451,6 +420,6 @@ class _Product:
         return linear(x, self.weight, self.bias)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual`, to which the product was added in one kernel."""
+        """Add the product to `residual` in place, in one kernel."""
         residual.addmm_(x, self.weight.t())
         return residual if self.bias is None else residual.add_(self.bias)

@@ -1,9 +1,8 @@
-"""The inputs of a forward over pages: its shape, and where each token is and what it sees.
+"""The inputs of a forward over pages: its shape, the place of each token, and the mask.
 
-Tokens of all requests are packed one behind another, without padding between requests. The shape of short ones, which
-decode, is rounded up to a `Bucket`, so that few different ones occur and each need be recorded only once. `PagedBatch`
-says where the tokens of its segments are and what they see, in a few numbers for each; `Inputs` carries these to
-addresses that stay; `attention` reads them on the device.
+Tokens of all requests are packed without padding between requests. The shape of a decoding batch is rounded up to a
+`Bucket`, so that few shapes occur and each is recorded once. `PagedBatch` writes places and masks as a few numbers per
+token. `Inputs` copies them to fixed addresses, where `attention` reads them.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from truedraft.models.base import Segment
 from truedraft.models.cache.pages import PAGE, PageTable
 
 WORD_BITS = 64
-"""Nodes of a tree that one number tells about."""
+"""Nodes of a tree per mask word."""
 LEAST_SPAN = 256
-"""Positions of a request that recorded forwards look at."""
+"""Least positions per request in recorded forwards."""
 
 _ROWS_ALIKE = 64
 _TILES = (1, 4, 16, 64)
-_SPAN_STEP = 64  # of what is not recorded; attention kernels want masks whose rows start at multiples of 16 bytes
+_SPAN_STEP = 64  # without recording; attention kernels need mask rows that start at multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,11 @@ class Bucket:
     """The shape of a forward. Forwards of equal buckets run the same kernels at the same addresses.
 
     Attributes:
-        requests: that take part; some may have nothing to do.
+        requests: padding included.
         tokens: most new tokens of a request.
         rows: new tokens of all requests, padding included.
-        span: positions of each request that are looked at, a multiple of the size of a page.
-        words: numbers of 64 bits that say which nodes of a tree a token sees; 0 where all are chains.
+        span: key/value positions per request, a multiple of the page size.
+        words: 64-bit mask words per token; 0 where all segments are chains.
         wanted: rows that get logits, padding included.
     """
 
@@ -58,72 +57,69 @@ class Bucket:
 
     @classmethod
     def recorded(cls, requests: int, tokens: int, rows: int, end: int, nodes: int) -> Bucket:
-        """Of requests that decode, every number a power of two.
+        """The bucket of decoding requests; every number is a power of two.
 
         Args:
-            requests: how many there are.
-            tokens: most new tokens of one.
-            rows: new tokens of all.
-            end: most tokens of one once the forward has run.
+            end: greatest length of a request after the forward.
             nodes: nodes of the largest tree, uncommitted ones of earlier forwards included; 0 where all are chains.
         """
         requests, tokens, span = _power(requests), _power(tokens), max(_power(end), LEAST_SPAN)
-        # Few rows cost a GPU no more than one, so who drafts and who does not makes no other shape.
+        # Few rows cost a GPU no more than one, so the shape does not depend on which requests have drafts.
         rows = requests * tokens if requests * tokens <= _ROWS_ALIKE else _power(rows)
         words = _power(-(-nodes // WORD_BITS)) if nodes else 0
         return cls(requests, tokens, rows, span, words, rows)
 
     @classmethod
     def exact(cls, requests: int, tokens: int, rows: int, end: int, nodes: int, wanted: int) -> Bucket:
-        """Nothing rounded but the span; arguments as above, and how many rows get logits."""
+        """A bucket with only the span rounded; arguments as in `recorded`, and the number of rows that get logits."""
         span = -(-end // _SPAN_STEP) * _SPAN_STEP
         return cls(requests, tokens, rows, span, -(-nodes // WORD_BITS), wanted)
 
     @property
     def tile(self) -> int:
-        """Rows of one request that attention works on together."""
+        """Rows of one request that attention processes together."""
         return next((size for size in _TILES if self.tokens <= size), _TILES[-1])
 
     @property
     def tiles(self) -> int:
-        """Tiles that hold the rows, however they are shared out among the requests."""
+        """Tiles that hold the rows, for any distribution of the rows over the requests."""
         most = -(-self.tokens // self.tile)
         return min(self.requests * most, self.requests + self.rows // self.tile)
 
 
 def _power(number: int) -> int:
-    """The least power of two that is not below."""
+    """The least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 Array = TypeVar("Array")
-_WIDE = 5  # of the numbers below have 8 bytes
+_WIDE = 5  # the first arrays of `Numbers`, of 8 bytes each
 HostNumbers = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers(Generic[Array]):
-    """The numbers on the host or on the device; int64 where it is said, else int32.
+    """The inputs on the host or on the device; int32 unless int64 is stated.
 
-    A row is a new token; rows of a request follow each other. Rows without a token are padding; what they compute is
-    never looked at.
+    A row is a new token; rows of a request are consecutive. Rows without a token are padding, and their results are
+    never read.
 
     Attributes:
         tokens: `[rows]`, int64.
-        positions: `[rows]`, int64, by which heads are rotated.
-        target: `[rows]`, int64: row of the pages that takes the token's key and value.
+        positions: `[rows]`, int64, for rotary embeddings.
+        target: `[rows]`, int64: the row of the pages where the token's key and value are written.
         wanted: `[wanted]`, int64: rows that get logits.
-        path: `[patterns, rows, words]`, int64: of the uncommitted nodes, which lie behind the committed tokens, the
-            token sees those whose bit is set here, and
-        until: `[rows]`: its request's key/value positions below this, of which
-        first: `[patterns, rows]`: only those from here on are in reach of a pattern.
-        request: `[rows]`: whose token it is.
+        path: `[patterns, rows, words]`, int64: bits of the visible uncommitted nodes, which follow the committed
+            tokens.
+        until: `[rows]`: end of the visible key/value positions of the request.
+        first: `[patterns, rows]`: first position in reach of the pattern.
+        request: `[rows]`: index of the token's request.
         length: `[requests]`: committed tokens.
         start: `[requests]`: row of the first new token.
-        end: `[requests]`: tokens once the forward has run.
+        end: `[requests]`: length after the forward.
         table: `[requests, span / PAGE]`: pages of each request.
-        tiles: `[tiles, 3]`: of each its request, its first row, and its rows; 0 rows where it is padding.
-        tile_end: `[tiles]`: the end of each one's request; 0 where it is padding.
+        tiles: `[tiles, 3]`: request, first row and number of rows; 0 rows for padding.
+        tile_end: `[tiles]`: `end` of the tile's request; 0 for padding.
     """
 
     tokens: Array
@@ -144,13 +140,8 @@ class Numbers(Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class PagedSegment:
-    """A segment, and the block table of its request.
-
-    Attributes:
-        segment: as given.
-        table: of its cache.
-        vectors: `[new, width]` that stand beside its tokens, where a forward reads any.
-    """
+    """A segment, the block table of its request, and vectors `[new, width]`, if the forward reads any in addition to
+    tokens."""
 
     segment: Segment
     table: PageTable
@@ -158,22 +149,20 @@ class PagedSegment:
 
     @property
     def count(self) -> int:
-        """New tokens."""
         return len(self.segment.shape) - self.segment.written
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
         return self.segment.cache.length
 
     @property
     def end(self) -> int:
-        """Tokens once the forward has run."""
+        """Length after the forward."""
         return self.length + len(self.segment.shape)
 
     @property
     def nodes(self) -> int:
-        """Uncommitted tokens that a mask must tell apart; 0 in a chain."""
+        """Uncommitted tokens that need a tree mask; 0 in a chain."""
         return 0 if self.segment.shape.is_chain else len(self.segment.shape)
 
 
@@ -182,13 +171,10 @@ class PagedBatch:
     """Segments that run together.
 
     Attributes:
-        parts: the segments.
-        patterns: different reaches of attention in the model.
-        sizes: `[3, requests]`: committed tokens, uncommitted ones that were written before, and new ones.
-        bucket: a shape that holds them.
-        level: forwards of one recording that ran before this one, of which the first read all that segments say, and
-            which choose what is fed; 0 where that is the segments' tokens.
-        beams: new tokens of each request at such a level.
+        patterns: the distinct attention patterns of the model.
+        sizes: `[3, requests]`: committed tokens, uncommitted tokens written before, and new tokens.
+        level: forwards of the same recording before this one. Tokens of levels above 0 are chosen on the device.
+        beams: new tokens of each request at levels above 0.
     """
 
     parts: Sequence[PagedSegment]
@@ -200,13 +186,13 @@ class PagedBatch:
 
     @classmethod
     def recorded(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
-        """In a bucket that many batches share."""
+        """A batch in a rounded bucket."""
         sizes = _sizes(parts)
         return cls(parts, patterns, sizes, Bucket.recorded(*_most(parts, sizes)))
 
     @classmethod
     def exact(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
-        """Without padding."""
+        """A batch without padding."""
         sizes, wanted = _sizes(parts), sum(len(part.segment.rows) for part in parts)
         return cls(parts, patterns, sizes, Bucket.exact(*_most(parts, sizes), wanted=wanted))
 
@@ -219,14 +205,13 @@ class PagedBatch:
         beams: int = 1,
         nodes: int = 0,
     ) -> list[PagedBatch]:
-        """Forwards of which each chooses what the next is fed; their caches have room for all.
+        """Forwards in sequence, each of which chooses the tokens of the next. The caches have room for all of them.
 
         Args:
-            parts: chains, of each of which equally many rows are wanted.
-            patterns: as above; where nodes hang below others, all that is before these is in reach.
-            levels: how many forwards.
-            beams: new tokens of each request in those behind the first, which want all rows.
-            nodes: of the trees that these make, whose paths the device knows; 0 where they go on in chains.
+            parts: chains with equally many rows that get logits.
+            patterns: with `nodes` above 0, everything before the nodes must be in reach.
+            beams: new tokens of each request after the first forward; all of them get logits.
+            nodes: nodes of the trees that are built, with paths known to the device only; 0 for chains.
         """
         sizes, each = _sizes(parts), len(parts[0].segment.rows)
         requests, tokens, rows, end, _ = _most(parts, sizes)
@@ -244,8 +229,7 @@ class PagedBatch:
         return sum(self.beams if self.level else len(part.segment.rows) for part in self.parts)
 
     def tokens(self) -> list[tuple[Tensor, int]]:
-        """New tokens, those of neighbours on one device together, and the row of the first; none where they are chosen
-        on the device."""
+        """New tokens, grouped by device, and the first row of each group; empty where the device chooses the tokens."""
         if self.level:
             return []
         runs, row = [], 0
@@ -255,10 +239,10 @@ class PagedBatch:
         return runs
 
     def write(self, numbers: Numbers[HostNumbers]) -> None:
-        """Say where each token is and what it sees; see `Numbers`.
+        """Write the place and the mask of each token; see `Numbers`.
 
-        Worked example: of two requests with 5 and 9 committed tokens the first feeds tokens 5 and 6, the second 9.
-        Rows 0 to 2 belong to requests 0, 0, 1, which start at rows 0 and 2; their places are 5, 6, 9.
+        Worked example: of two requests with 5 and 9 committed tokens the first is fed tokens 5 and 6, the second token
+        9. Rows 0 to 2 belong to requests 0, 0, 1, which start at rows 0 and 2; their places are 5, 6, 9.
         """
         lengths, written, counts = self.sizes
         if self.level:
@@ -269,7 +253,7 @@ class PagedBatch:
         places = np.arange(rows) + (lengths + written - start)[request]
         positions, until = places, places + 1
         if self.level and self.bucket.words:
-            # The host knows how deep nodes are, and not below which they hang. What was read counts as committed.
+            # The host has the depths of nodes, and not their parents. Tokens read before count as committed.
             lengths = self.sizes.sum(axis=0)
             until = lengths[request]
             positions = until + self.level - 1
@@ -297,7 +281,7 @@ class PagedBatch:
         wanted[: len(flat)] = flat + np.repeat(start, [len(rows) for rows in asked])
 
     def _write_tree(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
-        """What is otherwise for a tree: positions by depth, and nodes by their paths."""
+        """Overwrite positions by depth, and set the bits of visible nodes."""
         shape, written, length = part.segment.shape, part.segment.written, part.length
         positions = length - 1 + np.array(shape.depths[written:])
         numbers.positions[rows] = positions
@@ -310,7 +294,7 @@ class PagedBatch:
 
 
 def _write_tiles(tiles: HostNumbers, start: HostNumbers, counts: HostNumbers, size: int) -> None:
-    """Rows of each request in tiles of so many, the last of a request with what is left.
+    """Divide the rows of each request into tiles of `size`; the last tile of a request may be smaller.
 
     Worked example: in tiles of 4 a request of 6 rows and one of 1 have the tiles (0, 0, 4), (0, 4, 2), (1, 6, 1).
 
@@ -326,27 +310,25 @@ def _write_tiles(tiles: HostNumbers, start: HostNumbers, counts: HostNumbers, si
 
 
 def _sizes(parts: Sequence[PagedSegment]) -> HostNumbers:
-    """See `PagedBatch.sizes`."""
     return np.array([(part.length, part.segment.written, part.count) for part in parts], dtype=np.int64).T
 
 
 def _most(parts: Sequence[PagedSegment], sizes: HostNumbers) -> tuple[int, int, int, int, int]:
-    """Requests, most tokens, all tokens, furthest end, and most nodes, as a bucket is made of."""
+    """Requests, most tokens, all tokens, greatest end, and most nodes: the arguments of a bucket."""
     counts, ends = sizes[2], sizes.sum(axis=0)
     return len(parts), int(counts.max()), int(counts.sum()), int(ends.max()), max(part.nodes for part in parts)
 
 
 @lru_cache(maxsize=1024)
 def path_bits(shape: TreeShape, written: int, dropped: tuple[int, ...], words: int) -> NDArray[Any]:
-    """The nodes that new tokens see, as bits: int64 `[new, words]`, bit n of a row set where it sees node n.
+    """The nodes visible to new tokens, as bits: int64 `[new, words]`; bit n of a row is set where it sees node n.
 
     Worked example: parents (-1, 0, 0, 2) with nothing written or dropped give 0b1, 0b11, 0b101, 0b1101.
 
     Args:
         shape: all uncommitted tokens.
         written: nodes that earlier forwards wrote; the others are new.
-        dropped: for each new token, how many nodes from the top of its path are out of reach.
-        words: numbers of 64 bits for each token.
+        dropped: for each new token, the number of nodes at the top of its path that are out of reach.
     """
     bits = np.zeros((len(shape) - written, words), dtype=np.uint64)
     for row, (node, out_of_reach) in enumerate(zip(range(written, len(shape)), dropped, strict=True)):
@@ -356,20 +338,14 @@ def path_bits(shape: TreeShape, written: int, dropped: tuple[int, ...], words: i
 
 
 class Inputs:
-    """Memory for the inputs of one bucket. Loading them waits for nothing.
+    """Memory for the inputs of one bucket. Loading never waits for the device.
 
-    All numbers on the host go up in one copy; tokens that are on the device already are put between them there.
+    All numbers on the host are uploaded in one copy; tokens already on the device are copied there.
 
     Args:
-        bucket: the shape.
-        patterns: different reaches of attention in the model.
-        device: of the model.
-        vectors: for one row `[width]`, of what stands beside tokens; None where nothing does.
-
-    Attributes:
-        bucket: as given.
-        numbers: on the device.
-        vectors: `[rows, width]`; None where nothing stands beside tokens.
+        patterns: number of attention patterns.
+        vectors: one row `[width]` of the vectors read in addition to tokens; None where there are none.
+        memory: block of int64 to use; None allocates one.
     """
 
     def __init__(
@@ -391,7 +367,7 @@ class Inputs:
     def in_a_row(
         cls, buckets: Sequence[Bucket], patterns: int, device: torch.device, vectors: Tensor | None = None
     ) -> list[Inputs]:
-        """Those of forwards behind each other, in one block of memory; vectors stand beside tokens of the first."""
+        """Inputs of forwards in sequence, in one block of memory; only the first has vectors."""
         sizes = [sum(_sizes_of(_shapes(bucket, patterns))) for bucket in buckets]
         block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         parts = zip(buckets, block.split(sizes), strict=True)
@@ -401,14 +377,12 @@ class Inputs:
         ]
 
     def load(self, batch: PagedBatch) -> None:
-        """Fill in a batch of this bucket."""
         load_in_a_row([self], [batch])
 
     def write(self, memory: Tensor, batch: PagedBatch) -> list[tuple[Tensor, int]]:
-        """Fill in what the host knows, into zeros on the host that are laid out as this is.
+        """Write the host's numbers into zeros on the host in the layout of these inputs.
 
-        Returns:
-            Tokens that are elsewhere, and the row of the first of each.
+        Returns tokens on a device, and the first row of each group.
         """
         numbers: Numbers[HostNumbers] = _split(memory.numpy(), self._shapes)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
@@ -422,7 +396,7 @@ class Inputs:
         return elsewhere
 
     def load_beside(self, elsewhere: Sequence[tuple[Tensor, int]], batch: PagedBatch) -> None:
-        """Fill in what the host does not know, once its numbers are here."""
+        """Copy what is on the device already, after the host's numbers are uploaded."""
         for tokens, start in elsewhere:
             self.numbers.tokens[start : start + len(tokens)].copy_(tokens)
         if self.vectors is not None:
@@ -431,11 +405,11 @@ class Inputs:
 
 
 def load_in_a_row(inputs: Sequence[Inputs], batches: Sequence[PagedBatch]) -> None:
-    """Fill in batches; the memory of the inputs lies in one block."""
+    """Fill in batches; the memory of the inputs is one block."""
     sizes = [len(each._memory) for each in inputs]
     block = inputs[0]._memory.as_strided((sum(sizes),), (1,))
-    # Page-locked, so that the copy is only queued; torch gives the block out again once it was read. Rows of padding
-    # have the target 0, which lies in the scratch page.
+    # Page-locked, so that the copy is only queued; torch reuses the block once it was read. Rows of padding have the
+    # target 0, which is in the scratch page.
     host = torch.zeros(block.shape, dtype=torch.int64, pin_memory=block.is_cuda)
     parts = zip(inputs, host.split(sizes), batches, strict=True)
     elsewhere = [each.write(memory, batch) for each, memory, batch in parts]
@@ -445,7 +419,6 @@ def load_in_a_row(inputs: Sequence[Inputs], batches: Sequence[PagedBatch]) -> No
 
 
 def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:
-    """Shapes of the numbers, in the order of their names."""
     rows, requests = (bucket.rows,), (bucket.requests,)
     return [
         rows,
@@ -466,14 +439,15 @@ def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:
 
 
 def _sizes_of(shapes: list[tuple[int, ...]]) -> list[int]:
-    """What each takes of a block of int64, the first `_WIDE` one for each number and the others half of one, rounded
-    up so that all start at multiples of 64 bytes."""
+    """The size of each array in int64: 8 bytes per number for the first `_WIDE` arrays and 4 for the others, rounded up
+    to multiples of 64 bytes.
+    """
     halves = [math.prod(shape) * (2 if number < _WIDE else 1) for number, shape in enumerate(shapes)]
     return [-(-each // 16) * 8 for each in halves]
 
 
 def _split(memory: Any, shapes: list[tuple[int, ...]]) -> Numbers[Any]:
-    """Views of a block of int64, on the host (numpy) or a device (torch), one behind another."""
+    """Views of a block of int64, on the host (numpy) or a device (torch)."""
     narrow: Any = torch.int32 if isinstance(memory, Tensor) else np.int32
     parts = []
     start = 0

@@ -1,6 +1,6 @@
-"""Block drafters as CUDA graphs: what was committed and a block behind it are read in one replay, and so is a draft.
+"""Block drafters as CUDA graphs: one replay reads committed tokens and the block after them, or builds a whole draft.
 
-Rows of a text give keys and values, and see nothing themselves; rows of a block see the text and their whole block.
+Rows of a text only write keys and values; rows of a block see the text and their whole block.
 """
 
 from __future__ import annotations
@@ -28,38 +28,36 @@ _PATTERNS: tuple[AttentionPattern, ...] = (Full(),)
 
 
 class ReadBlocks(Protocol):
-    """A block drafter as functions of tensors, of which none may wait for the device."""
+    """A block drafter as functions of tensors that never wait for the device."""
 
     def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[rows, kv_heads, head]` of each layer, of the target's vectors `[rows, layers * width]`."""
+        """Keys and values `[rows, kv_heads, head]` of each layer, from the target's vectors `[rows, layers *
+        width]`."""
 
     def leaving(
         self, anchors: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """What enters the LM head `[blocks, reach, width]`, of anchors `[blocks]` and positions of all rows of blocks;
+        """The LM head's inputs `[blocks, reach, width]`, from anchors `[blocks]` and positions of all rows of blocks;
         `attend` is `truedraft.kinds.block.module.Attend`."""
 
     def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits `[rows, ids]` of some of these rows `[rows, width]`, given the tokens `[rows]` before them and the
-        state `[rows, ...]` that this gave at those, None at first; and the state behind."""
+        """Logits `[rows, ids]` at rows `[rows, width]`, given the tokens `[rows]` before them and their state `[rows,
+        ...]`, None at first; and the new state."""
 
 
 class GraphBlocks:
-    """Runs a block drafter over pages of its own, recorded once for each bucket of shapes.
+    """Runs a block drafter over its own pages, recorded once for each bucket of shapes; `pool` makes the requests'
+    caches.
 
     Args:
-        head: the drafter.
-        rotary: its table of positions, which grows when texts do.
+        rotary: table of positions, which grows with longer texts.
         block: rows of a block.
-        sizes: layers, key/value heads, and width of a head.
-        width: of the target's vectors of all layers, side by side.
-        like: a tensor of its dtype on its device.
-        limit: tokens of one request.
+        sizes: layers, key/value heads, and head width.
+        width: of the target's concatenated vectors of all layers.
+        like: a tensor of the drafter's dtype on its device.
+        limit: most tokens of one request.
         recorder: makes recordings; None is CUDA graphs.
-        before: of the same sizes, whose pages it goes on with.
-
-    Attributes:
-        pool: where caches of requests come from.
+        before: an instance of the same sizes with pages to reuse.
     """
 
     def __init__(
@@ -86,24 +84,23 @@ class GraphBlocks:
 
     @property
     def warmups(self) -> int:
-        """Drafts so far that took longer than others of their shape will."""
+        """Drafts so far that took longer than later ones of their shape will."""
         return self._runner.warmups
 
     def read(self, cache: RequestCache, vectors: Tensor) -> None:
-        """Read a text's next tokens, of vectors `[rows, layers * width]`, which the cache keeps."""
+        """Read a text's next tokens, as vectors `[rows, layers * width]`, into the cache."""
         self._paged.run([_text(cache, len(vectors))], vectors=vectors)
         cache.commit(range(len(vectors)))
 
     def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
-        """Read texts' next tokens, which caches keep, and a block behind each: what enters the LM head.
+        """Read the next tokens of texts into their caches, and a block after each.
 
         Args:
-            caches: of the texts.
-            vectors: of each, the target's at these tokens `[rows, layers * width]`, one row or more.
-            anchors: the last token of each, whose vector nobody knows yet.
+            vectors: for each text the target's vectors `[rows, layers * width]`, one row or more.
+            anchors: the last token of each text, which has no vector yet.
 
         Returns:
-            `[blocks, reach, width]`.
+            The LM head's inputs `[blocks, reach, width]`.
         """
         return self._run(
             caches, vectors, anchors, (), None, lambda inputs, numbers: (self._through(inputs, numbers[0]),)
@@ -119,7 +116,7 @@ class GraphBlocks:
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """The same, and trees that grow of it; further arguments as `GraphPairs.run_trees` has them."""
+        """`run`, and build trees from the blocks; further arguments as in `GraphPairs.run_trees`."""
         draft = partial(self._trees, levels, beams, grow)
         return self._run(caches, vectors, anchors, numbers, (levels, beams, grow), draft)
 
@@ -153,7 +150,7 @@ class GraphBlocks:
         return Inputs(bucket, len(_PATTERNS), self._pages.device, self._one)
 
     def _read(self, inputs: Inputs, layers: Layers) -> Outputs:
-        """Texts alone."""
+        """Read only texts."""
         for call, made in enumerate(self._keys(inputs)):
             write(inputs, self._pages, call, *made)
         return ()
@@ -163,7 +160,7 @@ class GraphBlocks:
         return self._head.context_keys(inputs.vectors, inputs.numbers.positions)
 
     def _through(self, inputs: list[Inputs], anchors: Tensor) -> Tensor:
-        """Texts, and blocks behind them: what enters the LM head."""
+        """Read texts and the blocks after them; the LM head's inputs."""
         text, blocks = inputs
         numbers = blocks.numbers
         numbers.until.copy_(numbers.end.clamp_min(1).repeat_interleave(self._block))  # all of the own block
@@ -177,7 +174,7 @@ class GraphBlocks:
         return self._head.leaving(anchors, numbers.positions, attend)
 
     def _trees(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """All levels of trees, of which each has a row of the block."""
+        """Build the trees, with one row of the block per level."""
         tokens, *own = numbers
         x, trees, state = self._through(inputs, tokens), grow(*own), None
         for level in range(levels):
@@ -189,5 +186,5 @@ class GraphBlocks:
 
 
 def _text(cache: RequestCache, count: int) -> Segment:
-    """So many more of its tokens, which nobody reads: vectors stand for them."""
+    """A segment of `count` more positions; vectors replace its token ids."""
     return Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), ())

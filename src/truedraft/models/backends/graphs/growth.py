@@ -1,7 +1,7 @@
-"""Trees that grow on a device, level by level, as a part of a recording: what is drafted is chosen there, too.
+"""Trees that grow on a device, level by level, within a recording: drafted tokens are chosen there, too.
 
-A level of each tree has the same number of nodes, those that are open; which tokens they carry and what they hang below
-is known on the device alone, so recordings are of one shape whatever is drafted. Nothing here waits for the device.
+Each level of each tree has the same number of open nodes. Their tokens and parents are known only on the device, so one
+recording serves all drafts. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -20,53 +20,45 @@ from truedraft.models.base import Choose
 
 
 class Growth(ABC):
-    """Trees of some requests, while one forward of a recording runs.
-
-    Attributes:
-        beams: open nodes of each tree, but for the root alone at first.
-    """
+    """Trees of some requests during one recorded forward, with `beams` open nodes each after the root."""
 
     beams: int
 
     @abstractmethod
     def grow(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Hang tokens below the open nodes, and open some of them.
+        """Add children to the open nodes, and choose the next open nodes.
 
-        Args:
-            logits: `[requests, ids]` at first, then `[requests * beams, ids]`: at the open nodes.
-
-        Returns:
-            The tokens `[requests * beams]`, int64, of the nodes that are open now, and the rows of the logits that they
-            hang below, likewise.
+        Logits are `[requests, ids]` in the first call, then `[requests * beams, ids]`. Returns the new open nodes'
+        tokens, and the rows of `logits` at their parents; both `[requests * beams]`, int64.
         """
 
     @abstractmethod
     def found(self) -> Outputs:
-        """What was drafted, `[requests, ...]` each."""
+        """The drafts, `[requests, ...]` each."""
 
 
 Grow: TypeAlias = Callable[..., Growth]
-"""Makes trees that have their roots, given numbers `[requests, ...]` on the device. A recording is known by it."""
+"""Makes trees with only their roots, from numbers `[requests, ...]` on the device. It is part of a recording's key."""
 
 
 class LikeliestNodes(Growth):
-    """Node for node what `truedraft.drafters.heads.levels.LikeliestTree` finds, in tensors.
+    """Builds the tree of `truedraft.drafters.heads.levels.LikeliestTree`, node for node, with tensor operations.
 
-    Nodes are numbered level by level, and below their parents in turn. Where fewer are open than there may be, the
-    others hang below a node that does not exist: logs of their products are -inf.
+    Nodes are numbered level by level, in the order of their parents. Where fewer than `beams` nodes are open, the
+    others are children of a node that does not exist: their log probabilities are -inf.
 
     Args:
-        beams: nodes that are open at each level, and tokens that each brings; no more than there are ids.
+        beams: open nodes at each level, and children of each; at most the number of ids.
         nodes: most nodes of a tree.
-        ids: `[guessed]`: that the logits are about; None for all of the vocabulary.
-        limits: `[requests, 2]`: of these, how many are open, and how deep a tree is.
+        ids: `[guessed]`: token ids of the logits; None for the whole vocabulary.
+        limits: `[requests, 2]`: open nodes and depth of each tree.
     """
 
     def __init__(self, beams: int, nodes: int, ids: Tensor | None, limits: Tensor) -> None:
         self.beams, self._nodes, self._ids = beams, nodes, ids
         self._widths, self._depths = limits[:, :1], limits[:, 1:]
-        self._open = torch.full_like(self._widths, -1)  # [requests, open]: their numbers
-        self._products = torch.zeros_like(self._open, dtype=torch.float64)  # likewise: logs
+        self._open = torch.full_like(self._widths, -1)  # [requests, open]: node numbers
+        self._products = torch.zeros_like(self._open, dtype=torch.float64)  # [requests, open]: log probabilities
         self._levels: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and logs [requests, open * beams]
 
     def grow(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,13 +66,13 @@ class LikeliestNodes(Growth):
         top, rank = TopK.of(logits, self.beams), torch.arange(self.beams, device=logits.device)
         tokens = top.ids if self._ids is None else self._ids[top.ids]
         gains = top.log_probs.double().view(requests, opened, self.beams)
-        # On the host a node has no child without mass, nor one whose log is no number.
+        # As on the host, no node has a child of probability 0 or with a log probability of NaN.
         possible = (gains > -torch.inf) & (rank < self._widths[:, None]) & (len(self._levels) < self._depths[:, None])
         logs = (self._products[:, :, None] + gains).masked_fill(~possible, -torch.inf).flatten(1)
         tokens, parents = tokens.view(requests, -1), self._open.repeat_interleave(self.beams, dim=1)
         before = sum(each.shape[1] for each, *_ in self._levels)
         self._levels.append((tokens, parents, logs))
-        # The likeliest ones, by their numbers; those that are not open lie behind.
+        # The likeliest nodes in the order of their numbers, then those that are not open.
         count = logs.shape[1]
         best = _first(logs, self.beams)
         closed = (rank >= self._widths) | (logs.gather(1, best) == -torch.inf)
@@ -92,8 +84,9 @@ class LikeliestNodes(Growth):
         return tokens.gather(1, best).flatten(), above.flatten()
 
     def found(self) -> Outputs:
-        """As `truedraft.kinds.redrafter.beams.trees_of` takes them: tokens and parents `[requests, nodes]` of the
-        likeliest nodes, the likeliest first, and how many of them there are."""
+        """Arguments of `truedraft.kinds.redrafter.beams.trees_of`: tokens and parents `[requests, nodes]` of the
+        likeliest nodes, the likeliest first, and the number of nodes of each tree.
+        """
         tokens, parents, logs = (torch.cat(each, dim=1) for each in zip(*self._levels, strict=True))
         kept = _first(logs, min(self._nodes, logs.shape[1]))
         place = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
@@ -104,17 +97,17 @@ class LikeliestNodes(Growth):
 
 
 def _first(logs: Tensor, count: int) -> Tensor:
-    """The places of the largest of each row, of equal ones the first, as Python sorts: `[requests, count]`."""
+    """Indices of the largest entries of each row, the first of equal ones, as Python sorts: `[requests, count]`."""
     return logs.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 class ChosenChains(Growth):
-    """Chains whose tokens are drawn one by one.
+    """Chains with tokens drawn one by one.
 
     Args:
-        choose: draws them.
-        whole: makes logits of all ids of those that are guessed; None: they are of all.
-        numbers: `[requests, levels]` each, of what is chosen.
+        choose: draws the tokens.
+        whole: maps logits of the head's ids to logits of the whole vocabulary; None where they have it already.
+        numbers: `[requests, levels]` each, arguments of `choose`.
     """
 
     beams = 1
@@ -133,20 +126,14 @@ class ChosenChains(Growth):
         return tokens, torch.arange(len(tokens), device=tokens.device)
 
     def found(self) -> Outputs:
-        """Tokens `[requests, levels]`, and where they are drawn the distributions `[requests, levels, vocab]`."""
+        """Tokens `[requests, levels]`, and where they were sampled their distributions `[requests, levels, vocab]`."""
         return torch.stack(self._tokens, 1), *([torch.stack(self._probs, 1)] if self._probs else [])
 
 
 def own_bits(beams: int, level: int, words: int, like: Tensor) -> Tensor:
-    """The bits of the nodes that are open behind level 0, 1, ..., among all that were: `[beams, words]`, int64.
+    """The mask bits of the nodes that are open after a level, from 0: `[beams, words]`, int64, on the device of `like`.
 
-    Worked example: of two at each level those behind level 1 are nodes 2 and 3, whose bits are 0b100 and 0b1000.
-
-    Args:
-        beams: open nodes at each level.
-        level: as said.
-        words: numbers of 64 bits.
-        like: a tensor on the device.
+    Worked example: with two at each level, those open after level 1 are nodes 2 and 3, with the bits 0b100 and 0b1000.
     """
     node = torch.arange(beams * level, beams * (level + 1), device=like.device)[:, None]
     word = torch.arange(words, device=like.device)
@@ -159,13 +146,13 @@ def joined_work(
     vectors: Tensor,
     forward: Callable[[list[Inputs], list[Tensor]], Outputs],
 ) -> Work[tuple[list[Inputs], list[Tensor]]]:
-    """Forwards behind each other, of which the first reads vectors beside tokens.
+    """Forwards in sequence, the first of which reads vectors in addition to tokens.
 
     Args:
-        batches: of each forward.
-        numbers: `[requests, ...]` each, that are read beside.
-        vectors: for one row of the first one, `[width]`.
-        forward: computes from inputs and numbers of requests, padding included.
+        batches: one per forward.
+        numbers: `[requests, ...]` each, further inputs.
+        vectors: `[width]`, one row of the first forward's vectors.
+        forward: called with the inputs and the numbers, padding included.
     """
     requests, buckets = len(batches[0].parts), [batch.bucket for batch in batches]
 

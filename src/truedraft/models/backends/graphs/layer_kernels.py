@@ -1,7 +1,7 @@
-"""Triton kernels for what lies between the products of a Llama-like layer: norm, rotation and caching, gated product.
+"""Triton kernels between the products of a Llama-like layer: norm, rotation and caching, gated product.
 
-Each does what `truedraft.models.llama` does by several of torch's kernels, and rounds where these round. A row's result
-does not depend on the other rows.
+Each replaces several of torch's kernels in `truedraft.models.llama`, with the same roundings. A row's result does not
+depend on the other rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FUSES = True
 def rms_norm(x: Tensor, norm: RootMeanSquareNorm) -> Tensor:
     """`norm(x)` for `[rows, width]`, contiguous.
 
-    In float32, rounded once at the end, which is what torch does whether or not the family rounds once.
+    In float32, rounded once at the end, like torch, whether or not the family rounds once.
     """
     rows, width = x.shape
     out = torch.empty_like(x)
@@ -48,19 +48,15 @@ def rotate_and_write(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Norms heads where the family does, turns queries and keys, and writes keys and values to their pages.
+    """Normalise heads where the family does, rotate queries and keys, and write keys and values to their pages.
 
     Args:
         qkv: `[rows, (heads + 2 kv_heads) * width]`, contiguous: queries, keys, values.
-        table: cosines and half of the sines by position, as `RotaryTable.table`; its rotation may be narrower than
-            heads.
-        positions: `[rows]`, int64, that the table holds.
-        target: `[rows]`, int64: where each row's key and value go, in pages one behind another.
-        keys: `[pages, page, kv_heads, width]`, contiguous; written to, and likewise
-        values.
-        query_norm: of each query head; None in most families, and likewise
-        key_norm, which is there if and only if the other is; both have one eps and offset.
-        interleaved: as `Rotation` takes it.
+        table: see `RotaryTable.table`; its rotation may be narrower than heads.
+        positions: `[rows]`, int64, within the table.
+        target: `[rows]`, int64: index of each row's key and value in the concatenated pages.
+        keys: `[pages, page, kv_heads, width]`, contiguous; written to, and so are `values`.
+        query_norm: of each query head; None if and only if `key_norm` is. Both have one eps and offset.
 
     Returns:
         Queries `[rows, heads, width]`.
@@ -82,7 +78,7 @@ def rotate_and_write(
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`, the gate rounded before: `[rows, 2 * inner]`, contiguous, gates first, to `[rows, inner]`."""
+    """`silu(gate) * up`, the gate rounded first: `[rows, 2 * inner]`, contiguous, gates first, to `[rows, inner]`."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inner)
     if rows:
@@ -109,7 +105,7 @@ def _rotate_and_write(
     heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, rotated: tl.constexpr,
     normed: tl.constexpr, interleaved: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, some of its heads: those of queries, then of keys, then of values."""
+    """Some heads of one row: those of queries, then of keys, then of values."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _HEADS_AT_ONCE + tl.arange(0, _HEADS_AT_ONCE)
     d = tl.arange(0, padded)
@@ -118,7 +114,7 @@ def _rotate_and_write(
     is_key = (head >= heads) & (head < heads + kv_heads)
     turned = (is_query | is_key)[:, None]
 
-    # Entry d turns with its partner: (a, b) becomes (a cos - b sin, b cos + a sin).
+    # Entry d is rotated with its partner: (a, b) becomes (a cos - b sin, b cos + a sin).
     half: tl.constexpr = rotated // 2
     if interleaved:
         is_first = d % 2 == 0

@@ -1,4 +1,4 @@
-"""Heads that read pairs of a vector and a token, as CUDA graphs: a forward is one replay, and so is a whole draft."""
+"""Heads that read pairs of a vector and a token, as CUDA graphs: one replay per forward, or per whole draft."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PATTERNS: tuple[AttentionPattern, ...] = (Full(),)
 
 
 class ReadPairs(Protocol):
-    """A head as a function: of tokens and positions `[rows]`, vectors beside them `[rows, width]`, whether these are
-    the target's, attention (`truedraft.drafters.heads.layers.Attend`), and the rows that are wanted."""
+    """A head as a function of tokens and positions `[rows]`, vectors `[rows, width]`, whether these are the target's,
+    attention (`truedraft.drafters.heads.layers.Attend`), and the rows to return."""
 
     def __call__(
         self,
@@ -36,25 +36,21 @@ class ReadPairs(Protocol):
         attention: Callable[[Tensor, Tensor, Tensor], Tensor],
         rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Vectors `[wanted, width]` and logits `[wanted, ids]`; nothing in it may wait for the device."""
+        """Vectors `[wanted, width]` and logits `[wanted, ids]`, without waiting for the device."""
 
 
 class GraphPairs:
-    """Runs a head over pages of its own, recorded once for each bucket of shapes, as `GraphBackend` runs targets.
+    """Runs a head over its own pages, recorded once for each bucket of shapes; `pool` makes the requests' caches.
 
     Args:
-        read: the head.
-        rotary: its table of positions, which grows when texts do.
+        rotary: table of positions, which grows with longer texts.
         start: added to all positions.
-        sizes: attention calls, key/value heads, and width of a head.
-        widths: of the vectors that it gave, and of the target's, side by side.
-        like: a tensor of its dtype on its device.
-        limit: tokens of one request.
+        sizes: attention calls, key/value heads, and head width.
+        widths: of the head's own output vectors, and of the target's concatenated vectors.
+        like: a tensor of the head's dtype on its device.
+        limit: most tokens of one request.
         recorder: makes recordings; None is CUDA graphs.
-        before: of the same sizes, whose pages it goes on with.
-
-    Attributes:
-        pool: where caches of requests come from.
+        before: an instance of the same sizes with pages to reuse.
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class GraphPairs:
 
     @property
     def warmups(self) -> int:
-        """Forwards so far that took longer than others of their shape will."""
+        """Forwards so far that took longer than later ones of their shape will."""
         return sum(runner.warmups for runner in self._runners)
 
     def run(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
@@ -106,21 +102,16 @@ class GraphPairs:
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """Draft whole trees in one recording.
-
-        What it reads of texts, and what is drafted behind, stays uncommitted.
+        """Draft whole trees in one recording; returns `Growth.found`. Everything that it reads and drafts stays
+        uncommitted.
 
         Args:
-            segments: the next tokens of each text, up to 64, with one wanted row, the last. Or, of a head that guesses
-                ahead, with one for each level, by which all nodes of that go.
-            vectors: `[total, width]`: the target's, beside the tokens.
+            segments: the next tokens of each text, up to 64, with the last one as the only row; for a head that guesses
+                ahead, with one row for each level, used for all nodes of that level.
+            vectors: `[total, width]`: the target's, for the same tokens.
             levels: of the trees, 1 or more.
-            beams: open nodes of each, as `Growth` has them.
-            grow: makes the trees.
-            numbers: `[requests, ...]` each, that it is given.
-
-        Returns:
-            What the trees found.
+            beams: open nodes of each tree, see `Growth`.
+            numbers: `[requests, ...]` each, arguments of `grow`.
         """
         ahead = len(segments[0].rows) > 1
         draft = partial(self._ahead, levels, beams, grow) if ahead else partial(self._levels, beams, grow)
@@ -134,7 +125,7 @@ class GraphPairs:
         return self._forwards[True].run_levels(segments, forwards, work, numbers, beams, nodes, vectors)
 
     def _levels(self, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """A forward for each level."""
+        """Run one forward for each level."""
         first, *later = inputs
         trees, words = grow(*numbers), inputs[-1].bucket.words
         vectors, logits = self._rows(first, first.vectors, observed=True)
@@ -152,7 +143,7 @@ class GraphPairs:
         return trees.found()
 
     def _ahead(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """One forward for all levels."""
+        """Run one forward for all levels."""
         (own,) = inputs
         trees = grow(*numbers)
         _, logits = self._rows(own, own.vectors, observed=True)
@@ -167,7 +158,7 @@ class GraphPairs:
         return self._rows(inputs, inputs.vectors, observed)
 
     def _rows(self, inputs: Inputs, vectors: Tensor | None, observed: bool) -> tuple[Tensor, Tensor]:
-        """Vectors and logits at the wanted rows of a forward."""
+        """Vectors and logits at the requested rows of a forward."""
         numbers = inputs.numbers
         assert vectors is not None
         look = self._attention(inputs, self._pages)

@@ -1,4 +1,4 @@
-"""Ways to run a forward, or another function of tensors: as it is, or recorded once for each shape and replayed."""
+"""Runs a forward, or another function of tensors, eagerly, or recorded once for each shape and replayed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
 _log = logging.getLogger(__name__)
 
 Outputs: TypeAlias = tuple[Tensor, ...]
-"""Logits `[wanted, ids]`, vectors before the LM head `[wanted, width]`, and what some layers give, each likewise."""
+"""Logits `[wanted, ids]`, vectors before the LM head `[wanted, width]`, and the output `[wanted, width]` of some
+layers.
+"""
 
 Layers: TypeAlias = tuple[int, ...]
 Forward: TypeAlias = Callable[[Inputs, Layers], Outputs]
 MakeInputs: TypeAlias = Callable[[Bucket], Inputs]
 
 Held = TypeVar("Held")
-"""Inputs in memory that stays."""
+"""Inputs at fixed addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A forward whose kernels are known; replaying it computes from whatever its inputs hold by then.
+    """A recorded forward; replaying it computes from the current contents of its inputs.
 
     Attributes:
         outputs: at fixed addresses; the next replay overwrites them.
@@ -49,24 +51,18 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Record a forward. It may run meanwhile, any number of times, and runs once before anything is recorded: it
-        writes the same whenever it runs. Nobody but it may run meanwhile."""
+        """Record a forward. It runs once before the recording, may run any number of times, and must write the same
+        every time. No other forward may run at the same time."""
 
     @abstractmethod
     def forget(self) -> None:
-        """All recordings made so far are gone; free what they shared."""
+        """Free what the recordings made so far shared; they are no longer used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[Held]):
-    """What is to run.
-
-    Attributes:
-        make: makes memory for its inputs.
-        load: fills it.
-        forward: computes from it.
-        rows: of each output; those behind are padding.
-    """
+    """Work to run: `make` allocates inputs, `load` fills them, and `forward` computes outputs with `rows` rows and
+    padding."""
 
     make: Callable[[], Held]
     load: Callable[[Held], None]
@@ -74,45 +70,41 @@ class Work(Generic[Held]):
     rows: int
 
     def run(self) -> Outputs:
-        """Run it as it is, operation by operation, from inputs of its own."""
+        """Run eagerly, with newly allocated inputs."""
         inputs = self.make()
         self.load(inputs)
         return tuple(each[: self.rows] for each in self.forward(inputs))
 
 
 class Recordings(Generic[Held]):
-    """Records what comes back in the same shape, and replays it from then on.
+    """Records work of a shape that repeats, and replays it from then on.
 
-    Many shapes, such as the ends of prompts, occur once, and recording costs far more than running: so the first work
-    of a shape runs as it is.
+    Many shapes, such as those of the last chunks of prompts, occur once, and recording costs far more than running. So
+    the first work of a shape runs eagerly. `warmups` counts such runs and those that recorded.
 
     Args:
-        recorder: makes the recordings; without one nothing is recorded.
-        most: recordings that are kept; of more, the one that was used longest ago goes.
-
-    Attributes:
-        warmups: runs so far that were as they are, to be recorded later, or were recorded.
+        recorder: makes the recordings; None records nothing.
+        most: recordings to keep; the least recently used one is dropped.
     """
 
     def __init__(self, recorder: Recorder | None, most: int = 64) -> None:
         self._recorder = recorder
         self._most = most
         self._seen: set[Hashable] = set()
-        self._unrecorded: set[Hashable] = set()  # for recording them failed
+        self._unrecorded: set[Hashable] = set()  # because recording them failed
         self._kept: OrderedDict[Hashable, tuple[Held, Recording]] = OrderedDict()
         self._outputs: dict[Hashable, Tensor] = {}
         self.warmups = 0
 
     @property
     def shapes(self) -> list[Hashable]:
-        """Shapes whose recordings are kept, the one used longest ago first."""
+        """Shapes with recordings, the least recently used first."""
         return list(self._kept)
 
     def run(self, shape: Hashable, work: Work[Held]) -> Outputs:
-        """Run something; work of one shape does the same operations, on inputs of the same sizes.
+        """Run work, and return its rows without padding, owned by the caller.
 
-        Returns:
-            The rows that were asked for, without padding. They belong to the caller.
+        Work of one shape does the same operations on inputs of the same sizes.
         """
         if self._recorder is None or shape in self._unrecorded:
             return work.run()
@@ -128,7 +120,7 @@ class Recordings(Generic[Held]):
         else:
             try:
                 recording = self._record(shape, work, self._recorder)
-            except RuntimeError as error:  # such as for lack of memory, which what is recorded would keep
+            except RuntimeError as error:  # such as out of memory, because a recording keeps its memory
                 _log.warning("a forward is not recorded (%s); it runs operation by operation", error)
                 self._unrecorded.add(shape)
                 return work.run()
@@ -143,12 +135,12 @@ class Recordings(Generic[Held]):
         self._kept[shape] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
-            self._unrecorded.clear()  # what was given up has left room
+            self._unrecorded.clear()  # the dropped recording freed memory
         return recording
 
     def _put_away(self, outputs: Outputs) -> Outputs:
-        """Outputs in memory that all recordings with such outputs share. Whatever a recording leaves in memory of its
-        own stays there for good: with large vocabularies gigabytes."""
+        """Copy outputs to memory that recordings share, because memory of a recording's own is never freed: gigabytes
+        with large vocabularies."""
         shared = []
         for number, output in enumerate(outputs):
             key = number, output.shape, output.dtype
@@ -158,7 +150,6 @@ class Recordings(Generic[Held]):
         return tuple(shared)
 
     def forget(self) -> None:
-        """All recordings are void."""
         self._seen.clear()
         self._unrecorded.clear()
         self._outputs.clear()
@@ -168,15 +159,10 @@ class Recordings(Generic[Held]):
 
 
 class Runner:
-    """Runs batches through a forward, as it is or recorded; see `Recordings`.
+    """Runs batches through a forward, eagerly or recorded; see `Recordings` for `recorder` and `most`.
 
-    The forward of a bucket that shows the same layers is recorded when it comes back.
-
-    Args:
-        forward: what runs.
-        inputs: makes the inputs of a bucket.
-        recorder: makes the recordings; without one nothing is recorded.
-        most: recordings that are kept; of more, the one that was used longest ago goes.
+    A recording is made for each bucket and tuple of captured layers that repeats. `inputs` allocates the inputs of a
+    bucket.
     """
 
     def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder | None, most: int = 256) -> None:
@@ -187,35 +173,31 @@ class Runner:
 
     @property
     def warmups(self) -> int:
-        """Forwards so far that ran as they are, to be recorded later, or were recorded."""
+        """See `Recordings`."""
         return self._recordings.warmups
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Buckets whose recordings are kept, the one used longest ago first."""
+        """Buckets with recordings, the least recently used first."""
         shapes: list[Any] = self._recordings.shapes
         return [bucket for bucket, _ in shapes]
 
     def run_once(self, batch: PagedBatch, layers: Layers = ()) -> Outputs:
-        """Load a batch and run it as it is, operation by operation; returns what `run` does."""
+        """Load a batch and run it eagerly; returns what `run` does."""
         return self._work(batch, layers).run()
 
     def run(self, batch: PagedBatch, addresses: object, layers: Layers = ()) -> Outputs:
-        """Load a batch and run it.
+        """Load a batch and run it, and return its rows without padding, owned by the caller.
 
         Args:
-            batch: what is fed.
-            addresses: what stands for those that the forward reads and writes besides its inputs; recordings made
-                under others are void.
-            layers: whose output is shown.
-
-        Returns:
-            The rows that were asked for, without padding. They belong to the caller.
+            addresses: identifies the other memory that the forward reads and writes; recordings made with a different
+                value are dropped.
+            layers: layers to return the output of.
         """
         return self.run_work((batch.bucket, layers), self._work(batch, layers), addresses)
 
     def run_work(self, shape: tuple[Bucket, Hashable], work: Work[Any], addresses: object) -> Outputs:
-        """The same for work that is more than one forward, which begins in some bucket."""
+        """Run work of several forwards in sequence; the first has the bucket of `shape`."""
         if addresses != self._addresses:
             self._addresses = addresses
             self._recordings.forget()
@@ -231,16 +213,17 @@ class Runner:
 
 
 class RecordedFunction:
-    """A function of tensors `[rows, ...]` whose rows depend on the same rows of its arguments alone; see `Recordings`.
+    """A function of tensors `[rows, ...]` each row of which depends only on the same row of its arguments; see
+    `Recordings`.
 
-    It is recorded for each number of rows, a power of two, and for all that its arguments do not hold. Rows of padding
-    hold what earlier calls left there. Nothing in it may wait for the device, and no tensor that it makes may be kept:
-    a recording's memory is shared.
+    It is recorded for each number of rows, rounded up to a power of two, and for each tuple of its other arguments.
+    Rows of padding hold values of earlier calls. The function must not wait for the device, and tensors that it makes
+    must not be kept, because recordings share memory.
 
     Args:
-        function: is given tensors, and behind them the numbers that it was called with; gives tensors `[rows, ...]`.
-        recorder: makes the recordings; without one the function is called with the very arguments.
-        most: recordings that are kept; of more, the one that was used longest ago goes.
+        function: called with tensors and then with the numbers of the call; returns tensors `[rows, ...]`.
+        recorder: None calls the function directly.
+        most: recordings to keep; the least recently used one is dropped.
     """
 
     def __init__(self, function: Callable[..., Outputs], recorder: Recorder | None, most: int = 64) -> None:
@@ -250,12 +233,12 @@ class RecordedFunction:
 
     @property
     def warmups(self) -> int:
-        """Calls so far that took longer than others of their shape will."""
+        """Calls so far that took longer than later calls of their shape will."""
         return self._recordings.warmups
 
     @in_inference_mode
     def __call__(self, tensors: Sequence[Tensor], *numbers: int) -> Outputs:
-        """What the function gives for tensors of equally many rows, at least one, all on its device."""
+        """Call the function with tensors of equally many rows, at least one, all on its device."""
         if not self._is_recorded:
             return self._function(*tensors, *numbers)
         rows = len(tensors[0])
@@ -276,12 +259,12 @@ class RecordedFunction:
 
 
 _CAPTURING = threading.Lock()
-"""CUDA lets one recording of a process be under way at a time."""
+"""CUDA allows one recording at a time in a process."""
 
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Python collects no garbage meanwhile: what an engine that is gone frees would be recorded."""
+    """Disable garbage collection, because what it frees would be recorded."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -292,16 +275,12 @@ def _without_collections() -> Iterator[None]:
 
 
 class CudaGraphs(Recorder):
-    """Records CUDA graphs, which share one pool of memory: one forward runs at a time.
-
-    Args:
-        device: where they run.
-    """
+    """Records CUDA graphs, which share one memory pool: one forward runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._aside: torch.cuda.Stream | None = None  # one, for the allocator keeps memory for each
-        self._pool: Any = None  # torch names no public type for it
+        self._aside: torch.cuda.Stream | None = None  # only one, because the allocator keeps memory for each stream
+        self._pool: Any = None  # torch has no public type for it
 
     def record(self, forward: Callable[[], Outputs]) -> Recording:
         with _CAPTURING, _without_collections(), torch.cuda.device(self._device):
@@ -310,13 +289,14 @@ class CudaGraphs(Recorder):
             aside.wait_stream(current)
             try:
                 with torch.cuda.stream(aside):
-                    forward()  # libraries make themselves ready at their first call, which cannot be recorded
+                    forward()  # libraries initialise at their first call, which cannot be recorded
             finally:
-                current.wait_stream(aside)  # its inputs may be freed behind this
+                current.wait_stream(aside)  # its inputs may be freed after this
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile. Torch's own stream for this may be another device's.
+            # Other threads may use the device during the capture. Torch's default capture stream may be on another
+            # device.
             with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
                 outputs = forward()
         return Recording(outputs, graph.replay)

@@ -1,4 +1,4 @@
-"""A packed forward as one call of the native library, and its LM head alone, with residual heads before it or not."""
+"""A packed forward as one call of the native library, and its LM head by itself, with or without residual heads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from truedraft.models.threads import forward_threads
 _CPU = torch.device("cpu")
 _MOST_HEAD = 256
 _GATES = {"silu": 2, "gelu": 3, "clipped": 4}  # kinds of decoder.c
-_WORTH_A_COPY = 0.7  # of the bytes of its weights that a copy with fewer bits may have
+_WORTH_A_COPY = 0.7  # most bytes of a copy with fewer bits, as a fraction of those of its weights
 _NOTHING = torch.empty(0)
 _NO_BLOCKS = (CLinear * 0)()
 
@@ -58,11 +58,11 @@ _NO_BLOCKS = (CLinear * 0)()
 class NativeBackend(Backend):
     """Runs a Llama-like decoder by decoder.c, from the loaded model's own weights, which are freed.
 
-    Rows do not depend on each other, to the last bit, whatever their number, so nothing is padded.
+    Rows do not depend on each other, to the last bit, for any number of rows, so nothing is padded.
 
     Args:
-        llama: one that `fits`.
-        widest: entries of the widest row that is read beside those of its layers.
+        llama: a decoder that `fits`.
+        widest: entries of the widest row outside its layers.
     """
 
     def __init__(self, llama: Llama, widest: int = 0) -> None:
@@ -84,7 +84,7 @@ class NativeBackend(Backend):
         self._scratch = Scratch(library, llama.dtype, model.stride, model.experts, model.chosen, model.spread)
         self._lm_head = NativeLmHead(library, model, llama.dtype, self._scratch)
         self._make_model: Callable[[], CModel]
-        self._whole: NativeBackend | None = None  # whose norms and embedding this one reads, too
+        self._whole: NativeBackend | None = None  # owner of the norms and the embedding of a quantised copy
         self.least_rows = 1
         self.own_threads = True
         self.shown_layers = model.layers
@@ -99,17 +99,17 @@ class NativeBackend(Backend):
 
     @cached_property
     def _model(self) -> CModel:
-        """Of a quantised one, made when it is first run."""
+        """Created lazily for a quantised copy."""
         return self._make_model()
 
     def __del__(self) -> None:
-        """The weights may go when no thread is late with a forward that is long over."""
+        """Wait until no late thread of a finished forward reads the weights."""
         if hasattr(self, "_scratch"):
             self._scratch.settle()
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether a decoder is of sizes that decoder.c is for, and the machine could compile it."""
+        """Whether decoder.c supports a decoder's sizes, and is compiled on this machine."""
         layer = llama.layers[0]
         turned = {table.width for table in llama.rotaries}
         sizes = (llama.embedding.shape[1], llama.inner, layer.head, min(turned) // 2)
@@ -158,7 +158,7 @@ class NativeBackend(Backend):
             raise UnsupportedModelError(
                 f"its own are quantised, and such a copy has {fewer / self.weight_bytes:.0%} of their bytes"
             )
-        twin = copy.copy(self)  # scratch memory, too, so that only one of the two may run at a time
+        twin = copy.copy(self)  # shares scratch memory, so that only one of the two may run at a time
         twin._whole = self
         twin._weights = Weights(self._library)
         del twin._model
@@ -176,9 +176,9 @@ class NativeBackend(Backend):
     def _run(
         self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor], pairs: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """As `run_watched`; what a model of pairs reads in place of tokens are the last fields of `CBatch`."""
+        """`run_watched`; `pairs` are the last fields of `CBatch`, for a model that reads pairs instead of tokens."""
         tokens = plan.tokens
-        if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # as a column of a table of tokens
+        if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # such as a column of a matrix
             tokens = tokens.to(torch.int64).contiguous()
         total, wanted = tokens.shape[1], plan.rows.shape[0]
         positions = plan.positions[0]
@@ -186,7 +186,7 @@ class NativeBackend(Backend):
             table.reach(plan.furthest)
         tables = (ctypes.c_void_p * len(self._rotaries))(*(each.table.data_ptr() for each in self._rotaries))
         first = self._first_visible(plan)
-        trees = [_slots_of(part) for part in plan.segments]  # held, for `_own_slots` may forget them meanwhile
+        trees = [_slots_of(part) for part in plan.segments]  # kept alive: `_own_slots` may evict them
         segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(part.length + len(part.segment.shape) for part in plan.segments)
         threads = forward_threads()
@@ -237,7 +237,8 @@ class NativeBackend(Backend):
         return NativeHeads(self._lm_head, blocks, vocab, factor).likeliest
 
     def _first_visible(self, plan: ForwardPlan) -> Tensor:
-        """`[patterns, rows]`: the first position that each row may see; where all see all, rows more than there are."""
+        """`[patterns, rows]`: the first position that each row may see; at least as many zeros if all positions are
+        visible."""
         if self._patterns == (Full(),):
             if len(self._zeros) < plan.positions.shape[1]:
                 self._zeros = torch.zeros(2 * plan.positions.shape[1], dtype=torch.int64, device=_CPU)
@@ -256,20 +257,20 @@ class NativeBackend(Backend):
         )  # fmt: skip
 
     def _addresses(self, cache: RequestCache) -> _Addresses:
-        """Those of a cache's buffers; they change only when it grows."""
+        """The addresses of a cache's buffers, which change only when it grows."""
         buffers = cache.storage
         if not isinstance(buffers, Buffers):
             raise CacheError("a cache of another model was given; make it by this model's new_cache")
         known = self._caches.get(buffers)
         if known is None or known.generation != buffers.generation:
             if known is not None:
-                return_freed_memory()  # what the buffers were before they grew
+                return_freed_memory()  # of the buffers before they grew
             known = self._caches[buffers] = _Addresses(buffers, *self._cache_shape, self._dtype)
         return known
 
 
 def _weights_of(library: Any, bits: Sequence[int]) -> str:
-    """Of how many bits they are, 0 being those of the dtype, and by what they are multiplied; ascending bits."""
+    """A description of the weights' bits (ascending; 0 is the dtype's) and of the instructions that multiply them."""
     named = (
         f"weights of {bits[0] or 'all'} bits" if len(bits) == 1 else f"weights of {bits[0] or 'all'} to {bits[-1]} bits"
     )
@@ -279,7 +280,7 @@ def _weights_of(library: Any, bits: Sequence[int]) -> str:
 
 def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
     """Whether outputs that are quantised in another way than those before begin a unit, both factors of the MLP are
-    quantised in one way, and weights that read one row have its inputs in one order."""
+    quantised in one way, and weights with the same input row have its inputs in one order."""
 
     def forms(linears: Linears) -> list[tuple[int, Scheme] | None]:
         stored = [quantized_of(linear.weight) for linear in linears]
@@ -302,7 +303,7 @@ def _of_one_order(linears: Linears) -> bool:
 
 
 def _model(llama: Llama, weights: Weights, widest: int) -> CModel:
-    """The structure of a decoder, whose linear weights are freed; `weights` keeps what it points to."""
+    """The structure of a decoder; frees its linear weights, and `weights` owns the copies."""
     first, width = llama.layers[0], llama.embedding.shape[1]
     inner, (table, *_), experts = llama.inner, llama.rotaries, first.experts
     several = 0 if experts is None else len(experts.router)
@@ -328,7 +329,7 @@ def _model(llama: Llama, weights: Weights, widest: int) -> CModel:
 
 
 def _quantized(model: CModel, weights: Weights, bits: int) -> CModel:
-    """A decoder with linears of 8 or 4 bits, which `weights` keeps; all else is the given one's, routers too."""
+    """A decoder with linears of 8 or 4 bits, owned by `weights`; the rest is the given one's, routers included."""
     experts = max(model.experts, 1)
     layers = (CLayer * model.layers)()
     for number, layer in enumerate(layers):
@@ -342,7 +343,7 @@ def _quantized(model: CModel, weights: Weights, bits: int) -> CModel:
 
 
 def _linears(model: CModel) -> Iterator[tuple[CLinear, int]]:
-    """What `_quantized` quantises: layers, and how many alike lie behind each, itself counted."""
+    """The layers that `_quantized` quantises, and how many equally sized ones begin at each."""
     experts = max(model.experts, 1)
     for number in range(model.layers):
         layer = model.layer[number]
@@ -387,7 +388,7 @@ def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer
 
 
 def _activation(layer: LlamaLayer[Linears]) -> str | None:
-    """Its name, where decoder.c has it."""
+    """The activation's name if decoder.c supports it."""
     if layer.experts is not None and layer.experts.clipped:
         return "clipped"
     if layer.activation is silu:
@@ -401,7 +402,7 @@ def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
 
 
 def _linear(layers: Linears, weights: Weights) -> CLinear:
-    """Layers of one input, one behind another."""
+    """One layer from several layers of one input, with concatenated outputs."""
     made = weights.linear([layer.weight for layer in layers], _bias(layers))
     for layer in layers:
         release(layer)
@@ -418,13 +419,13 @@ def _gate_up(layers: Linears, weights: Weights) -> CLinear:
 
 
 def _in_turns(bias: Tensor, inner: int) -> Tensor:
-    """Biases of gates, then of ups, `inner` each, as their blocks take turns."""
+    """Biases of gates, then of ups, `inner` each, in alternating blocks."""
     turns = torch.stack([bias[:inner].view(-1, LANES), bias[inner : 2 * inner].view(-1, LANES)], dim=1)
     return pad(turns.flatten(), (0, -2 * inner % UNIT))
 
 
 def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLinear]:
-    """Gates with ups, downs and the router; what they were made of is freed."""
+    """Gates with ups, downs and the router; the originals are freed."""
     each = range(len(experts.router))
     inner, width = experts.down.shape[2], experts.down.shape[1]
     gates = down_bias = router_bias = None
@@ -445,7 +446,7 @@ def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLin
 
 
 class _Addresses:
-    """Where the keys and values of one request lie, for every layer."""
+    """The addresses of the keys and values of one request, for every layer."""
 
     def __init__(
         self, buffers: Buffers, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
@@ -469,8 +470,8 @@ def _slots_of(part: SegmentPlan) -> tuple[Tensor, Tensor] | None:
 def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
     """The uncommitted slots that each new node sees: `[new + 1]` starts into a list of slots, both int32.
 
-    Worked example: parents (-1, 0, 0, 2) with nothing written give the paths 0; 0, 1; 0, 2; 0, 2, 3, so starts
-    0, 1, 3, 5, 8 into 0, 0, 1, 0, 2, 0, 2, 3.
+    Worked example: parents (-1, 0, 0, 2) with nothing written give the paths 0; 0, 1; 0, 2; 0, 2, 3, so starts 0, 1, 3,
+    5, 8 into 0, 0, 1, 0, 2, 0, 2, 3.
     """
     paths = [shape.path(node) for node in range(written, len(shape))]
     starts = [0]
@@ -481,13 +482,12 @@ def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
 
 
 class NativeLmHead:
-    """The packed LM head of a model, as a function of its own. One call runs at a time.
+    """The packed LM head of a model as a function. One call runs at a time.
 
     Args:
         library: decoder.c, compiled.
-        model: the structure that holds the LM head.
-        dtype: of the model.
-        scratch: that the model's forwards use.
+        model: the structure with the LM head.
+        scratch: shared with the model's forwards.
     """
 
     def __init__(self, library: Any, model: CModel, dtype: torch.dtype, scratch: Scratch) -> None:
@@ -497,14 +497,14 @@ class NativeLmHead:
         self._model = model
         self.dtype = dtype
         self._scratch = scratch
-        self._alone: dict[int, CHeads] = {}  # the LM head without heads, by how many of its inputs are read
+        self._alone: dict[int, CHeads] = {}  # the LM head without heads, by number of inputs
 
     def logits(self, vectors: Tensor) -> Tensor:
-        """Logits `[rows, ids]` for vectors `[rows, width]`; entries behind those that are given are zeros."""
+        """Logits `[rows, ids]` for vectors `[rows, up to width]`; missing entries are zeros."""
         return self.run(self._without_heads(vectors.shape[1]), vectors, 0, 0, 1.0)[0]
 
     def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
-        """Of the first `vocab` ids the likeliest `[rows, count]`, where the model multiplies its logits by `factor`."""
+        """The likeliest `[rows, count]` of the first `vocab` ids, where the model multiplies its logits by `factor`."""
         return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab, factor)[1]
 
     def _without_heads(self, width: int) -> CHeads:
@@ -513,7 +513,7 @@ class NativeLmHead:
         return self._alone[width]
 
     def heads(self, width: int, blocks: ctypes.Array[CLinear], layers: int, heads: int) -> CHeads:
-        """The structure of heads that read `width` numbers and end in the LM head; keeps what it points to alive."""
+        """The structure of heads with `width` inputs before the LM head; it keeps its pointers' targets alive."""
         head = self._model.lm_head
         read = CLinear.from_buffer_copy(head)
         read.read = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
@@ -537,11 +537,11 @@ class NativeLmHead:
         return logits[:, :outputs], TopK(ids, values)
 
     def forget(self) -> None:
-        """The LM head has other weights now."""
+        """Drop structures with the previous weights of the LM head."""
         self._alone.clear()
 
     def settle(self) -> None:
-        """Return when no thread reads weights; see `Scratch.settle`."""
+        """See `Scratch.settle`."""
         self._scratch.settle()
 
 
@@ -549,10 +549,9 @@ class NativeHeads:
     """Residual heads with packed weights, before a model's LM head.
 
     Args:
-        lm_head: that they end in.
-        blocks: the linear layers of each head, as many of each, each as wide as it reads.
+        blocks: the linear layers of each head, equally many of each, with equal input and output widths.
         vocab: ids that exist.
-        factor: what the model multiplies its logits by.
+        factor: by which the model multiplies its logits.
     """
 
     def __init__(self, lm_head: NativeLmHead, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> None:
@@ -565,11 +564,11 @@ class NativeHeads:
         self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
 
     def __del__(self) -> None:
-        """The weights may go when no thread is late with a run that is long over."""
+        """Wait until no late thread of a finished run reads the weights."""
         if hasattr(self, "_heads"):
             self._lm_head.settle()
 
     def likeliest(self, hidden: Tensor, depth: int, ranks: int) -> TopK:
-        """The likeliest ids `[depth, rows, ranks]` by the first `depth` heads for vectors `[rows, width]`."""
+        """The likeliest ids `[depth, rows, ranks]` of the first `depth` heads for vectors `[rows, width]`."""
         self._heads.used = depth
         return self._lm_head.run(self._heads, hidden, ranks, self._vocab, self._factor)[1].view(depth, len(hidden))

@@ -1,12 +1,12 @@
-"""Compile the forward on this machine, once, and keep it in the user's cache.
+"""Compiles the native forward on this machine, once, and caches it in the user's cache folder.
 
-There is no compiled file in the package: what a processor can do differs from machine to machine, and the compiler
-that is there knows. Where none is, or it fails, models run without this (`NativeBackend.fits` is False).
+The package contains no compiled file, because processors differ in their instructions. Without a working compiler
+models run without the native forward (`NativeBackend.fits` is False).
 
-A kept library carries the checksum of its bytes in its name, for loading half a library would end the process. It is
-only loaded where nobody but its user (or root) could have put it there. One process compiles, and others wait for it.
+A cached library has the checksum of its bytes in its name, because loading a truncated library would crash the process.
+It is loaded only from where nobody but its user (or root) could write. One process compiles, and others wait for it.
 
-Run as a program, this compiles what this processor's models need most, without torch: `truedraft.lazy.compile_ahead`.
+Run as a program, this compiles the usual variants for this processor without torch: `truedraft.lazy.compile_ahead`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SOURCE = Path(__file__).with_name("decoder.c")
 _COMPILERS = ("cc", "gcc", "clang")
 _PLAIN = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-w")
 _OF_SMOLLM2 = ((4, 1), (8, 0), (4, 0))  # forms of its file, 4 bits with shifts and 8 without, and of its draft
-# Some compilers know this machine under another option.
+# Compilers differ in their option for this machine.
 _TRIES = ("-march=native", "-mcpu=native")
 _TIMEOUT_S = 120.0
-_ROOM = 1 << 24  # bytes that a folder must have left for the compiler to work in it
+_ROOM = 1 << 24  # free bytes that the compiler needs in a folder
 _OURS_ALONE = 0o700
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -52,8 +52,8 @@ class Library(ctypes.CDLL):
     """decoder.c, compiled without the forms of quantised weights: each is compiled when a model needs it.
 
     Args:
-        compiler: the command that compiles.
-        defines: what for, see `_defines`.
+        compiler: the compile command.
+        defines: see `_defines`.
 
     Raises:
         OSError: it cannot be compiled or loaded.
@@ -65,7 +65,7 @@ class Library(ctypes.CDLL):
         self._forms: dict[tuple[int, int], ctypes.CDLL] = {}
 
     def need_form(self, bits: int, kind: int) -> None:
-        """Have products with weights of so many bits, that lie as one of quantized.h's kinds.
+        """Load products with weights of `bits` bits in the layout `kind` of quantized.h.
 
         Raises:
             ModelError: they cannot be compiled or loaded.
@@ -84,11 +84,11 @@ class Library(ctypes.CDLL):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What came of compiling.
+    """The result of compiling.
 
     Attributes:
-        library: the loaded library, or None.
-        reason: why there is none, in words; "" where there is one.
+        library: None if compiling failed.
+        reason: why there is no library; "" where there is one.
     """
 
     library: Library | None
@@ -120,15 +120,15 @@ def _built(defines: Sequence[str]) -> Built:
 
 
 class CompilerError(OSError):
-    """A compiler that failed, and what it said."""
+    """A compiler failed; holds its message."""
 
 
 def _load(compiler: Sequence[str], defines: Sequence[str], load: Callable[[str], object]) -> None:
-    """Have a library loaded: one that was kept, or that is compiled now and kept.
+    """Load a library from the cache, or compile and cache it.
 
     Raises:
         CompilerError: the compiler failed.
-        OSError: it cannot be run, or what it made cannot be loaded.
+        OSError: it cannot be run, or its output cannot be loaded.
     """
     key, folder = _key(compiler, defines), _folder()
     if _load_kept(folder, key, load):
@@ -140,7 +140,7 @@ def _load(compiler: Sequence[str], defines: Sequence[str], load: Callable[[str],
 
 
 def _compiler(given: str) -> tuple[str, ...]:
-    """The command that compiles, or nothing; `given` may hold options behind the program, as in "ccache gcc"."""
+    """The compile command, or nothing; `given` may have options after the program, as in "ccache gcc"."""
     for command in (given, *given.split()[:1]) if given else _COMPILERS:
         found = shutil.which(command)
         if found:
@@ -149,7 +149,7 @@ def _compiler(given: str) -> tuple[str, ...]:
 
 
 def _folder() -> Path | None:
-    """Where libraries are kept; None where the cache cannot be made, or others could put libraries there."""
+    """The cache folder; None where it cannot be created, or others could write to it."""
     folder = cache_folder() / "native"
     try:
         folder.mkdir(mode=_OURS_ALONE, parents=True, exist_ok=True)
@@ -162,29 +162,29 @@ def _folder() -> Path | None:
 
 @contextlib.contextmanager
 def _one_compiles(folder: Path | None) -> Iterator[None]:
-    """Wait until no other process compiles into the folder; where the system cannot tell, several may."""
+    """Wait until no other process compiles into the folder; without file locks several may."""
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(ImportError, OSError):  # Windows has no such locks, nor have some shared folders
+        with contextlib.suppress(ImportError, OSError):  # missing on Windows and in some shared folders
             import fcntl
 
             opened = os.open("" if folder is None else folder, os.O_RDONLY)
-            held.callback(os.close, opened)  # which gives it back, as the end of this process does
+            held.callback(os.close, opened)  # which releases it, as the end of this process does
             fcntl.flock(opened, fcntl.LOCK_EX)
         yield
 
 
 def _is_ours(path: Path) -> bool:
     """Whether only this user, or root, could have written a file or folder."""
-    if not hasattr(os, "getuid"):  # on Windows, where a user's folders are that user's own
+    if not hasattr(os, "getuid"):  # on Windows, where only the user can write to the user's folders
         return True
     status = path.stat()
     return status.st_uid in (0, os.getuid()) and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
 def _load_kept(folder: Path | None, key: str, load: Callable[[str], object]) -> bool:
-    """Have a library from earlier loaded; returns whether there is one that is whole and can be loaded."""
+    """Load a valid cached library; returns whether there is one."""
     for path in sorted(folder.glob(f"decoder-{key}-*.so")) if folder else ():
-        with contextlib.suppress(OSError):  # made where other libraries were at hand, or gone meanwhile
+        with contextlib.suppress(OSError):  # built against other libraries, or removed since
             if _is_ours(path) and path.stem.endswith(f"-{_checksum(path)}"):
                 load(str(path))
                 return True
@@ -196,7 +196,6 @@ def _checksum(path: Path) -> str:
 
 
 def _key(compiler: Sequence[str], defines: Sequence[str]) -> str:
-    """Everything that the result depends on."""
     asked = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
     told = (*compiler[1:], *defines, str(_PLAIN), str(_TRIES), platform.machine(), _processor())
     read = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
@@ -204,13 +203,13 @@ def _key(compiler: Sequence[str], defines: Sequence[str]) -> str:
 
 
 def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
-    """What decoder.c is compiled for; all of it measured (benchmarks/LOG.md).
+    """Options for decoder.c, all measured (benchmarks/LOG.md).
 
-    The instruction that multiplies pairs of bfloat16 and adds them takes AMD's processors as long as one multiplication
-    and addition of float32, and Intel's four times as long. Intel's have to be asked for quantised weights ahead.
+    The instruction that multiplies pairs of bfloat16 and adds them takes as long as one float32 multiply-add on AMD's
+    processors, and four times as long on Intel's. Intel's need prefetching of quantised weights.
 
     Args:
-        narrow: whether numbers are bfloat16, and not float32.
+        narrow: bfloat16 instead of float32.
         tiles: whether this process may use AMX.
     """
     processor = _processor()
@@ -224,7 +223,7 @@ def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
 
 
 def _processor() -> str:
-    """Model and abilities of the processor, as far as the system tells: a cache may be shared between machines."""
+    """Model and features of the processor, as the system reports them, because machines may share a cache."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return f"{platform.processor()} of {platform.node()}"
@@ -236,7 +235,7 @@ def _processor() -> str:
 def _load_compiled(
     compiler: Sequence[str], defines: Sequence[str], folder: Path | None, key: str, load: Callable[[str], object]
 ) -> None:
-    """Compile, have it loaded, and keep the library where there is a folder for it that can be written."""
+    """Compile and load, and cache the library in the folder if it is writable."""
     keeping = folder is not None and os.access(folder, os.W_OK)
     if folder is not None and keeping and shutil.disk_usage(folder).free < _ROOM:
         _log.warning(could_not_be_kept(folder, os.strerror(errno.ENOSPC)))
@@ -248,18 +247,18 @@ def _load_compiled(
         _compile([*compiler, *_PLAIN], [*defines, "-shared", str(SOURCE), "-o", str(path)])
         if folder is not None and keeping:
             path.chmod(_OURS_ALONE)
-            # At once, for another process may be doing the same.
+            # Atomically, because another process may be doing the same.
             kept = folder / f"decoder-{key}-{_checksum(path)}.so"
             take_place(path, kept)
             path = kept
-        load(str(path))  # stays loaded when its file goes
+        load(str(path))  # stays loaded when its file is removed
 
 
 def _compile(command: Sequence[str], rest: Sequence[str]) -> None:
-    """Run a compiler with one of the options for this machine, between the parts of its command.
+    """Run a compiler with one of the options for this machine between the parts of its command.
 
     Raises:
-        CompilerError: it fails with each of them; says how with the first.
+        CompilerError: it fails with each of them; has the message of the first.
     """
     failures = []
     for option in _TRIES:
@@ -271,7 +270,6 @@ def _compile(command: Sequence[str], rest: Sequence[str]) -> None:
 
 
 def _failure_of(command: Sequence[str]) -> str:
-    """Why a command failed, or ""."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

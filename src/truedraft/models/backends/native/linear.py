@@ -1,4 +1,4 @@
-"""Linear layers by the native products, for forwards that are not native themselves."""
+"""Linear layers by the native products, for other forwards."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Source: TypeAlias = PackedLinear | nn.Linear | Conv1D
 
 
 class NativeLinear(nn.Module):
-    """`x W^T + b` with weights that are packed, or quantised to 8 or 4 bits, when it is first run.
+    """`x W^T + b` with weights that are packed, or quantised to 8 or 4 bits, at its first run.
 
     Args:
-        source: that it is made of; its `in_features` are whole vectors.
-        bits: of a weight; 0 leaves them as they are.
-        scratch: of all such layers of a model; one of them runs at a time.
-        stride: elements of a row of that.
+        source: the layer to replace; its `in_features` are a multiple of `LANES`.
+        bits: of a weight; 0 keeps the dtype.
+        scratch: shared by all such layers of a model; one of them runs at a time.
+        stride: elements of a row of `scratch`.
     """
 
     def __init__(self, source: Source, bits: int, scratch: Scratch, stride: int) -> None:
         super().__init__()
-        self._source: list[Source] = [source]  # in a list, for this is no part of this module
+        self._source: list[Source] = [source]  # in a list, so that it is not registered as a submodule
         self._bits = bits
         self._scratch = scratch
         self._stride = stride
@@ -64,7 +64,7 @@ class NativeLinear(nn.Module):
             weights.keep(bias)
         model = CModel()
         if self._bits:
-            packed = Weights(library)  # of the source's dtype, and gone when this returns
+            packed = Weights(library)  # of the source's dtype, freed on return
             model.lm_head = weights.quantized(packed.linear([whole], bias), self._bits)
         else:
             model.lm_head = weights.linear([whole], bias)
@@ -82,9 +82,9 @@ class NativeLinear(nn.Module):
 
 
 def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, NativeLinear]:
-    """The linear layers of a model, its LM head among them, with fewer bits each.
+    """Replacements with `bits` bits for the linear layers of a model, its LM head included.
 
-    Layers whose inputs are no whole vectors, and those that compute something else beside, are left out.
+    Layers with input sizes that are no multiple of `LANES`, and those that compute something else too, are left out.
 
     Raises:
         UnsupportedModelError: there are no native products here, or most weights are in no such layers.
@@ -109,12 +109,11 @@ def is_fastest(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def native_linears(found: Iterable[object], bits: int, dtype: torch.dtype) -> Mapping[object, NativeLinear]:
-    """Those of some modules that are linear layers whose inputs are whole vectors, with fewer bits each.
+    """Replacements for those of some modules that are linear layers with input sizes divisible by `LANES`.
 
     Args:
         found: any objects.
-        bits: of a weight, 8 or 4; 0 leaves weights as they are.
-        dtype: of the weights.
+        bits: of a weight, 8 or 4; 0 keeps the dtype.
     """
     sources = [each for each in found if isinstance(each, Source) and _shape(each)[1] % LANES == 0]
     stride = max((-(-max(_shape(source)) // UNIT) * UNIT for source in sources), default=UNIT)
@@ -139,7 +138,7 @@ def _dtype(source: Source) -> torch.dtype:
 
 
 def _weight(source: Source) -> Tensor:
-    """`[out, in]`; not kept where it has to be made."""
+    """`[out, in]`; not cached where it has to be computed."""
     if isinstance(source, PackedLinear):
         return source.unpacked()
     return source.weight.detach().T.contiguous() if isinstance(source, Conv1D) else source.weight.detach()

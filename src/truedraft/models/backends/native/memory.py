@@ -1,4 +1,4 @@
-"""What decoder.c reads and writes: its structures, weights in the order in which it reads them, and scratch memory."""
+"""What decoder.c reads and writes: structures, weights in the order in which it reads them, and scratch memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from truedraft.models.quantized import Scheme, StoredWeight, numbers_of, quantiz
 from truedraft.models.threads import forward_threads
 
 LANES = 16
-_PACKED_ROWS = 512  # that a thread packs at a time; whole blocks
-_QUANTIZED_UNITS = 8  # that a thread quantises at a time
+_PACKED_ROWS = 512  # per job of a thread; whole blocks
+_QUANTIZED_UNITS = 8  # per job of a thread
 PER_SCALE = 32
-"""Inputs of an output whose quantised weights share a scale."""
+"""Inputs of an output with quantised weights that share a scale."""
 UNIT = 64
 """Outputs of a layer are padded with zeros to a multiple of this."""
 
@@ -38,20 +38,17 @@ Made = TypeVar("Made", bound=Structure)
 
 @cache
 def _declared() -> dict[str, str]:
-    """What decoder.c declares in its structures, by their names."""
+    """The declarations in decoder.c's structures, by name."""
     source = re.sub(r"/\*.*?\*/", "", SOURCE.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"typedef struct \{([^}]*)\} (\w+);", source)
     return {name: declarations.replace("const ", "") for declarations, name in found}
 
 
 def _as_declared(*parts: type[Structure]) -> Callable[[type[Made]], type[Made]]:
-    """Gives a structure CName the fields of Name in decoder.c, so that their order stands there alone.
+    """Decorator that gives a structure CName the fields of Name in decoder.c, the only place that defines their order.
 
-    Worked example: of `int64_t rows; const Linear *linear; const float *a, *b;` these are a whole number, a pointer to
-    a `CLinear`, which has to be among the parts, and two addresses.
-
-    Args:
-        parts: structures that it holds, or points to and looks into.
+    Worked example: of `int64_t rows; const Linear *linear; const float *a, *b;` these are an integer, a pointer to a
+    `CLinear`, which has to be among the parts, and two addresses.
     """
     kinds: dict[str, type[Any]] = _NUMBERS | {part.__name__[1:]: part for part in parts}
 
@@ -78,7 +75,7 @@ class CLinear(Structure):
 
 @_as_declared()
 class CCoded(Structure):
-    """What a file says of some outputs of a quantised layer."""
+    """A file's data for some outputs of a quantised layer."""
 
 
 @_as_declared(CLinear)
@@ -88,12 +85,12 @@ class CLayer(Structure):
 
 @_as_declared()
 class CNorms(Structure):
-    """What all norms of a model do."""
+    """Options of all norms of a model."""
 
 
 @_as_declared(CLinear, CLayer, CNorms)
 class CModel(Structure):
-    """A whole model."""
+    """A model."""
 
 
 @_as_declared()
@@ -108,25 +105,21 @@ class CBatch(Structure):
 
 @_as_declared()
 class CScratch(Structure):
-    """Memory for numbers on the way."""
+    """Memory for intermediate results."""
 
 
 @_as_declared(CLinear)
 class CHeads(Structure):
-    """Residual heads that end in the LM head."""
+    """Residual heads before the LM head."""
 
 
 @_as_declared()
 class CAsked(Structure):
-    """What is asked of heads."""
+    """A request to run heads."""
 
 
 class Weights:
-    """Tensors whose addresses structures hold; they stay as long as this does.
-
-    Args:
-        library: decoder.c, compiled for the dtype of the weights.
-    """
+    """Owns the tensors at the addresses in structures; `library` is decoder.c, compiled for their dtype."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -134,23 +127,24 @@ class Weights:
         self._pointed: list[CLinear] = []
 
     def keep(self, tensor: Tensor) -> int:
-        """The address of a tensor, which is kept."""
+        """Keep a tensor; returns its address."""
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
 
     def free(self, addresses: Collection[int]) -> None:
-        """Let go of some tensors, by their addresses."""
+        """Free some tensors, by their addresses."""
         self._kept = [tensor for tensor in self._kept if tensor.data_ptr() not in addresses]
 
     def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, turns: bool = False) -> CLinear:
-        """A linear layer from weights `[out, in]`, which are packed, and a bias as `padded_bias` makes it.
+        """A linear layer from weights `[out, in]`, which are packed, and a bias of `padded_bias`.
 
-        Parts that are quantised keep their codes; where only some are, their numbers are packed with the others'.
+        If all parts are quantised they keep their codes; if only some are, these are dequantised and packed with the
+        others.
 
         Args:
-            parts: their outputs come one behind another; all but the last have whole blocks of 16.
+            parts: their outputs are concatenated; all but the last have a multiple of 16 outputs.
             bias: of all outputs in that order.
-            turns: whether the blocks of two parts take turns, so that two factors of an output are computed together.
+            turns: whether blocks of two parts alternate, so that two factors of an output are computed together.
         """
         stored = [each for part in parts if (each := quantized_of(part)) is not None]
         if len(stored) == len(parts):
@@ -158,13 +152,12 @@ class Weights:
         return self.linears([list(map(numbers_of, parts))], bias, turns=turns)
 
     def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, turns: bool = False) -> CLinear:
-        """The first of several layers of one size, each as `linear` takes it; the others lie behind it."""
+        """The first of several layers of one size, each as in `linear`, at consecutive addresses."""
         outputs, inputs = sum(map(len, layers[0])), layers[0][0].shape[1]
         cells = self.keep(packed(self._library, layers, turns=turns))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
 
     def _coded(self, parts: Sequence[StoredWeight], bias: Tensor | None, turns: bool) -> CLinear:
-        """A layer with the codes and scales of its parts, all of one order; pieces of one form are whole units."""
         alike = [list(each) for _, each in itertools.groupby(parts, lambda part: part.form)]
         outputs, inputs, order = _outputs_of(parts), parts[0].shape[1], parts[0].order
         kept = None if order is None else self.keep(order)
@@ -179,7 +172,7 @@ class Weights:
         return linear
 
     def _laid_out(self, parts: Sequence[StoredWeight], turns: bool) -> int:
-        """The address of weights that are quantised in one way, as quantized.h reads them."""
+        """The address of weights of one form, in the layout of quantized.h."""
         (bits, scheme), (_, inputs), outputs = parts[0].form, parts[0].shape, _outputs_of(parts)
         self._library.need_form(bits, scheme.value)
         linear = CLinear(None, None, inputs, outputs, inputs, bits, scheme.value)
@@ -209,7 +202,7 @@ class Weights:
         return memory.data_ptr()
 
     def bytes_of(self, linear: CLinear) -> int:
-        """Of one of its pieces' weights."""
+        """Bytes of the weights of one piece."""
         units = linear.own if linear.own else -(-linear.outputs // UNIT)
         self._library.truedraft_unit_bytes.restype = c_int64
         return int(units * self._library.truedraft_unit_bytes(ctypes.byref(linear)))
@@ -219,12 +212,9 @@ class Weights:
         return ctypes.addressof(linear)
 
     def quantized(self, linear: CLinear, bits: int, layers: int = 1) -> CLinear:
-        """A layer with weights of 8 or 4 bits, laid out as quantized.h says, and the bias of the one it is made of.
+        """The first of `layers` layers with weights of 8 or 4 bits, in the layout of quantized.h, and the same bias.
 
-        Args:
-            linear: with weights of the model's dtype, the first of so many that lie one behind another.
-            bits: of a weight.
-            layers: all alike.
+        `linear` is the first of as many layers at consecutive addresses, with weights of the model's dtype.
         """
         self._library.need_form(bits, Scheme.ONE.value)
         units = layers * -(-linear.outputs // UNIT)
@@ -250,14 +240,14 @@ def _outputs_of(parts: Sequence[StoredWeight]) -> int:
 
 
 def pieces(linear: CLinear) -> Iterator[CLinear]:
-    """A layer, and those of its last outputs that are quantised in other ways."""
+    """A layer, and its further outputs that are quantised in other ways."""
     yield linear
     if linear.more:
         yield from pieces(CLinear.from_address(linear.more))
 
 
 def quantized_bytes(linear: CLinear, bits: int, layers: int = 1) -> int:
-    """Bytes of what `Weights.quantized` makes."""
+    """Bytes of the result of `Weights.quantized`."""
     units, groups = layers * -(-linear.outputs // UNIT), -(-linear.inputs // PER_SCALE)
     return int(units * groups * (2 * UNIT + UNIT * PER_SCALE * bits // 8))
 
@@ -265,9 +255,9 @@ def quantized_bytes(linear: CLinear, bits: int, layers: int = 1) -> int:
 def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = False) -> Tensor:
     """Weights `[out, in]` as `[blocks, cells, 16 outputs, inputs of a cell]`, in huge pages where the system has them.
 
-    Each of several layers of one size, given in parts, begins with a whole unit. A cell is one input in float32 and
-    two neighbouring ones in bfloat16: 32 bits of one output.
-    Worked example in float32: entry (17, 3) of the weight lies at block 1, cell 3, output 1.
+    Each of several layers of one size, given in parts, begins with a whole unit. A cell is one input in float32 and two
+    neighbouring ones in bfloat16: 32 bits of one output.
+    Worked example in float32: entry (17, 3) of the weight is at block 1, cell 3, output 1.
     """
     parts = layers[0]
     outputs, inputs, dtype = sum(map(len, parts)), parts[0].shape[1], parts[0].dtype
@@ -290,13 +280,13 @@ def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = Fa
             c_void_p(rows.data_ptr()), c_int64(len(rows)), c_int64(cells), c_void_p(where.data_ptr()), c_int64(apart)
         )
 
-    with ThreadPoolExecutor(min(len(jobs), forward_threads())) as pool:  # ctypes lets go of the interpreter's lock
+    with ThreadPoolExecutor(min(len(jobs), forward_threads())) as pool:  # ctypes releases the GIL
         list(pool.map(run, jobs))
     return target
 
 
 def padded_bias(parts: Sequence[Tensor | None], outputs: Sequence[int]) -> Tensor | None:
-    """Biases one behind another, each of its number of outputs, float32, up to whole units; None without any."""
+    """Biases concatenated, in float32, padded to whole units; None without any."""
     if all(part is None for part in parts):
         return None
     bias = torch.zeros(-(-sum(outputs) // UNIT) * UNIT, dtype=torch.float32, device="cpu")
@@ -307,10 +297,10 @@ def padded_bias(parts: Sequence[Tensor | None], outputs: Sequence[int]) -> Tenso
 
 
 def _huge(count: int, dtype: torch.dtype) -> Tensor:
-    """Zeros in memory of their own, for which huge pages are asked: reading in order is faster through them."""
+    """Zeros in newly mapped memory, with huge pages if possible: sequential reads are faster with them."""
     size = max(count, 1) * dtype.itemsize
     private: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, size, **private)  # memory that may be shared gets no huge pages
+    memory = mmap.mmap(-1, size, **private)  # shared memory gets no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -318,15 +308,14 @@ def _huge(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Scratch:
-    """Memory for numbers on the way, kept between forwards and grown when one needs more.
+    """Memory for intermediate results, kept between forwards, which grows on demand.
 
     Args:
         library: decoder.c, compiled.
-        dtype: of the model.
         stride: elements of a row.
         experts: MLPs of a layer, or 0.
-        chosen: of these, how many a row goes to.
-        spread: elements of a row of theirs.
+        chosen: experts per row.
+        spread: elements of a row of an expert.
     """
 
     def __init__(
@@ -337,17 +326,17 @@ class Scratch:
         self._dtype = dtype
         self._stride = stride
         self._experts, self._chosen, self._spread = experts, chosen, spread
-        # A late thread may find a group of rows with one expert that had no such rows.
+        # A late thread may process a group of rows for an expert without rows.
         self._room = (_GROUP if experts else 16, 512, 0)
         self._memory: list[Tensor] = []
         self._struct = CScratch()
         self._inputs = (0, 0)
 
     def of(self, rows: int, keys: int, threads: int) -> CScratch:
-        """Enough for so many rows, keys of a request, and threads."""
+        """Enough memory for the given numbers of rows, keys of a request, and threads."""
         threads = min(threads, _MOST_THREADS)
         if any(asked > there for asked, there in zip((rows, keys, threads), self._room, strict=True)):
-            # Keys by doubling: a context that grows by a token a step would ask for more at every step.
+            # Keys by doubling: a context that grows by a token per step would reallocate at every step.
             keys = max(keys, 2 * self._room[1]) if keys > self._room[1] else self._room[1]
             rows, threads = max(rows, self._room[0]), max(threads, self._room[2])
             self.settle()
@@ -369,10 +358,10 @@ class Scratch:
         return self._struct
 
     def settle(self) -> None:
-        """Return when no thread reads this memory, or weights with it.
+        """Wait until no thread reads this memory, or weights.
 
-        A forward does not wait for a thread that lost its processor in the middle of it; before memory is given back
-        somebody must.
+        A forward does not wait for a thread that was preempted in the middle of it, so call this before memory is
+        freed.
         """
         if self._memory:
             self._settle(*map(ctypes.c_void_p, self._inputs))

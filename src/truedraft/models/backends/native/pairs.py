@@ -1,4 +1,4 @@
-"""A decoder that reads pairs of an embedding and a vector where others read tokens, as EAGLE-3 heads do."""
+"""A decoder that reads pairs of an embedding and a vector instead of tokens, as EAGLE-3 heads do."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class NativePairs(NativeBackend):
     """Runs such a decoder by decoder.c, from its own weights, which are freed.
 
     Args:
-        llama: one that `fits`. Its first layer's norm is that of embeddings, whose attention reads rows of twice the
-            width: embedding and vector, both normed. Its embedding is not read. All norms have one eps.
-        merge: makes one vector of those of several layers that are observed, side by side.
-        part_norms: norms of the observed vectors, of equal widths, one behind another; none in most heads.
+        llama: a decoder that `fits`. Its first layer's norm is that of embeddings, and the attention of that layer
+            reads rows of twice the width: embedding and vector, both normed. Its embedding is not read. All norms have
+            one eps.
+        merge: maps the concatenated vectors of several observed layers to one vector.
+        part_norms: norms of the observed vectors, of equal widths, in order; empty in most heads.
         vector_norm: of merged vectors.
         normed_stream: whether the residual stream begins with normed vectors.
-        normed_end: whether what a forward gives of each row went through the last norm.
+        normed_end: whether the output vectors are those after the last norm.
     """
 
     def __init__(
@@ -57,16 +58,14 @@ class NativePairs(NativeBackend):
         weights.free({before})
 
     def run_pairs(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """Run a plan, whose tokens are not looked at.
+        """Run a plan; its tokens are not read.
 
         Args:
-            plan: of the pairs.
             embedded: `[total, width]`: embeddings of the tokens.
-            vectors: `[total, width]`, as this gives them; or those of all layers that are observed.
-            observed: which.
+            vectors: `[total, width]`: outputs of this method; if `observed`, the observed layers' concatenated vectors.
 
         Returns:
-            Of the wanted rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows, ids]`.
+            At the plan's rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows, ids]`.
         """
         seen: dict[int, Tensor] = {}
         embedded, vectors = embedded.contiguous(), vectors.contiguous()
@@ -75,7 +74,7 @@ class NativePairs(NativeBackend):
         return seen.get(self.shown_layers - 1, hidden), logits
 
     def likeliest_of(self, logits: Tensor, count: int) -> TopK:
-        """As `TopK.of`, of logits as `run_pairs` gives them."""
+        """`TopK.of` for logits of `run_pairs`."""
         rows, vocab = logits.shape
         if vocab % LANES:  # whole vectors are read, also of the last row
             logits = pad(logits, (0, -vocab % LANES))
