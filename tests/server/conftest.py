@@ -23,8 +23,8 @@ from truedraft.drafters.prediction import with_own_drafts
 from truedraft.drafters.specs import from_spec
 from truedraft.models.base import LanguageModel
 from truedraft.server import ServerOptions, application
+from truedraft.server.options import bound_socket
 from truedraft.server.service import Service
-from truedraft.server.serving import bound_socket
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"

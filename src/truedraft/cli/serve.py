@@ -14,7 +14,7 @@ from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.errors import MissingExtraError, OptionError
 from truedraft.options import NEEDED, MachineOptions, group, read_bytes
 from truedraft.server.cluster import ray_module
-from truedraft.server.options import LearningOptions, ReplicaOptions, ServerOptions
+from truedraft.server.options import LearningOptions, ReplicaOptions, ServerOptions, bound_socket
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,6 +52,8 @@ def serve(options: ServeOptions) -> int:
         raise MissingExtraError(
             f"serving needs the package {error.name}; install it by: pip install 'truedraft[serve]'"
         ) from error
+    if options.replicas.range is None:
+        bound_socket(options.server.host, options.server.port).close()  # before imports, which take seconds
     from truedraft.cli.terminal import Terminal
     from truedraft.server import serve as listen
     from truedraft.server.serving import check_options

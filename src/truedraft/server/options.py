@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from truedraft.errors import OptionError
 from truedraft.options import flag, option
+
+_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,26 @@ class ReplicaOptions:
         if not 1 <= least <= most:
             raise OptionError(f"must be MIN:MAX with 1 <= MIN <= MAX, got {self.autoscale!r}", field="autoscale")
         return least, most
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to an address.
+
+    Raises:
+        OptionError: there is no such host or address, or it is in use.
+    """
+    if port > _LAST_PORT:
+        raise OptionError(f"must be at most {_LAST_PORT}, got {port}", field="port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{host!r} cannot be listened on ({reason}); name an address", field="host") from error
+    try:
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{port} on {host} cannot be listened on ({reason}); take another", field="port") from error
+    return found

@@ -28,13 +28,12 @@ from truedraft.server.front import Front
 from truedraft.server.hosts import Hosts
 from truedraft.server.keys import ApiKeys
 from truedraft.server.metrics import Metrics
-from truedraft.server.options import ServerOptions
+from truedraft.server.options import ServerOptions, bound_socket
 from truedraft.server.service import Service
 from truedraft.verification.specs import rule_from_spec
 
 _log = logging.getLogger("truedraft.server")
 
-_LAST_PORT = 65_535
 _WARM_PROMPT, _WARM_TOKENS = 48, 16
 """Tokens of the warm-up's prompt and of each answer."""
 _TELL_S = 5.0
@@ -236,29 +235,6 @@ def _logged() -> Progress:
             _log.info("making ready: %.0f %%, %s", 100.0 * done, remark)
 
     return tell
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to an address.
-
-    Raises:
-        OptionError: there is no such host or address, or it is in use.
-    """
-    if port > _LAST_PORT:
-        raise OptionError(f"must be at most {_LAST_PORT}, got {port}", field="port")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(f"{host!r} cannot be listened on ({reason}); name an address", field="host") from error
-    try:
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(f"{port} on {host} cannot be listened on ({reason}); take another", field="port") from error
-    return found
 
 
 class _Server(uvicorn.Server):

@@ -23,9 +23,9 @@ from ray.serve.config import AutoscalingConfig, BackpressureConfig
 import truedraft.errors
 from truedraft.errors import OptionError, TruedraftError
 from truedraft.server.cluster import connected, nodes
-from truedraft.server.options import ServerOptions
+from truedraft.server.options import ServerOptions, bound_socket
 from truedraft.server.service import Service
-from truedraft.server.serving import bound_socket, warm_up
+from truedraft.server.serving import warm_up
 
 Make: TypeAlias = Callable[[int], tuple[FastAPI, Service]]
 """From a replica's number to its application and service."""
