@@ -72,7 +72,7 @@ class OptionError(TruedraftError, ValueError):
     """An option has an unusable value."""
 
 
-_GONE = {
+_REPLACEMENTS = {
     "drafter early-exit": "self:int4, which drafts with the target itself, too",
     "option of drafter 'draft' outcomes": "async=1 alone, which drafts behind the likeliest outcome",
     "option of drafter 'ngram' sampled": "nodes: trees are of the likeliest tokens",
@@ -95,7 +95,7 @@ class UnknownOptionError(OptionError):
         words = sorted(valid)
         close = difflib.get_close_matches(given, words, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        hint = f"it is gone, take {gone}; " if (gone := _GONE.get(f"{what} {given}")) else hint
+        hint = f"it is gone, take {replacement}; " if (replacement := _REPLACEMENTS.get(f"{what} {given}")) else hint
         error = cls(f"unknown {what} {given!r}{also}; {hint}valid: {', '.join(words)}")
         error.field = what if what.isidentifier() else None
         return error

@@ -164,8 +164,8 @@ def json_in(text: str, place: str, hint: str = "") -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
-        told = f"{place}: not JSON ({error.msg} at {where})"
-        raise DataError(f"{told}; {hint}" if hint else told) from error
+        message = f"{place}: not JSON ({error.msg} at {where})"
+        raise DataError(f"{message}; {hint}" if hint else message) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
         raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
 

@@ -354,9 +354,9 @@ class _Predicted:
             accepted = [outcome for outcome in outcomes if outcome.accepted]
             left = sum(outcome.probability for outcome in outcomes if not outcome.accepted)
             # One decision accepts one draw of a tree row, or a prefix of a longer group with any token after it.
-            alone = not self._rule.joins(self._cases[index].proposal.draws[group[0]])
+            single = not self._rule.joins(self._cases[index].proposal.draws[group[0]])
             found: list[float] = []
-            for _, same in itertools.groupby(reversed(accepted), key=id if alone else lambda each: each.accepted):
+            for _, same in itertools.groupby(reversed(accepted), key=id if single else lambda each: each.accepted):
                 mass = sum(outcome.probability for outcome in same)
                 left += mass
                 found.insert(0, mass / left if left > 0.0 else 0.0)

@@ -79,22 +79,22 @@ def certify(
     )
 
 
-def _findings(checks: Sequence[Check], whole: Context, tell: Callable[[Part, float], None]) -> list[Finding]:
-    """Run checks one after another; `whole` holds their common time, `tell` is as in `certify`."""
+def _findings(checks: Sequence[Check], whole: Context, report: Callable[[Part, float], None]) -> list[Finding]:
+    """Run checks one after another; `whole` holds their common time, `report` is the `tell` of `certify`."""
     findings: list[Finding] = []
     for number, check in enumerate(checks):
         own = [each for each in checks if each.part is check.part]
         left_s = whole.ends - common.now()
         coming_s = sum(each.share for each in checks[number:]) * whole.seconds
-        apart_s = sum(each.apart_s for each in checks[number:])
-        scale = min(1.0, max(left_s - apart_s, 0.0) / coming_s)
+        extra_s = sum(each.apart_s for each in checks[number:])
+        scale = min(1.0, max(left_s - extra_s, 0.0) / coming_s)
         seconds = check.share * whole.seconds * scale
         context = replace(
             whole,
             seconds=seconds,
-            tell=share_of(partial(tell, check.part), own.index(check), len(own)),
+            tell=share_of(partial(report, check.part), own.index(check), len(own)),
             earlier=tuple(findings),
-            ends=whole.ends - (coming_s * scale - seconds) - (apart_s - check.apart_s),  # less the time of later checks
+            ends=whole.ends - (coming_s * scale - seconds) - (extra_s - check.apart_s),  # less the time of later checks
         )
         try:
             findings += check.run(context)

@@ -311,9 +311,9 @@ def check_sound(answer: Answer, drafter: str) -> None:
     """
     if answer.finish_reason == "error":
         raise ModelError(f"nothing can be certified while answers fail: {answer.error}")
-    told = [*answer.warnings, *recovered(answer.stats, drafter)]
-    if told:
-        raise DrafterError(f"nothing can be certified while parts fail: {told[0]}")
+    failures = [*answer.warnings, *recovered(answer.stats, drafter)]
+    if failures:
+        raise DrafterError(f"nothing can be certified while parts fail: {failures[0]}")
 
 
 def recovered(stats: Counters, drafter: str) -> list[str]:

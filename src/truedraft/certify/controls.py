@@ -212,8 +212,8 @@ class ComparedControls(Check):
         wrong = broken.engine(len(prompts)).generate(prompts, options)
         right = stack.plain(len(prompts)).generate(prompts, options)
         for number, (prompt, own) in enumerate(zip(prompts, options, strict=True)):
-            asked = Context(stack, [prompt], own, len(prompts))
-            counted.beside.add(right[number], wrong[number], asked, number, has_margins=False)
+            context = Context(stack, [prompt], own, len(prompts))
+            counted.beside.add(right[number], wrong[number], context, number, has_margins=False)
             tokens = wrong[number].token_ids
             choices = _target_choices(stack, prompt, tokens, own)
             counted.others += sum(mine != theirs for mine, theirs in zip(tokens, choices, strict=True))

@@ -27,7 +27,7 @@ from truedraft.verification.exact import distance, target_dist
 _HOST = torch.device("cpu")
 _NOISES = 3
 _WIDE, _WIDE_CASES = 4099, 48
-_BESIDE = 1e-13
+_MARGIN = 1e-13
 """Distance from a predicted edge at which both sides are probed; a quarter of it bounds the probability between them.
 """
 
@@ -80,8 +80,8 @@ def _slow_choice(p: Tensor, noise: KeyedNoise | None, depth: int) -> int:
 def judged_cases() -> list[JudgedCase]:
     """Proposals of every kind over three tokens, each under several noises and greedily, in one order for one batch."""
     found = []
-    asked = [(world, case) for world in _listed() for case in world.every_proposal()]
-    for number, (world, case) in enumerate(asked):
+    pairs = [(world, case) for world in _listed() for case in world.every_proposal()]
+    for number, (world, case) in enumerate(pairs):
         for extra in range(_NOISES):
             noise = KeyedNoise(number, position=7 + extra, step=extra)
             single = Case(case.probability, case.proposal, case.probs.float())
@@ -262,21 +262,21 @@ def _answers(
     boxes = list(itertools.product(*lines))
     found: list[list[Prefix]] = []
     for place in range(3):
-        noise = [_LineNoise([stretch.places[place] for stretch in box]) for box in boxes]
+        noise = [_LineNoise([cell.places[place] for cell in box]) for box in boxes]
         cases = [(case or drafted_with_noise(world, own, world.length - 1, 1)).to(device) for own in noise]
         verdicts = verdicts_of(rule, cases, noise)
-        ends = [_gone_on(world, verdict, own) for verdict, own in zip(verdicts, noise, strict=True)]
+        ends = [_continued(world, verdict, own) for verdict, own in zip(verdicts, noise, strict=True)]
         found.append(ends)
     probs: dict[Prefix, float] = {}
     moved = 0.0
     for box, below, middle, above in zip(boxes, *found, strict=True):
-        width = math.prod(stretch.width for stretch in box)
+        width = math.prod(cell.width for cell in box)
         probs[middle] = probs.get(middle, 0.0) + width
         moved += width * (not below == middle == above)
     return probs, moved, len(boxes)
 
 
-def _gone_on(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
+def _continued(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
     """The answer of full length; after the step the noise's difference chooses each token."""
     answer = verdict.tokens
     while len(answer) < world.length:
@@ -295,7 +295,7 @@ def _stretches(edges: Sequence[float]) -> list[_Stretch]:
     return [
         _Stretch(_logistic(high) - _logistic(low), _places(low, high))
         for low, high in itertools.pairwise(ends)
-        if high - low > 4 * _BESIDE
+        if high - low > 4 * _MARGIN
     ]
 
 
@@ -303,10 +303,10 @@ def _places(low: float, high: float) -> tuple[float, float, float]:
     if math.isinf(low) and math.isinf(high):
         return -30.0, 0.0, 30.0
     if math.isinf(low):
-        return high - 30.0, high - 1.0, high - _BESIDE
+        return high - 30.0, high - 1.0, high - _MARGIN
     if math.isinf(high):
-        return low + _BESIDE, low + 1.0, low + 30.0
-    return low + _BESIDE, (low + high) / 2, high - _BESIDE
+        return low + _MARGIN, low + 1.0, low + 30.0
+    return low + _MARGIN, (low + high) / 2, high - _MARGIN
 
 
 def _logistic(x: float) -> float:

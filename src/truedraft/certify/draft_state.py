@@ -102,8 +102,8 @@ class Guesses:
 
     def _note(self, request: DraftRequest, outcome: StepOutcome) -> None:
         before = len(request.tokens) - len(outcome.tokens)
-        asked = request.id in self._asked
-        guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, asked)
+        requested = request.id in self._asked
+        guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, requested)
         self.of[request.id].append(guess)
         # A draft made of the target has none of its own; a draft in another process has it there.
         for own in self._models:
@@ -132,9 +132,9 @@ class DraftState(Check):
         names = list(context.stack.drafter.members)
         findings = []
         for number, name in enumerate(names):
-            tell = share_of(context.tell, number, len(names))
+            report = share_of(context.tell, number, len(names))
             coming_s = context.end_s * (1.0 - 1.0 / (len(names) - number))  # for the members after this one
-            own = replace(context, stack=exact, tell=tell, ends=context.ends - coming_s)
+            own = replace(context, stack=exact, tell=report, ends=context.ends - coming_s)
             findings.append(self._of_member(own, name))
         return findings
 
@@ -167,18 +167,18 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
     """
     stack, group, options = context.stack, context.prompts, as_greedy(context.params)
     members = stack.drafter.members
-    lived = Guesses(members[name], checks_caches=True)
-    together = with_members(stack.drafter, {**members, name: lived.drafter})
+    original = Guesses(members[name], checks_caches=True)
+    together = with_members(stack.drafter, {**members, name: original.drafter})
     engine = stack.but(drafter=together, controller=InTurn(whole=True)).engine(context.batch)
     answers = answers_in_time(engine, group, [options] * len(group), deadline)
-    found.caches += lived.caches
+    found.caches += original.caches
     fresh = Guesses(members[name])
     engine = stack.but(drafter=fresh.drafter, controller=None).engine(1)
     # Requests are numbered in the order in which they are queued.
-    for number, (prompt, own) in enumerate(zip(group, sorted(lived.of), strict=False)):
+    for number, (prompt, own) in enumerate(zip(group, sorted(original.of), strict=False)):
         text = [*prompt, *answers[number].token_ids]
         limit = len(prompt) + options.max_tokens
-        for guess in _some([each for each in lived.of[own] if each.asked and len(each.text) > len(prompt)]):
+        for guess in _some([each for each in original.of[own] if each.asked and len(each.text) > len(prompt)]):
             found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options, deadline), text)
         yield
 
@@ -257,15 +257,15 @@ class _Comparison:
     @property
     def rates(self) -> tuple[float, float]:
         """Draft acceptance rates of the (original, fresh) drafters at these positions."""
-        lived, fresh = (a / max(n, 1) for a, n in zip(self.accepted, self.nodes, strict=True))
-        return lived, fresh
+        original, fresh = (a / max(n, 1) for a, n in zip(self.accepted, self.nodes, strict=True))
+        return original, fresh
 
     @property
     def broken_caches(self) -> int:
         return sum(each.largest > each.allowed for each in self.caches)
 
     def finding(self, drafter: str) -> Finding:
-        lived, fresh = self.rates
+        original, fresh = self.rates
         rounding = bool(self.caches) and not self.broken_caches  # then differing proposals were near ties of the draft
         stale = self.broken_caches > 0 or (self.different > 0 and not rounding)
         facts: dict[str, Any] = {
@@ -273,7 +273,7 @@ class _Comparison:
             "compared": self.compared,
             "different": self.different,
             "skipped": self.skipped,
-            "draft_acceptance_rate": lived,
+            "draft_acceptance_rate": original,
             "draft_acceptance_rate_fresh": fresh,
             "caches_compared": len(self.caches),
             "caches_different": self.broken_caches,
@@ -282,22 +282,22 @@ class _Comparison:
         }
         name = f"drafter {drafter!r} after many steps"
         if self.out_of_time:
-            told = "No proposal could be compared in the time there was; give more minutes."
-            return Finding(Part.DRAFT_STATE, name, Status.NOT_ENOUGH, told, facts)
+            summary = "No proposal could be compared in the time there was; give more minutes."
+            return Finding(Part.DRAFT_STATE, name, Status.NOT_ENOUGH, summary, facts)
         if not self.nodes[0] and not self.nodes[1]:
             return Finding(Part.DRAFT_STATE, name, Status.DOES_NOT_APPLY, "Nothing was proposed.", facts)
-        told = f"{self.different} of {self.compared} proposals differ from a fresh drafter's"
-        costs = f"acceptance {'falls' if fresh > lived else 'goes'} from {fresh:.3f} to {lived:.3f}"
+        summary = f"{self.different} of {self.compared} proposals differ from a fresh drafter's"
+        costs = f"acceptance {'falls' if fresh > original else 'goes'} from {fresh:.3f} to {original:.3f}"
         if stale:
             caches = f", and {self.broken_caches} of {len(self.caches)} caches from a fresh forward's"
-            told = f"Stale: {told}{caches if self.caches else ''}; answers stay exact, {costs}."
-            return Finding(Part.DRAFT_STATE, name, Status.MEASURED, told, facts)
+            summary = f"Stale: {summary}{caches if self.caches else ''}; answers stay exact, {costs}."
+            return Finding(Part.DRAFT_STATE, name, Status.MEASURED, summary, facts)
         agree = f", and {len(self.caches)} caches agree with fresh forwards" if self.caches else ""
         if self.different:
-            told = f"{told}{agree} up to rounding, so the draft's own near ties fell otherwise; {costs}."
-            return Finding(Part.DRAFT_STATE, name, Status.MEASURED, told, facts)
-        told = f"{self.compared} proposals equal a fresh drafter's{agree}; draft acceptance rate {lived:.3f}."
-        return Finding(Part.DRAFT_STATE, name, Status.HOLDS, told, facts)
+            summary = f"{summary}{agree} up to rounding, so the draft's own near ties fell otherwise; {costs}."
+            return Finding(Part.DRAFT_STATE, name, Status.MEASURED, summary, facts)
+        summary = f"{self.compared} proposals equal a fresh drafter's{agree}; draft acceptance rate {original:.3f}."
+        return Finding(Part.DRAFT_STATE, name, Status.HOLDS, summary, facts)
 
 
 @torch.inference_mode()
@@ -325,8 +325,8 @@ def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequenc
             pairs += [(ours[name], theirs[name]) for ours, theirs in carried for name in theirs]
         largest = size = 0.0
         for a, b in pairs if length else ():
-            apart = (a.double() - b.double()).abs().nan_to_num(nan=math.inf)
-            largest = max(largest, float(apart.max()))
+            difference = (a.double() - b.double()).abs().nan_to_num(nan=math.inf)
+            largest = max(largest, float(difference.max()))
             size = max(size, float(b.double().abs().max()))
         dtype = next((a.dtype for a, _ in pairs if a.is_floating_point()), model.dtype)
         return CacheDifference(largest, relative_limit(dtype) * size)

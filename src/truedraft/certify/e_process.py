@@ -352,7 +352,7 @@ class Events:
             all_hits.append(hits[:, by_depth])
         if self._places > 1:
             for place in range(self._places):
-                stands = scored.place % self._places == place
-                all_chances.append(chances[:, by_place] if stands else torch.full_like(chances[:, by_place], -1.0))
+                selected = scored.place % self._places == place
+                all_chances.append(chances[:, by_place] if selected else torch.full_like(chances[:, by_place], -1.0))
                 all_hits.append(hits[:, by_place])
         return torch.cat(all_chances, dim=1), torch.cat(all_hits, dim=1)

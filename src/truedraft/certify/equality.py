@@ -114,8 +114,8 @@ class Equality(Check):
             seconds=context.seconds * _ROUNDING_SHARE,
         )
         status = Status.HOLDS if rounding.bitwise else Status.MEASURED if rounding.is_rounding else Status.FAILS
-        told = rounding.describe()
-        return Finding(self.part, f"rounding, {label}", status, f"{told[0].upper()}{told[1:]}.", rounding.as_dict())
+        words = rounding.describe()
+        return Finding(self.part, f"rounding, {label}", status, f"{words[0].upper()}{words[1:]}.", rounding.as_dict())
 
 
 class EqualityInFloat32(Check):
@@ -137,11 +137,11 @@ class EqualityInFloat32(Check):
 
     def run(self, context: Context) -> list[Finding]:
         if context.end_s < self._takes_s:
-            told = (
+            reason = (
                 f"loading the model again takes about {self._takes_s:.0f} s, more than a third of the time; give about "
                 f"--minutes {self._takes_s / _MOST_LOADING / 60.0:.1f}"
             )
-            return [Finding(self.part, "greedy, float32", Status.DOES_NOT_APPLY, told)]
+            return [Finding(self.part, "greedy, float32", Status.DOES_NOT_APPLY, reason)]
         return Equality().run(replace(context, stack=self._load()))
 
 
@@ -194,8 +194,8 @@ class _Answers:
 
     def _compare(self, size: int, group: Sequence[int], expected: Sequence[Answer], found: Sequence[Answer]) -> None:
         for number, plain, other in zip(group, expected, found, strict=True):
-            asked = replace(self._context, prompts=[self._prompts[number]], params=self._each[number], batch=size)
-            self.comparisons[size].add(plain, other, asked, number)
+            context = replace(self._context, prompts=[self._prompts[number]], params=self._each[number], batch=size)
+            self.comparisons[size].add(plain, other, context, number)
 
 
 def _count(number: int, what: str) -> str:
@@ -267,20 +267,20 @@ class Comparison:
         too_few = self.answers < least or not self.compared
         # A drafter that gave up leaves plain decoding, which equals itself.
         status = Status.FAILS if faults or failures else Status.NOT_ENOUGH if too_few else Status.HOLDS
-        told = f"{self.compared} tokens of {self.answers} answers compared with {others}"
+        compared = f"{self.compared} tokens of {self.answers} answers compared with {others}"
         if faults:
             count = len(faults) + self.untraced
-            summary = f"{told}: {_count(count, 'fault')}, the first at {faults[0].describe()}"
+            summary = f"{compared}: {_count(count, 'fault')}, the first at {faults[0].describe()}"
         elif self.untraced:
             status = Status.FAILS if failures or self.untraced > explained else Status.MEASURED
-            summary = f"{told}: {self.untraced} answers differ; rounding explains at most {explained:.4g} of them"
+            summary = f"{compared}: {self.untraced} answers differ; rounding explains at most {explained:.4g} of them"
             facts["explained_by_rounding"] = explained
         elif too_few:
-            summary = f"{told}, which says too little; give more minutes"
+            summary = f"{compared}, which says too little; give more minutes"
         elif near:
-            summary = f"{told}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
+            summary = f"{compared}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
         else:
-            summary = f"{told}: bit for bit equal"
+            summary = f"{compared}: bit for bit equal"
         if failures:
             summary += f"; {_count(len(failures), 'warning')}, the first: {failures[0]}"
         return Finding(part, name, status, f"{summary}.", {**self.as_dict(), **facts})
@@ -382,8 +382,8 @@ def divergence_point(expected: Answer, found: Answer, asked: Context, number: in
     order = row.double().topk(min(2, len(row)))
     best = tuple(zip(order.indices.tolist(), order.values.tolist(), strict=True))
     choose = chooser(params, len(before), row)
-    wanted = [_stops(target, params) if token is None else {token} for token in ids]
-    margin = max(lead_needed(row, choose, tokens) for tokens in wanted)
+    choices = [_stops(target, params) if token is None else {token} for token in ids]
+    margin = max(lead_needed(row, choose, tokens) for tokens in choices)
     return DivergencePoint(number, place, *ids, texts, best, margin, rounding, *_judged(margin, rounding))
 
 

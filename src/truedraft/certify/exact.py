@@ -62,12 +62,12 @@ class Exact(Check):
             compares = params.seeded or (params.greedy and stack.rule.lossless)
             comparing = (stack.coupled_rule or CoupledSampling()) if compares else None
             if rule.lossless:
-                jobs.append(lambda tell: [_kernel(rule, worlds, tell)])
+                jobs.append(lambda report: [_kernel(rule, worlds, report)])
             batched = _shipped if rule.lossless else _lossy
-            jobs.append(lambda tell: [batched(rule, worlds, stack.target.device, tell)])
+            jobs.append(lambda report: [batched(rule, worlds, stack.target.device, report)])
         if comparing is not None:
-            jobs.append(lambda tell: [_kernel(comparing, worlds, tell, "coupled ")])
-            jobs.append(lambda tell: _coupled(comparing, stack.target.device, tell))
+            jobs.append(lambda report: [_kernel(comparing, worlds, report, "coupled ")])
+            jobs.append(lambda report: _coupled(comparing, stack.target.device, report))
         findings = []
         for number, job in enumerate(jobs):
             findings += job(share_of(context.tell, number, len(jobs)))
@@ -78,14 +78,14 @@ class Exact(Check):
 # ---------------------------------------------------------------------------------------- kernels
 
 
-def _kernel(rule: Rule, worlds: Sequence[World], tell: Tell, prefix: str = "") -> Finding:
+def _kernel(rule: Rule, worlds: Sequence[World], report: Tell, prefix: str = "") -> Finding:
     """Whole answers, step after step, by recursion over the kernels."""
     answers, worst = 0, _Largest()
     for number, world in enumerate(worlds):
         expected = target_dist(world.target.probs, world.length)
         worst.see(distance(emitted_dist(rule, world.target.probs, world.scheme, world.length), expected), world)
         answers += len(expected)
-        tell((number + 1) / len(worlds))
+        report((number + 1) / len(worlds))
     summary = f"{len(worlds)} worlds, {answers:,} answers, largest distance {worst.distance:.1e}{worst.where}"
     facts = {"worlds": len(worlds), "answers": answers, **worst.facts("distance")}
     return Finding(Part.EXACT, f"{prefix}kernel", _status(worst.distance), summary, facts)
@@ -181,11 +181,11 @@ class _Judged:
         }
 
 
-def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell) -> Finding:
+def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, report: Tell) -> Finding:
     """Compare shipped verdicts with the kernels, and answers with the target's distribution; stops at a failure."""
     name, judged = "batched code, every decision cell", _Judged(rule, device)
     parts = (judged.kernel, judged.target, judged.moved)
-    for done in judged.worlds(worlds, tell):
+    for done in judged.worlds(worlds, report):
         if any(part.fails for part in parts):
             return Finding(Part.EXACT, name, Status.FAILS, _what_failed(judged), {**judged.facts, "worlds": done})
     largest = max(part.distance for part in parts)
@@ -225,11 +225,11 @@ def _composes(rule: Rule, case: Case) -> bool:
 # ---------------------------------------------------------------------------------------- lossy rules
 
 
-def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell) -> Finding:
+def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: Tell) -> Finding:
     """Distance of shipped answers from the target's distribution; verdicts must match the kernels."""
     name, judged = "distance on tiny worlds", _Judged(rule, device)
     drafted = [world for world in worlds if world.plans] or worlds
-    for _ in judged.worlds(drafted, tell):
+    for _ in judged.worlds(drafted, report):
         pass
     if judged.kernel.fails or judged.moved.fails:
         return Finding(Part.EXACT, name, Status.FAILS, _what_failed(judged), judged.facts)
@@ -247,15 +247,15 @@ def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell
 # ---------------------------------------------------------------------------------------- coupled and greedy
 
 
-def _coupled(rule: Rule, device: torch.device, tell: Tell) -> list[Finding]:
+def _coupled(rule: Rule, device: torch.device, report: Tell) -> list[Finding]:
     """Compare the rule with argmax(log p + G), case by case and in distribution, and with argmax without noise."""
     sampled, greedy = _Followed("coupled walks"), _Followed("greedy walks")
-    for number, asked in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch
-        found = disagreements(rule, asked, device)
+    for number, cases in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch
+        found = disagreements(rule, cases, device)
         for followed, is_greedy in ((sampled, False), (greedy, True)):
-            followed.cases += sum(case.greedy is is_greedy for case in asked)
+            followed.cases += sum(case.greedy is is_greedy for case in cases)
             followed.otherwise += [each for each in found if each[0].greedy is is_greedy]
-        tell((number + 1) / 4)
+        report((number + 1) / 4)
     answers = answer_probs(rule, device)
     largest = max(answers.distance, answers.moved)
     facts = {

@@ -111,10 +111,10 @@ class _Asking:
         own = numbered(self._params, number)
         expected = self._ask(self._stack, prompt, own, number)
         self._texts.append([*prompt, *expected.token_ids])
-        asked = Context(self._stack, [prompt], own, self._batch)
+        context = Context(self._stack, [prompt], own, self._batch)
         for name, way in self._ways.items():
             found = way(prompt, own, number)
-            self._comparisons[name].add(expected, found, asked, number, has_margins=self._has_margins)
+            self._comparisons[name].add(expected, found, context, number, has_margins=self._has_margins)
 
     def _engine(self, stack: Stack, batch: int, number: int) -> Engine:
         """A new engine; a prompt's number fixes the noise of its first request without a seed."""

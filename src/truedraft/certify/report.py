@@ -73,17 +73,17 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        count, told = len(self.findings), []
+        count, parts = len(self.findings), []
         if self.failures:
             named = f" ({', '.join(self.faults)})" if self.faults else ""
-            told.append(f"{len(self.failures)} of {count} checks failed{named}: {_names(self.failures)}")
+            parts.append(f"{len(self.failures)} of {count} checks failed{named}: {_names(self.failures)}")
         if self.undecided:
             names = _names(self.undecided)
-            told.append(f"not enough evidence for {len(self.undecided)} of {count} checks{self._needed()}: {names}")
+            parts.append(f"not enough evidence for {len(self.undecided)} of {count} checks{self._needed()}: {names}")
         if self.lossy:
-            words = "; ".join(["no certificate: the rule is lossy; its divergence was measured", *told])
+            words = "; ".join(["no certificate: the rule is lossy; its divergence was measured", *parts])
         else:
-            words = f"NO CERTIFICATE: {'; '.join(told)}" if told else f"CERTIFIED: {', '.join(self._what_holds())}"
+            words = f"NO CERTIFICATE: {'; '.join(parts)}" if parts else f"CERTIFIED: {', '.join(self._what_holds())}"
         return f"{words} ({self.options})"
 
     def _needed(self) -> str:

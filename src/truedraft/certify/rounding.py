@@ -194,13 +194,13 @@ class Rounding:
                 f"rows are bitwise equal in {len(self.plain) + 1} shapes of plain decoding at {self.positions} places, "
                 f"and drafted ones differ from them by up to {self.drafted_difference:.3g}: that is no rounding"
             )
-        told = (
+        text = (
             f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
             f"{self.drafted_difference:.3g} in drafted ones, whose rows lie up to {self.apart:.3g} from the nearest "
             f"plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
             f"{self.largest_total_variation:.2g} at most, over {self.positions} places"
         )
-        return told if self.is_rounding else f"{told}; that is more than rounding in {dtype_name(self.dtype)} does"
+        return text if self.is_rounding else f"{text}; that is more than rounding in {dtype_name(self.dtype)} does"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -279,7 +279,7 @@ def compare_shapes(
 
     plain_rows = [rows]
 
-    def spread(feeding: Feeding, other: Tensor, apart: float) -> Spread:
+    def spread(feeding: Feeding, other: Tensor, from_nearest: float) -> Spread:
         distance = total_variation(probs, probs_from_logits(other, params))
         return Spread(
             feeding.name,
@@ -288,7 +288,7 @@ def compare_shapes(
             float(_differences(rows, other).max()),
             float(distance.mean()),
             float(distance.max()),
-            apart,
+            from_nearest,
         )
 
     def plain(feeding: Feeding) -> Spread:
@@ -347,13 +347,13 @@ def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
 
     Their forwards have as many rows as speculation's: that many requests of one token each, or one token and a prompt.
     """
-    alone = [feeding.own_rows for feeding in drafted_feedings(limits, 1)]
+    single = [feeding.own_rows for feeding in drafted_feedings(limits, 1)]
     rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, PIECE)
     return [
         Feeding("as one prompt", at_once=True),
         *(
             Feeding(f"one token at a time, {count} requests", beside=(1,) * (count - 1))
-            for count in sorted({2, *alone, max(2, batch)})
+            for count in sorted({2, *single, max(2, batch)})
         ),
         Feeding(f"one token at a time beside a prompt of {rows}", beside=(rows,)),
     ]
@@ -408,10 +408,10 @@ class _Fed:
         self._feeding = feeding
 
     def rows(self, start: int) -> list[Tensor]:
-        wanted = len(self._text) - 1 if self._feeding.at_once else start
+        prefilled = len(self._text) - 1 if self._feeding.at_once else start
         found: list[Tensor] = []
-        for first in range(0, wanted, PIECE):
-            ids = self._text[first : min(first + PIECE, wanted)]
+        for first in range(0, prefilled, PIECE):
+            ids = self._text[first : min(first + PIECE, prefilled)]
             rows = [row for row in range(len(ids)) if first + row >= start - 1] if first + len(ids) >= start else []
             logits = self._forward(ids, chain_shape(len(ids)), rows, range(len(ids)))
             found += [logits] if rows else []

@@ -154,17 +154,17 @@ def scored_answers(
     room = stack.target.context_length
     turn = itertools.cycle(prompts)
     for first in itertools.count(0, batch):
-        asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
+        group = [list(prompt) for prompt in itertools.islice(turn, batch)]
         options = [
             open_ended(numbered(params, first + place), min(length, room - len(prompt)))
-            for place, prompt in enumerate(asked)
+            for place, prompt in enumerate(group)
         ]
-        requests = answered_in_time(engine, asked, options, Deadline(math.inf))
+        requests = answered_in_time(engine, group, options, Deadline(math.inf))
         for request in requests:
             if request.error is not None:
                 raise request.error
             check_sound(answer_of(request), stack.drafter.name)
-        texts = [(prompt, request.tokens[len(prompt) :]) for prompt, request in zip(asked, requests, strict=True)]
+        texts = [(prompt, request.tokens[len(prompt) :]) for prompt, request in zip(group, requests, strict=True)]
         probs = plain_probs(judge or stack.target, texts, params)
         yield [
             Scored(own, tokens, prompt, recorder.taken(each.id), place, params.seeded, answer_of(each).stats.divergence)
@@ -224,8 +224,8 @@ def _together(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
             for number, (prompt, tokens) in enumerate(texts):
                 ids = [*prompt, *tokens[:-1]][start : start + _CHUNK]
                 if ids and tokens:
-                    wanted = range(max(0, len(prompt) - 1 - start), len(ids))
-                    segment = Segment(caches[number], torch.tensor(ids), chain_shape(len(ids)), wanted)
+                    needed = range(max(0, len(prompt) - 1 - start), len(ids))
+                    segment = Segment(caches[number], torch.tensor(ids), chain_shape(len(ids)), needed)
                     parts.append((number, segment))
             logits = target.forward([segment for _, segment in parts]).logits
             counts = [len(segment.rows) for _, segment in parts]

@@ -135,15 +135,15 @@ class Statistics(Check):
             reason = "under these options no prompt leaves more than one answer over three tokens"
             return Finding(Part.STATISTICAL, name, Status.DOES_NOT_APPLY, reason)
         if adjusted is None:
-            told = "not judged, for rounding moves the distribution"
+            outcome = "not judged, for rounding moves the distribution"
             status = Status.MEASURED
         else:
-            told = f"p-value after Holm {adjusted:.2g}"
+            outcome = f"p-value after Holm {adjusted:.2g}"
             status = Status.FAILS if adjusted < FALSE_ALARM else Status.HOLDS
         detectable = joint.smallest_detectable(level)
         summary = (
-            f"{joint.answers:,} answers over a vocabulary of {len(joint.kept)} tokens, {joint.cells} cells: {told}; a "
-            f"total variation of {detectable:.3f} in any direction among them would have been found; "
+            f"{joint.answers:,} answers over a vocabulary of {len(joint.kept)} tokens, {joint.cells} cells: {outcome}; "
+            f"a total variation of {detectable:.3f} in any direction among them would have been found; "
             f"{joint.accepted:.2f} drafted tokens accepted per call"
         )
         facts = {
@@ -242,9 +242,9 @@ def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResul
     cell_of = {tokens: cell for cell, tokens in enumerate(itertools.product(kept, repeat=_LOOKED_AT))}
     counts = torch.zeros(len(cell_of) + 1, dtype=torch.float64)
     calls = accepted = 0
-    asked = open_ended(params, _LENGTH)
+    options = open_ended(params, _LENGTH)
     for first in itertools.count(0, _BATCH):
-        many = [numbered(asked, first + place) for place in range(_BATCH)]
+        many = [numbered(options, first + place) for place in range(_BATCH)]
         for answer in engine.generate([list(prompt)] * _BATCH, many):
             check_sound(answer, stack.drafter.name)
             counts[cell_of.get(tuple(answer.token_ids[1:]), -1)] += 1

@@ -167,13 +167,13 @@ class World:
         """Every outcome of the draws of a node. Probabilities come from integers, not from shared code."""
         for tokens in itertools.product(range(self.target.vocab), repeat=len(choices)):
             probability = 1.0
-            gone: dict[int, list[int]] = {}
+            removed: dict[int, list[int]] = {}
             for choice, token in zip(choices, tokens, strict=True):
                 weights = self.drafters[choice.drafter].weights(prefix)
                 if choice.kind is DrawKind.DETERMINISTIC:
                     probability *= float(token == self._fixed_token(choice, prefix))
                     continue
-                taken = gone.setdefault(choice.drafter, []) if choice.kind is DrawKind.WITHOUT_REPLACEMENT else []
+                taken = removed.setdefault(choice.drafter, []) if choice.kind is DrawKind.WITHOUT_REPLACEMENT else []
                 if token in taken or not weights[token]:
                     probability = 0.0
                     break

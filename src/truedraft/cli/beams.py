@@ -111,8 +111,8 @@ def search_beams(options: GenerateOptions) -> int:
     seeing = next((each.name for each in prompts if each.images), None)
     if seeing is not None:
         raise DataError(f"prompt {seeing} has images, and beam search reads text alone; leave out --num-beams, or them")
-    asked = sampling_of_each([(each, options.sampling) for each in prompts])
-    for _, params in asked:
+    requests = sampling_of_each([(each, options.sampling) for each in prompts])
+    for _, params in requests:
         _check_sampling(params)
 
     from truedraft.cli.session import as_chat, with_model
@@ -121,8 +121,8 @@ def search_beams(options: GenerateOptions) -> int:
     terminal, options = Terminal(), dataclasses.replace(options, stack=with_model(options.stack))
     plain, search = _load(options, terminal)
     if options.prompts.chat:
-        asked = as_chat(search.target, asked, trust_control_tokens=options.prompts.trust_control_tokens)
-    found = [_answer(each, plain, search, options, terminal, alone=len(asked) == 1) for each in asked]
+        requests = as_chat(search.target, requests, trust_control_tokens=options.prompts.trust_control_tokens)
+    found = [_answer(each, plain, search, options, terminal, single=len(requests) == 1) for each in requests]
     searched = [each for each in found if each.error is None]
     compared = options.report.compare and bool(searched)
     if compared:
@@ -152,8 +152,8 @@ def _check(options: GenerateOptions) -> None:
     if beams.early_stopping not in _EARLY:
         raise OptionError(f"must be true, false or never, got {beams.early_stopping!r}", field="early_stopping")
     if beams.num_return_sequences > beams.num_beams:
-        told = f"must be at most --num-beams, {beams.num_beams}, got {beams.num_return_sequences}"
-        raise OptionError(told, field="num_return_sequences")
+        message = f"must be at most --num-beams, {beams.num_beams}, got {beams.num_return_sequences}"
+        raise OptionError(message, field="num_return_sequences")
     if beams.draft_beams is not None:
         check_whole("draft_beams", beams.draft_beams, beams.num_beams)
     for part, names in _LEFT_OUT.items():
@@ -209,13 +209,13 @@ def _load(options: GenerateOptions, terminal: Terminal) -> tuple[BeamSearch, Bea
 
 
 def _answer(
-    asked: Asked,
+    request: Asked,
     plain: BeamSearch,
     search: BeamSearch,
     options: GenerateOptions,
     terminal: Terminal,
     *,
-    alone: bool,
+    single: bool,
 ) -> _Found:
     """Search the beams of one prompt and write them; if one of several prompts fails, warn and skip it.
 
@@ -224,23 +224,23 @@ def _answer(
     """
     from truedraft.engine.prompts import encode_prompt
 
-    prompt, params = asked
+    prompt, params = request
     found = _Found(prompt.name)
     try:
         ids = encode_prompt(search.target, prompt.prompt)
         found.prompt_tokens = len(ids)
         first = _timed(search, ids, params.max_tokens)
-        _write(found.name if not alone else None, first.answer.beams, options, terminal)
+        _write(found.name if not single else None, first.answer.beams, options, terminal)
         if not options.report.compare:
             found.searches = {_SPECULATIVE: [first]}
             return found
         # The first search was the warm-up and is not counted.
         found.searches = {_PLAIN: [], _SPECULATIVE: []}
-        for _ in range(_RUNS_OF_ONE_PROMPT if alone else 1):
+        for _ in range(_RUNS_OF_ONE_PROMPT if single else 1):
             for way, system in ((_PLAIN, plain), (_SPECULATIVE, search)):
                 found.searches[way].append(_timed(system, ids, params.max_tokens))
     except TruedraftError as error:
-        if alone:
+        if single:
             raise
         found.error = str(error)
         say(f"error: prompt {prompt.name}: {error}")
@@ -257,12 +257,12 @@ def _write(name: str | None, beams: Sequence[Beam], options: GenerateOptions, te
     """Write the requested beams; a single beam of a single prompt without a heading, all others after one."""
     from rich.rule import Rule as Line
 
-    wanted = beams[: options.beams.num_return_sequences]
-    for number, beam in enumerate(wanted, start=1):
+    returned = beams[: options.beams.num_return_sequences]
+    for number, beam in enumerate(returned, start=1):
         terminal.end_line()
         if name is not None or options.beams.num_return_sequences > 1:
-            told = "" if name is None else f"{name}, "
-            heading = f"{told}beam {number} (score {beam.score:.4f})"
+            prefix = "" if name is None else f"{name}, "
+            heading = f"{prefix}beam {number} (score {beam.score:.4f})"
             terminal.out.print(Line(visible(heading), align="left", style="dim"))
         terminal.write(" ".join(map(str, beam.token_ids)) if beam.text is None else visible(beam.text))
         terminal.end_line()
@@ -290,8 +290,8 @@ def _print_comparison(
 
     ways = (_PLAIN, _SPECULATIVE)
     rows = [["seconds", *(f"{sum(each.median_s(way) for each in found):.2f}" for way in ways)]]
-    for told, count in (("target calls", "target_calls"), ("steps", "steps"), ("drafted nodes", "drafted")):
-        rows.append([told, *(f"{sum(each.total(way, count) for each in found):,}" for way in ways)])
+    for label, count in (("target calls", "target_calls"), ("steps", "steps"), ("drafted nodes", "drafted")):
+        rows.append([label, *(f"{sum(each.total(way, count) for each in found):,}" for way in ways)])
     terminal.out.print()
     runs = f"medians of {_RUNS_OF_ONE_PROMPT} runs each way" if len(found) == 1 else f"{len(found)} prompts"
     terminal.out.print(f"{_what(search, options)}, {runs}", style="dim", soft_wrap=True)
@@ -341,8 +341,8 @@ def _prompt_record(found: _Found, options: GenerateOptions) -> dict[str, Any]:
     about = {"id": found.name, "prompt_tokens": found.prompt_tokens, "error": found.error}
     if found.error is not None:
         return about
-    wanted = found.beams[: options.beams.num_return_sequences]
-    beams = {"beams": [dataclasses.asdict(beam) for beam in wanted]}
+    returned = found.beams[: options.beams.num_return_sequences]
+    beams = {"beams": [dataclasses.asdict(beam) for beam in returned]}
     if not options.report.compare:
         return about | beams | found.searches[_SPECULATIVE][0].counts
     sides = {way: searches[0].counts | {"elapsed_s": found.median_s(way)} for way, searches in found.searches.items()}

@@ -116,7 +116,7 @@ def bench(options: BenchOptions) -> int:
     terminal = Terminal()
     with errors_about("prompts"):
         set_name, prompts = _prompts(options)
-    asked = [(each, params) for each in prompts]
+    requests = [(each, params) for each in prompts]
     options = dataclasses.replace(options, model=with_model(options.model))
     set_threads(options.machine.threads)
     with contextlib.ExitStack() as stack:
@@ -128,8 +128,8 @@ def bench(options: BenchOptions) -> int:
             for each in suite.ours:
                 each.engine.controller.expect(plan.survival)
         if options.prompt.chat:
-            asked = as_chat(suite.target, asked, trust_control_tokens=options.prompt.trust_control_tokens)
-        groups, failures = encoded(suite.target, asked, options.runs.batch)
+            requests = as_chat(suite.target, requests, trust_control_tokens=options.prompt.trust_control_tokens)
+        groups, failures = encoded(suite.target, requests, options.runs.batch)
         if not groups:
             raise PromptError(f"none of the prompts can be answered; {failures[0].describe()}")
         measured = _costs(suite, params, options.runs.refresh_costs, terminal)
@@ -342,6 +342,6 @@ def _differences(suite: Suite, results: Results, groups: Sequence[Group], circum
         (system, name, find_difference(suite.target, prompts[name], list(plain), list(other)))
         for system, name, plain, other in differing[:_SHOWN_DIFFERENCES]
     )
-    told = [f"{system}, prompt {name} {each.describe()}" for system, name, each in found if each is not None]
+    sentences = [f"{system}, prompt {name} {each.describe()}" for system, name, each in found if each is not None]
     rest = len(differing) - _SHOWN_DIFFERENCES
-    return [*told, f"and {rest} more"] if rest > 0 else told
+    return [*sentences, f"and {rest} more"] if rest > 0 else sentences

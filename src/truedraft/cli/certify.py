@@ -149,7 +149,7 @@ def _certified(
     again = EqualityInFloat32(lambda: _loaded(options, whole, params, terminal)[1], loading_s, seconds)
     with terminal.progress("certify", len(parts) * _STEPS) as show:
 
-        def tell(part: Part, done: float) -> None:
+        def notify(part: Part, done: float) -> None:
             show(int((parts.index(part) + done) * _STEPS), part.value)
 
         report = certify(
@@ -159,7 +159,7 @@ def _certified(
             batch=options.check.batch,
             seconds=seconds,
             most_seconds=seconds,
-            tell=tell,
+            tell=notify,
             announce=terminal.note,
             in_float32=None if options.check.no_float32 else again,
         )

@@ -130,19 +130,19 @@ def engine(options: EngineOptions) -> int:
     from truedraft.cli.session import set_threads, waiting
 
     _check_one(options)
-    with asking("engine", options) as asked:
+    with asking("engine", options) as session:
         set_threads(options.machine.threads)
         if options.process is not None:
-            asked.add_function(options.process)
+            session.add_function(options.process)
         else:
-            asked.add_servers(endpoint=options.endpoint)
-        with asked.going_on():
-            with waiting(asked.terminal.err, "loading the model"):
+            session.add_servers(endpoint=options.endpoint)
+        with session.going_on():
+            with waiting(session.terminal.err, "loading the model"):
                 target, rounded = _judges(options)
                 drafts = _drafts(options)
             run = partial(certify_engine, rounded=rounded, drafts=drafts, allowance=options.allowance)
-            report = asked.report(run, [Part.GREEDY, Part.SAMPLED, Part.BEHAVIOUR], judge=[target])
-        return asked.told(report)
+            report = session.report(run, [Part.GREEDY, Part.SAMPLED, Part.BEHAVIOUR], judge=[target])
+        return session.told(report)
 
 
 def compare(options: CompareOptions) -> int:
@@ -154,11 +154,11 @@ def compare(options: CompareOptions) -> int:
     from truedraft.certify.engines import compare_engines
     from truedraft.cli.engines_asked import asking
 
-    with asking("compare", options) as asked:
-        asked.add_servers(endpoint=options.endpoint, against=options.against)
-        with asked.going_on():
-            report = asked.report(compare_engines, [Part.GREEDY, Part.AGAINST, Part.BEHAVIOUR])
-        return asked.told(report)
+    with asking("compare", options) as session:
+        session.add_servers(endpoint=options.endpoint, against=options.against)
+        with session.going_on():
+            report = session.report(compare_engines, [Part.GREEDY, Part.AGAINST, Part.BEHAVIOUR])
+        return session.told(report)
 
 
 def _check_one(options: EngineOptions) -> None:

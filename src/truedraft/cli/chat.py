@@ -98,38 +98,38 @@ def chat(options: ChatOptions) -> int:
     terminal = Terminal()
     partner: _Here | _Server
     if options.talk.url is not None:
-        partner = _Server(options.talk.url, _model_asked(options), options.sampling, terminal.note)
+        partner = _Server(options.talk.url, _requested_model(options), options.sampling, terminal.note)
     else:
         partner = _here(options, terminal)
     talk = _Talk()
     if options.talk.system is not None:
         talk.tell(options.talk.system)
-    if _asks():
+    if _interactive():
         what = "Talk to" if partner.chats else "No chat template: what you write is continued by"
         terminal.note(f"{what} {visible(partner.name)}. /help tells more.")
     for line in _lines(terminal):
         if not _command(line, talk, terminal):
             _take_turn(line, talk, partner, terminal)
-    status = FAILED if talk.failed and not _asks() else DONE
+    status = FAILED if talk.failed and not _interactive() else DONE
     if options.report.json:
-        turns = [{name: getattr(each, name) for name in each.__slots__} for each in talk.turns]
-        terminal.json({"command": "chat", "status": status, "model": partner.name, "turns": turns})
+        records = [{name: getattr(each, name) for name in each.__slots__} for each in talk.turns]
+        terminal.json({"command": "chat", "status": status, "model": partner.name, "turns": records})
     return status
 
 
-def _asks() -> bool:
+def _interactive() -> bool:
     """Whether standard input is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _lines(terminal: Terminal) -> Iterator[str]:
     """The user's messages, line by line; a backslash at the end of a line continues it."""
-    asks = _asks()
+    interactive = _interactive()
     while True:
         try:
-            line = input("> " if asks else "")
+            line = input("> " if interactive else "")
             while line.endswith("\\"):
-                line = line[:-1] + "\n" + input("… " if asks else "")
+                line = line[:-1] + "\n" + input("… " if interactive else "")
         except EOFError:
             terminal.end_line()
             return
@@ -167,12 +167,12 @@ def _command(line: str, talk: _Talk, terminal: Terminal) -> bool:
 def _take_turn(line: str, talk: _Talk, partner: _Here | _Server, terminal: Terminal) -> None:
     before = list(talk.messages)
     if line.strip() == "/again":
-        asked = [place for place, each in enumerate(before) if each["role"] == "user"]
-        if not asked:
+        places = [place for place, each in enumerate(before) if each["role"] == "user"]
+        if not places:
             terminal.note("nothing was asked yet")
             return
-        line = before[asked[-1]]["content"]
-        del talk.messages[asked[-1] :]
+        line = before[places[-1]]["content"]
+        del talk.messages[places[-1] :]
     turn = _Turn(line)
     talk.messages.append({"role": "user", "content": line})
     began = time.perf_counter()
@@ -260,7 +260,7 @@ def _here(options: ChatOptions, terminal: Terminal) -> _Here:
     return _Here(engine, params, terminal, options.talk)
 
 
-def _model_asked(options: ChatOptions) -> str | None:
+def _requested_model(options: ChatOptions) -> str | None:
     """The requested model of a server; None if none was named.
 
     Raises:
@@ -310,21 +310,21 @@ class _Server:
         if not served:
             raise PeerError(f"{self._caller.url} lists no model at /v1/models; load one there, or correct the address")
         if model is not None and model not in served:
-            told = visible(", ".join(map(repr, served)))
-            raise OptionError(f"{model!r} is none of the models that {self._caller.url} has: {told}", field="model")
+            models = visible(", ".join(map(repr, served)))
+            raise OptionError(f"{model!r} is none of the models that {self._caller.url} has: {models}", field="model")
         self.name = next(iter(served)) if model is None else model
         self.chats = bool(served[self.name].get("chat", True))
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[str], None]) -> None:
         """As `_Here.answer`; `show` is called with each piece of text."""
-        asked = self._params
+        params = self._params
         body: dict[str, Any] = {
-            name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
+            name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
         }
         body = {name: value for name, value in body.items() if value is not None}
-        body |= {"stop_token_ids": list(asked.stop_token_ids)} if asked.stop_token_ids else {}
-        body |= {"ignore_eos": True} if asked.ignore_eos else {}
-        body |= {"model": self.name, "max_tokens": asked.max_tokens, "stream": True}
+        body |= {"stop_token_ids": list(params.stop_token_ids)} if params.stop_token_ids else {}
+        body |= {"ignore_eos": True} if params.ignore_eos else {}
+        body |= {"model": self.name, "max_tokens": params.max_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.chats:
             path, body["messages"] = "/v1/chat/completions", messages

@@ -155,19 +155,19 @@ class Comparison:
         return statistics.mean(shares) if shares else None
 
     def as_dict(self) -> dict[str, Any]:
-        told, sides = self.tells_identical, self.all.as_dict()
+        comparable, sides = self.tells_identical, self.all.as_dict()
         return {
             "tokens_per_s": sides[_SPECULATIVE]["tokens_per_s"],
             "speedup": self.all.ratio.mean,
             "identical": self.identical,
-            "identical_prompts": self.identical_prompts if told else None,
+            "identical_prompts": self.identical_prompts if comparable else None,
             "speedup_min": self.all.ratio.low,
             "speedup_max": self.all.ratio.high,
             "share_faster": self.all.ratio.share_faster,
             "repeated_8grams": self.repeated_8grams,
             "runs": self.runs,
             **sides,
-            "prompts": [pair.as_dict(told) for pair in self.pairs],
+            "prompts": [pair.as_dict(comparable) for pair in self.pairs],
         }
 
 
@@ -181,10 +181,10 @@ def compare(
     Raises:
         TruedraftError: a single prompt cannot be answered.
     """
-    alone = len(prompts) == 1
+    single = len(prompts) == 1
     with waiting(terminal.err, MEASURING):  # otherwise the comparison would include the measurement of costs
         engine.measure(prompts[0][1])
-    if alone:
+    if single:
         _echo(prompts[0][0], terminal)
         answer = write_answer(engine, prompts[0], terminal, options.report.show_drafts)
         if answer.finish_reason == "cancelled":
@@ -194,7 +194,7 @@ def compare(
     )
     groups, failures = encoded(engine.target, prompts, 1)
     costs = _curve(engine) if options.report.explain else {}
-    results, runs = Results(failures=failures), _RUNS_OF_ONE_PROMPT if alone else 1
+    results, runs = Results(failures=failures), _RUNS_OF_ONE_PROMPT if single else 1
     if groups:
         with terminal.progress("plain and speculative", 2 * runs * len(groups)) as progress:
             context = engine.target.context_length
@@ -206,11 +206,11 @@ def compare(
         together = Sides.of([row for row in results.rows if row.prompts[0] in {pair.name for pair in pairs}])
         promised = all(suite.must_agree(params) for _, params in prompts)
         comparison = Comparison(pairs, together, runs, promised, engine.rule.lossless)
-    told = {each.prompts: f"prompt {each.prompts[0]}: {each.reason}" for each in results.failures}
-    for failure in told.values():
+    errors = {each.prompts: f"prompt {each.prompts[0]}: {each.reason}" for each in results.failures}
+    for failure in errors.values():
         say(f"error: {failure}")
     status, record = _end(
-        comparison, list(told.values()), len(prompts), options, terminal, interrupted=results.interrupted
+        comparison, list(errors.values()), len(prompts), options, terminal, interrupted=results.interrupted
     )
     if comparison is not None:
         _print(comparison, engine, options.stack, terminal)
@@ -288,8 +288,8 @@ def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal
         )
     else:
         terminal.out.print(f"speed-up: {ratio.mean:.2f}")
-    if told := little_gained(ratio.mean, comparison.all.speculative.counters or Counters()):
-        terminal.out.print(told, soft_wrap=True)
+    if sentence := little_gained(ratio.mean, comparison.all.speculative.counters or Counters()):
+        terminal.out.print(sentence, soft_wrap=True)
     terminal.out.print(_verdict(comparison))
     if not comparison.lossless:
         words = divergence_words(comparison.all.speculative.counters or Counters())

@@ -176,10 +176,10 @@ def _least_promise(drafter: str | None) -> float | None:
     card = TrainedDrafter.read(place)
     served = None if card is None else card.figures.get("served")
     rounds = [each.get("mean_acceptance_length") for each in served or () if isinstance(each, dict)]
-    told = [each for each in rounds if isinstance(each, int | float)]
-    if not told:
+    lengths = [each for each in rounds if isinstance(each, int | float)]
+    if not lengths:
         raise OptionError(f"has no card that promises something: {drafter!r}; leave it out", field="drafter")
-    return min(told)
+    return min(lengths)
 
 
 def written_prompts(target: LanguageModel, texts: Sequence[NamedPrompt], *, plain: bool) -> list[Prompt]:
@@ -221,10 +221,10 @@ def _print(found: Diagnosis, terminal: Terminal) -> None:
     if left:
         terminal.out.print(f"not to be tried here: {left}", style="dim", soft_wrap=True)
     was, now = (each[0.0].survival for each in (found.given, found.best))
-    told = f"accepted by position, greedy: {_shares(was)}"
+    line = f"accepted by position, greedy: {_shares(was)}"
     if now != was:
-        told += f"; mended: {_shares(now)}"
-    terminal.out.print(told, style="dim", soft_wrap=True)
+        line += f"; mended: {_shares(now)}"
+    terminal.out.print(line, style="dim", soft_wrap=True)
     terminal.out.print(f"{found.noun}: {found.sentence}", style="bold", soft_wrap=True)
 
 

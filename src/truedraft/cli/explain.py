@@ -86,13 +86,13 @@ def marks_of(names: Sequence[str]) -> Mapping[str, str]:
     return marks
 
 
-def _most_frequent(stretch: Stretch) -> str:
-    return max(stretch.decisions, key=lambda name: stretch.decisions[name])
+def _most_frequent(column: Stretch) -> str:
+    return max(column.decisions, key=lambda name: column.decisions[name])
 
 
-def _digit(tokens: int, stretch: Stretch) -> str:
+def _digit(tokens: int, column: Stretch) -> str:
     """Mean tokens per step and request as one character; a blank if nothing was drafted."""
-    mean = tokens / stretch.requests
+    mean = tokens / column.requests
     if not tokens:
-        return " " if not stretch.drafted else "0"
+        return " " if not column.drafted else "0"
     return "+" if round(mean) > 9 else str(round(mean))

@@ -97,8 +97,8 @@ def _export_drafter(options: ExportOptions) -> int:
     named = None if options.model.model == UNNAMED else options.model.model
     with quiet_hub():
         made = export_drafter(options.drafter, options.engine, folder, named, dtype=options.machine.dtype)
-    told = f"wrote {folder}: {made.kind} for {made.engine}, which drafts {made.tokens} tokens with it"
-    for line in (told + "; to serve it:" * bool(made.commands), *made.commands):
+    summary = f"wrote {folder}: {made.kind} for {made.engine}, which drafts {made.tokens} tokens with it"
+    for line in (summary + "; to serve it:" * bool(made.commands), *made.commands):
         terminal.out.print(line, soft_wrap=True, markup=False, highlight=False)
     if options.report.json:
         terminal.json({"command": "export", "drafter": options.drafter, "out": str(folder)} | asdict(made))

@@ -79,8 +79,8 @@ def error_record(command: str | None, error: BaseException) -> dict[str, Any]:
     Args:
         command: as "generate"; None if there is no such command.
     """
-    told = {"command": command, "error": describe(error), "status": exit_status(error)}
-    return told | {"field": getattr(error, "field", None)}
+    record = {"command": command, "error": describe(error), "status": exit_status(error)}
+    return record | {"field": getattr(error, "field", None)}
 
 
 def warn(message: str) -> None:

@@ -97,8 +97,8 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
     run = compare if report.compare else _answer
     status, record = run(engine, options, prompts, terminal)
     if report.json:
-        told = circumstances_record(engine, options.stack, params)
-        terminal.json({"command": "generate", "status": status} | record | told)
+        circumstances = circumstances_record(engine, options.stack, params)
+        terminal.json({"command": "generate", "status": status} | record | circumstances)
     return status
 
 

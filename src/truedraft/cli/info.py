@@ -78,14 +78,14 @@ def info(options: InfoOptions) -> int:
             each.as_dict() | {"found": each.source, "belongs": fingerprint and each.fingerprint == fingerprint}
             for each in drafters
         ]
-        asked = {
+        requested = {
             smollm2.WORD: lacking is None,
             "model": options.model,
             "fingerprint": fingerprint,
             "runs": own,
             "drafters": trained,
         }
-        terminal.json({"command": "info"} | facts | found | {"embedded_models": models} | asked)
+        terminal.json({"command": "info"} | facts | found | {"embedded_models": models} | requested)
     return DONE
 
 
@@ -103,13 +103,13 @@ def drafters(options: DraftersOptions) -> int:
 
     terminal = Terminal()
     if options.kind is None:
-        told = drafter_words()
-        _print(terminal, {word: re.split("[:;] ", meaning)[0] for word, meaning in told.items()})
+        described = drafter_words()
+        _print(terminal, {word: re.split("[:;] ", meaning)[0] for word, meaning in described.items()})
     else:
-        told = drafter_described(options.kind.partition(":")[0])
-        _print(terminal, told)
+        described = drafter_described(options.kind.partition(":")[0])
+        _print(terminal, described)
     if options.report.json:
-        terminal.json({"command": "drafters", "status": DONE, "drafters": told})
+        terminal.json({"command": "drafters", "status": DONE, "drafters": described})
     return DONE
 
 
@@ -166,7 +166,7 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
         read = [
             f"memory is read at {speed / 1e9:.1f} GB/s: weights of {size / 1e6:.0f} MB in {1e3 * size / speed:.1f} ms"
         ]
-    told = [
+    lines = [
         f"{model['parameters'] / 1e6:.2f} M parameters, {model['dtype']}; runs by: {paths}",
         f"a forward behind {model['context']} tokens: {takes}; a drafter pays where a call gives more tokens than it "
         "costs forwards of 1 token, drafting included",
@@ -175,7 +175,7 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
         f"chats: {model['chat']}",
         *(each for each in (model["quantised"], model["note"]) if each),
     ]
-    return {"--model": "\n".join(told)}
+    return {"--model": "\n".join(lines)}
 
 
 def _fast_paths() -> tuple[list[str], str]:
@@ -282,11 +282,11 @@ def _describe_drafter(drafter: TrainedDrafter, own: Mapping[str, Any] | None) ->
     belongs = ": belongs to --model" if is_own else ""
     target = f"{drafter.target_name or 'a target without a name'} ({drafter.fingerprint})"
     measured = [f"{tokens:.2f} at temperature {at:g}" for at, tokens in sorted(drafter.tokens_per_call.items())]
-    told = [f"{drafter.kind}:{drafter.folder}", f"  {drafter.source}; for {target}{belongs}"]
+    lines = [f"{drafter.kind}:{drafter.folder}", f"  {drafter.source}; for {target}{belongs}"]
     if measured:
         left = "; auto leaves it out, for that cannot pay" if drafter.brings_too_little else ""
-        told.append(f"  tokens per target call, at most: {', '.join(measured)}{left}")
+        lines.append(f"  tokens per target call, at most: {', '.join(measured)}{left}")
     most = drafter.most_tokens_per_call
     if own is not None and is_own and most and (gain := _most_gain(most, own["forward_s"])):
-        told.append(f"  so at most {gain:.2f} times plain decoding here, before the time that drafting takes")
-    return "\n".join(told)
+        lines.append(f"  so at most {gain:.2f} times plain decoding here, before the time that drafting takes")
+    return "\n".join(lines)

@@ -82,15 +82,15 @@ class _Parameter:
         if self.repeated:  # typer supports only lists, and would show a default list
             declared, default = list[typing.get_args(self.type)[0]] | None, None  # type: ignore[misc]
         more: dict[str, Any] = {"metavar": self.option.metavar, "help": self.option.meaning}
-        told: Any
+        info: Any
         if self.option.name is not None and not self.option.name.startswith("-"):
-            told = typer.Argument(**more)
+            info = typer.Argument(**more)
         else:
             more |= {"rich_help_panel": self.heading, "hidden": self.hidden}
             if self.option.shown_default is not None and default is not inspect.Parameter.empty:
                 more["show_default"] = self.option.shown_default
-            told = typer.Option(self.option.name or self.typed_name, **more)
-        yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, told])
+            info = typer.Option(self.option.name or self.typed_name, **more)
+        yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, info])
 
     def value(self, typed: Any, check: Check) -> Any:
         """The field's value, from typer's.
@@ -163,8 +163,8 @@ def _help_all(hidden: int) -> inspect.Parameter:
             raise typer.Exit
 
     words = f"Show this message with {hidden} more options."
-    told = typer.Option("--help-all", is_eager=True, callback=show, help=words)
-    return inspect.Parameter(_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, told])
+    info = typer.Option("--help-all", is_eager=True, callback=show, help=words)
+    return inspect.Parameter(_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info])
 
 
 def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
@@ -173,12 +173,12 @@ def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
     Raises:
         OptionError: both were given.
     """
-    alone = typed.pop(parameter.bare_name, None)
-    if alone is None:
+    positional = typed.pop(parameter.bare_name, None)
+    if positional is None:
         return
-    if (given := typed[parameter.name]) is not None and given != alone:
-        raise OptionError(f"is {given!r}, and {alone!r} stands behind the command; give one", field=parameter.name)
-    typed[parameter.name] = alone
+    if (given := typed[parameter.name]) is not None and given != positional:
+        raise OptionError(f"is {given!r}, and {positional!r} stands behind the command; give one", field=parameter.name)
+    typed[parameter.name] = positional
 
 
 def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:

@@ -263,8 +263,8 @@ def _plan(options: PlanOptions) -> int:
     with waiting(terminal.err, f"loading {model.model}"), quiet_hub(), errors_about("model"):
         target = load_model(model.model, **model.of_target, **options.machine.of_models)
     seeds = [None if params.seed is None else derived_seed(params.seed, number) for number in range(len(prompts))]
-    asked = [(each, dataclasses.replace(params, seed=seed)) for each, seed in zip(prompts, seeds, strict=True)]
-    planned, kept_back = _split(options, target, asked)
+    requests = [(each, dataclasses.replace(params, seed=seed)) for each, seed in zip(prompts, seeds, strict=True)]
+    planned, kept_back = _split(options, target, requests)
     made = _made(options, target, planned, params, terminal)
     best = made.best()
     predicted = next((each for each in best if each.option.drafter == made.recommended()), best[0])
@@ -307,18 +307,18 @@ def _prompts(options: PlanOptions) -> list[Any]:
 
 
 def _split(
-    options: PlanOptions, target: LanguageModel, asked: Sequence[Any]
+    options: PlanOptions, target: LanguageModel, requests: Sequence[Any]
 ) -> tuple[list[tuple[str, list[int], SamplingParams]], list[Group]]:
     """Three of four prompts for the plan; the fourth to check it, in groups that are answered together."""
     from truedraft.cli.session import as_chat, encoded
     from truedraft.measure.bench import grouped
 
     if options.prompt.chat:
-        asked = as_chat(target, asked, trust_control_tokens=options.prompt.trust_control_tokens)
-    alone, failures = encoded(target, asked, 1)
+        requests = as_chat(target, requests, trust_control_tokens=options.prompt.trust_control_tokens)
+    singles, failures = encoded(target, requests, 1)
     for failure in failures:
         warn(f"left out: {failure.describe()}")
-    usable = [(each.names[0], list(each.prompts[0]), each.params) for each in alone]
+    usable = [(each.names[0], list(each.prompts[0]), each.params) for each in singles]
     if len(usable) < _LEAST_PROMPTS:
         raise OptionError(f"must be {_LEAST_PROMPTS} or more that can be answered, got {len(usable)}", field="prompts")
     kept_back = usable[_LEAST_PROMPTS - 1 :: _LEAST_PROMPTS]
@@ -350,7 +350,7 @@ def _made(
             costs = StepCosts(target, refresh=True)
         said = iter([_announced(options, drafters, len(prompts), costs.forwards()(1, [_USUAL_CONTEXT]))])
 
-        def told(done: float, remark: str) -> None:
+        def report(done: float, remark: str) -> None:
             for sentence in said if done else ():  # the drafters are loaded
                 terminal.note(sentence)
             show(round(done * _PARTS), remark)
@@ -363,7 +363,7 @@ def _made(
             batch=options.what.batch,
             made=fitting,
             costs=costs,
-            progress=told,
+            progress=report,
         )
     for warning in costs.warnings:
         warn(warning)
@@ -474,11 +474,11 @@ def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> N
     print_table((*titles, "ms more a step", "MB", "bytes a token"), rows, terminal.out)
     ways = made.ways(best[0].drafting.drafter)
     if len(ways) > 1:
-        told = "; ".join(
+        listing = "; ".join(
             f"{each.option.drafter} {each.option.tokens_per_call.value:.2f}, {each.speedup.value:.2f}" for each in ways
         )
         terminal.out.print(
-            f"the best of each way to draft it, tokens per call and predicted speed-up: {told}",
+            f"the best of each way to draft it, tokens per call and predicted speed-up: {listing}",
             style="dim",
             soft_wrap=True,
         )

@@ -114,11 +114,11 @@ def _sentences(record: Mapping[str, Any]) -> list[str]:
     else:
         said = f"drafting stops to pay at {stops} open requests"
     bound = "" if record["token_ms"] is None else f", a token in at most {record['token_ms']:g} ms"
-    asked = (
+    load = (
         f"{record['requests_per_s']:g} requests a second, each of {record['prompt']} prompt and {record['answer']} "
         f"answer tokens{bound}:"
     )
-    return [said, asked, *(f"  {name}: {_needed(each)}" for name, each in record["replicas"].items())]
+    return [said, load, *(f"  {name}: {_needed(each)}" for name, each in record["replicas"].items())]
 
 
 def _needed(found: Mapping[str, Any] | None) -> str:

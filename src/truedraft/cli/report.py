@@ -44,8 +44,8 @@ def undrafted_line(engine: Engine, stats: Counters) -> str | None:
     if stats.undrafted is None or stats.drafted_calls >= stats.target_calls / 2:  # only one of several answers had none
         return None
     advice = "; --controller fixed drafts always" if engine.controller.weighs_costs else ""
-    told = f"drafted in {stats.drafted_calls} of {stats.target_calls} calls" if stats.drafted_calls else "not drafted"
-    return f"{told}: {stats.undrafted}{advice}"
+    share = f"drafted in {stats.drafted_calls} of {stats.target_calls} calls" if stats.drafted_calls else "not drafted"
+    return f"{share}: {stats.undrafted}{advice}"
 
 
 def answers_record(

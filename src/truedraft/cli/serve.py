@@ -109,9 +109,9 @@ def replicas(options: ServeOptions) -> Application:
 def _size(options: ServeOptions) -> Size:
     from truedraft.server.cluster.replicas import Size
 
-    asked = replace(options.replicas, ray=True).range
-    assert asked is not None
-    return Size.of(asked, options.machine.threads, options.machine.device)
+    bounds = replace(options.replicas, ray=True).range
+    assert bounds is not None
+    return Size.of(bounds, options.machine.threads, options.machine.device)
 
 
 def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, Service]:

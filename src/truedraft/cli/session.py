@@ -199,7 +199,7 @@ def load_engine(
     from truedraft.verification.specs import rule_from_spec
 
     most = None if stack.max_cache_bytes is None else read_bytes("max_cache_bytes", stack.max_cache_bytes)
-    with waiting(console, f"loading {stack.model}") as tell:
+    with waiting(console, f"loading {stack.model}") as update:
         rule, controller = rule_from_spec(stack.rule), controller_from_spec(stack.controller)
         from truedraft.drafters.prediction import with_own_drafts
         from truedraft.drafters.specs import from_spec
@@ -212,7 +212,7 @@ def load_engine(
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         budgets: Mapping[str, NodeBudget] = {}
         if not (controller.weighs_costs or controller.takes_all_sizes):
-            tell(MEASURING)
+            update(MEASURING)
             drafter, budgets = sized(drafter, target, params, requests=requests, least=1)
         if plan is not None:
             controller.expect(plan.survival)
@@ -224,7 +224,7 @@ def load_engine(
             most = max(int(cache_share * free), 1)
         share = stack.gpu_memory_utilization
         engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, gpu_memory_utilization=share, **more)
-    _tell_sizes(engine, budgets, console)
+    _print_sizes(engine, budgets, console)
     return engine
 
 
@@ -263,7 +263,7 @@ def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def _tell_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Console) -> None:
+def _print_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Console) -> None:
     """Print the chosen sizes by member, and start the check of the costs that chose them."""
     if not budgets:
         return
@@ -272,11 +272,11 @@ def _tell_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Cons
         engine.listeners.append(check)
     for warning in budget.costs.warnings:
         warn(warning)
-    told = f"{engine.drafter.name}: {budget.describe()}"
+    line = f"{engine.drafter.name}: {budget.describe()}"
     if len(engine.drafter.members) > 1:
         sizes = ", ".join(f"{name} {each.sizes}" for name, each in budgets.items())
-        told = f"sizes by the cost curve: {sizes}"
-    console.print(told, style="dim", soft_wrap=True)
+        line = f"sizes by the cost curve: {sizes}"
+    console.print(line, style="dim", soft_wrap=True)
 
 
 def set_threads(threads: int | None) -> None:

@@ -71,8 +71,8 @@ class Terminal:
         Args:
             beside_output: whether answers are written at the same time; then there is no bar if they go to a terminal.
         """
-        wanted = self.err.is_terminal and not (beside_output and self.out.is_terminal)
-        return progress_bar(self.err, what, total, wanted=wanted, patience_s=self.patience_s)
+        shown = self.err.is_terminal and not (beside_output and self.out.is_terminal)
+        return progress_bar(self.err, what, total, wanted=shown, patience_s=self.patience_s)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], to: Console) -> None:

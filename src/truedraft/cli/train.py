@@ -76,7 +76,7 @@ def draft(options: DraftOptions) -> int:
         if not job.data:
             raise DataError("there is nothing to train on; name at least one file with --data FILE, or --data self")
 
-    def train(model: str, told: Callbacks, budget: TimeBudget, device: str) -> Any:
+    def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.drafts import DraftConfig, train_draft
         from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
         from truedraft.training.texts.answer_writer import WritingConfig
@@ -95,7 +95,7 @@ def draft(options: DraftOptions) -> int:
             seed=run.seed,
             device=device,
         )
-        return train_draft(model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
+        return train_draft(model, job.data, job.out, config, held_out=job.held_out, callbacks=callbacks, budget=budget)
 
     return _run("draft", options, train, check)
 
@@ -138,7 +138,7 @@ def _train_heads(kind: str, options: HeadOptions) -> int:
     """
     job = options.job
 
-    def train(model: str, told: Callbacks, budget: TimeBudget, device: str) -> Any:
+    def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.heads import train_heads
         from truedraft.training.texts.answer_writer import WritingConfig
 
@@ -153,7 +153,7 @@ def _train_heads(kind: str, options: HeadOptions) -> int:
             "device": device,
         }
         config = dotted(KINDS[kind].training).from_options(common, options.more)
-        return train_heads(model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
+        return train_heads(model, job.data, job.out, config, held_out=job.held_out, callbacks=callbacks, budget=budget)
 
     return _run(kind, options, train, lambda: _check_stage(job, getattr(options.more, "stage", 1)))
 
@@ -165,7 +165,7 @@ def ngram(options: NgramOptions) -> int:
     """
     job = options.job
 
-    def train(model: str, told: Callbacks, budget: TimeBudget, device: str) -> Any:
+    def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.ngrams import NgramConfig, train_ngrams
         from truedraft.training.texts.answer_writer import WritingConfig
 
@@ -178,7 +178,7 @@ def ngram(options: NgramOptions) -> int:
             seed=options.seed,
             device=device,
         )
-        return train_ngrams(model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
+        return train_ngrams(model, job.data, job.out, config, held_out=job.held_out, callbacks=callbacks, budget=budget)
 
     return _run("ngram", options, train)
 
@@ -281,8 +281,8 @@ def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks
     from truedraft.training.loop import Callbacks
 
     note = _notes(terminal)
-    told = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
-    return told if tracker is None else dataclasses.replace(told, on_step=tracker.step)
+    callbacks = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
+    return callbacks if tracker is None else dataclasses.replace(callbacks, on_step=tracker.step)
 
 
 def _register(terminal: Terminal, folder: Path) -> bool:

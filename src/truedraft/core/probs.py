@@ -223,8 +223,8 @@ def nucleus_by_sorting(dist: Tensor, top_p: float) -> Tensor:
     ordered, order = dist.sort(dim=-1, descending=True, stable=True)
     reached = ordered.cumsum(dim=-1, dtype=torch.float64)
     last = (reached < top_p).sum(dim=-1, keepdim=True).clamp_max(dist.shape[-1] - 1)  # place of the crossing token
-    behind = torch.arange(dist.shape[-1], device=dist.device) > last
-    scaled = (ordered / reached.gather(-1, last)).to(dist.dtype).masked_fill(behind, 0.0)
+    excluded = torch.arange(dist.shape[-1], device=dist.device) > last
+    scaled = (ordered / reached.gather(-1, last)).to(dist.dtype).masked_fill(excluded, 0.0)
     return torch.zeros_like(dist).scatter_(-1, order, scaled)
 
 

@@ -230,19 +230,19 @@ def shaped_trees(
     wide = _wide(logits) if changes else logits
     formed: list[tuple[Form, Sequence[Path], int, bool]] = []  # with the first row, and whether its argmax suffices
     first = 0
-    for tree, shaping, alone in zip(trees, shapings, argmax, strict=True):
+    for tree, shaping, greedy in zip(trees, shapings, argmax, strict=True):
         end = first + len(tree) + 1
         if shaping is not None:
             paths: Sequence[Path] = [(), *map(tree.path_tokens, range(len(tree)))] if shaping.reads_paths else ()
             shaping._change(wide[first:end], (0, *tree.shape.depths), paths)
             if shaping.form is not None:
-                formed.append((shaping.form, paths, first, alone))
+                formed.append((shaping.form, paths, first, greedy))
         first = end
-    likeliest = most_likely(wide).tolist() if any(alone for *_, alone in formed) else []
+    likeliest = most_likely(wide).tolist() if any(greedy for *_, greedy in formed) else []
     places: list[int] = []  # of rows that masks are needed for
     masks: list[NDArray[np.bool_]] = []
-    for form, paths, first, alone in formed:
-        left = [row for row, path in enumerate(paths) if not (alone and form.allows(path, likeliest[first + row]))]
+    for form, paths, first, greedy in formed:
+        left = [row for row, path in enumerate(paths) if not (greedy and form.allows(path, likeliest[first + row]))]
         places += [first + row for row in left]
         masks += [form.masks([paths[row] for row in left])] if left else []
     if masks:  # one pass over all rows

@@ -185,14 +185,14 @@ class StepRecord:
         left = self.total_s
         each = [0.0] * len(requests)
         for spent in self.drafting:
-            asked = [
+            drafted = [
                 number
                 for number, step in enumerate(requests)
                 if step.decision is not None and any(part.drafter == spent.drafter for part in step.decision.parts)
             ]
-            for number in asked:
-                each[number] += spent.seconds / len(asked)
-            left -= spent.seconds if asked else 0.0
+            for number in drafted:
+                each[number] += spent.seconds / len(drafted)
+            left -= spent.seconds if drafted else 0.0
         return tuple(own + left / len(requests) for own in each)
 
     @property

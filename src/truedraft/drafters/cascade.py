@@ -388,8 +388,8 @@ class Cascade(Drafter):
             by_rule.setdefault(self._rule_of(chain), []).append(place)
         verdicts: dict[int, Verdict] = {}
         for rule, places in by_rule.items():
-            asked = [[each[place] for place in places] for each in (guesses, probs, noise)]
-            verdicts.update(zip(places, rule.verify(*asked), strict=True))  # type: ignore[arg-type]
+            selected = [[each[place] for place in places] for each in (guesses, probs, noise)]
+            verdicts.update(zip(places, rule.verify(*selected), strict=True))  # type: ignore[arg-type]
         return [verdicts[place] for place in range(len(chains))]
 
     def _rule_of(self, chain: _Chain) -> Rule:

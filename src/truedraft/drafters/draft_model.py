@@ -99,11 +99,11 @@ class DraftModel(Drafter):
                 f"({theirs.difference(ours)}); give DraftModel(TranslatedModel(draft, target)), or a draft trained on "
                 "the target's tokenizer"
             )
-        theirs_heard, ours_heard = _shapes(target), _shapes(self.model)
-        if ours_heard and ours_heard != theirs_heard:
+        target_shapes, own_shapes = _shapes(target), _shapes(self.model)
+        if own_shapes and own_shapes != target_shapes:
             raise CompositionError(
-                f"draft {self.model.name!r} hears {_told(ours_heard)}, and target {target.name!r} is given "
-                f"{_told(theirs_heard) if theirs_heard else 'text'}; use a draft that hears the same"
+                f"draft {self.model.name!r} hears {_told(own_shapes)}, and target {target.name!r} is given "
+                f"{_told(target_shapes) if target_shapes else 'text'}; use a draft that hears the same"
             )
         if self.model.sources is not None and self.model.opening != target.opening:
             raise CompositionError(
@@ -112,15 +112,15 @@ class DraftModel(Drafter):
             )
         if self.model.vocab_size != target.vocab_size:
             without = next((each.name for each in (self.model, target) if each.tokenizer is None), None)
-            told = "" if without is None else f", and {without!r} comes without a tokenizer that says what they mean"
+            detail = "" if without is None else f", and {without!r} comes without a tokenizer that says what they mean"
             raise VocabularyMismatchError(
                 f"draft {self.model.name!r} has {self.model.vocab_size} token ids and target {target.name!r} has "
-                f"{target.vocab_size}{told}; use a draft trained on the target's tokenizer"
+                f"{target.vocab_size}{detail}; use a draft trained on the target's tokenizer"
             )
 
     def hint(self, request: DraftRequest) -> Hint:
-        behind = len(request.tokens) - self.caches[request.id].length
-        return Hint(behind=behind, confident=self.limits.width == 1 and not transfers.waits(self.model.device))
+        lag = len(request.tokens) - self.caches[request.id].length
+        return Hint(behind=lag, confident=self.limits.width == 1 and not transfers.waits(self.model.device))
 
     def begin(self, request: DraftRequest) -> None:
         self.caches[request.id] = cache = self.model.new_cache()

@@ -192,8 +192,8 @@ def export_drafter(
             raise OptionError(
                 f"{name} is of trees and rules that {engine} does not have; leave it out: it drafts chains of {_TOKENS}"
             )
-        wanted = words.options.get(_TOKENS)
-        tokens = None if wanted is None else read_whole(_TOKENS, wanted)
+        requested = words.options.get(_TOKENS)
+        tokens = None if requested is None else read_whole(_TOKENS, requested)
         if exports.export is not None:
             return exports.export(words.path, engine, way, folder, model, tokens)
         if words.path is None:
@@ -314,13 +314,13 @@ def exported(folder: Path, kind: str, engine: str, target: ExportTarget, tokens:
     """The result, with the commands that convert target and drafter for the engine, and the server's."""
     if engine not in _SERVE:
         return ExportedDrafter(kind, engine, target.name, tokens, ())
-    beside, file = f"{folder}-target", _gguf_file(target.name)
+    target_folder, file = f"{folder}-target", _gguf_file(target.name)
     stock = file is None and not target.name.startswith("embedded:")
     named = smollm2.ON_THE_HUB if target.name == smollm2.WORD else target.name
-    place = named if stock else beside
-    made = [] if stock else [["truedraft", "export", "--model", target.name, "--out", beside]]
+    place = named if stock else target_folder
+    made = [] if stock else [["truedraft", "export", "--model", target.name, "--out", target_folder]]
     if engine == "llamacpp":
-        convert, served = ["python", "convert_hf_to_gguf.py"], str(file or f"{beside}.gguf")
+        convert, served = ["python", "convert_hf_to_gguf.py"], str(file or f"{target_folder}.gguf")
         tokenizer = [] if way.write is None else ["--target-model-dir", place]
         made = made if tokenizer or file is None else []
         made += [] if file else [[*convert, place, "--outfile", served]]

@@ -91,12 +91,12 @@ def with_members(drafter: Drafter, members: Mapping[str, Drafter]) -> Drafter:
 def joint_features(drafter: Drafter, watcher: Drafter | None = None) -> Features | None:
     """All features that a drafter's members, and an additional watcher, require."""
     members = [*drafter.members.values(), *([] if watcher is None else [watcher])]
-    wanted = [member.features for member in members if member.features is not None]
-    if not wanted:
+    requested = [member.features for member in members if member.features is not None]
+    if not requested:
         return None
-    layers = sorted({layer for each in wanted for layer in each.layers})
-    rows = max((each.rows for each in wanted), key=("last", "tree", "accepted", "kept", "all").index)
-    return Features(rows, any(each.logits for each in wanted), tuple(layers))
+    layers = sorted({layer for each in requested for layer in each.layers})
+    rows = max((each.rows for each in requested), key=("last", "tree", "accepted", "kept", "all").index)
+    return Features(rows, any(each.logits for each in requested), tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class MergedProposal:
         if not parts:
             return cls(Proposal.empty(), {}, {})
         if len(parts) == 1:
-            ((name, alone),) = parts.items()
-            return cls(alone, parts, {name: range(len(alone.tree))})
+            ((name, single),) = parts.items()
+            return cls(single, parts, {name: range(len(single.tree))})
         proposal, nodes = merge(list(parts.values()))
         return cls(proposal, parts, dict(zip(parts, nodes, strict=True)))
 

@@ -149,9 +149,9 @@ class _Follower:
 
     def _found(self, tokens: Sequence[int]) -> int | None:
         places = self._index().get(tuple(tokens[-self._SHORTEST :]), [])
-        behind = bisect_left(places, self._last)
-        near = places[behind : behind + _MOST_PLACES]
-        near += places[max(behind - _MOST_PLACES + len(near), 0) : behind][::-1]
+        after = bisect_left(places, self._last)
+        near = places[after : after + _MOST_PLACES]
+        near += places[max(after - _MOST_PLACES + len(near), 0) : after][::-1]
         return max(near, key=lambda place: self._alike(tokens, place), default=None)  # the first of the longest
 
     def _alike(self, tokens: Sequence[int], place: int) -> int:

@@ -232,8 +232,8 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
         yield from _in_folder(Path(model) / _FOLDER_OF_MODEL, "the model's own folder")
     for each in drafters_dir:
         folder = refuse_no_folder(each)
-        alone = TrainedDrafter.read(folder, "--drafters-dir")
-        yield from () if alone is None else (alone,)
+        single = TrainedDrafter.read(folder, "--drafters-dir")
+        yield from () if single is None else (single,)
         yield from _in_folder(folder, "--drafters-dir")
     yield from Registry().drafters()
     for package in metadata.entry_points(group=_GROUP):

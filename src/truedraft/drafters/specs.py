@@ -193,10 +193,10 @@ def _unknown(words: Words) -> UnknownOptionError:
     return UnknownOptionError.nearest("drafter", words.kind, valid, also)
 
 
-def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
+def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], notify: Callable[[str], None]) -> Portfolio:
     from truedraft.drafters.portfolio import Portfolio
 
-    return Portfolio([drafter for _, drafter in auto_members(target, drafters_dir, tell)])
+    return Portfolio([drafter for _, drafter in auto_members(target, drafters_dir, notify)])
 
 
 def auto_members(
@@ -236,7 +236,7 @@ def auto_members(
     return [*own, *members, (lookup, KINDS["prompt-lookup"].make(lookup, target))]
 
 
-def _own_member(target: LanguageModel, tell: Callable[[str], None]) -> list[tuple[Words, Drafter]]:
+def _own_member(target: LanguageModel, notify: Callable[[str], None]) -> list[tuple[Words, Drafter]]:
     words = Words("drafter", "self", "int4", KINDS["self"].widest)
     try:
         drafter = KINDS["self"].make(words, target)
@@ -246,20 +246,20 @@ def _own_member(target: LanguageModel, tell: Callable[[str], None]) -> list[tupl
     except UnsupportedModelError:
         return []  # such a target has no quantized copy, and none was requested
     except Exception as error:
-        tell(f"the drafter self:int4 is left out: {' '.join(str(error).split())}")
+        notify(f"the drafter self:int4 is left out: {' '.join(str(error).split())}")
         return []
 
 
 def _trained_words(
-    target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]
+    target: LanguageModel, drafters_dir: Sequence[str | Path], notify: Callable[[str], None]
 ) -> list[Words]:
     """The MTP layer of the target's checkpoint, and the drafters trained for it with a measured gain."""
     from truedraft.models.mtp import brings_mtp
 
     words = [Words("drafter", "mtp", None, KINDS["mtp"].widest)] if brings_mtp(target) else []
-    for found in find_drafters(target, drafters_dir, tell):
+    for found in find_drafters(target, drafters_dir, notify):
         if found.brings_too_little:
-            tell(
+            notify(
                 f"the drafter {found.kind}:{found.folder} is left out: it brought {found.most_tokens_per_call:.2f} "
                 "tokens per target call at the end of its training, which cannot pay; train it longer, or name it with "
                 "--drafter"

@@ -159,9 +159,9 @@ class TreeBuilder:
     def segment(self) -> Segment:
         written, self._fed = self._fed, len(self._tokens)
         rows = [node - written for node in self._open]
-        behind = self._behind
-        parents = (*range(-1, behind - 1), *(behind + parent for parent in self._parents))
-        return Segment(self.cache, self._ids(written), shape_of(parents), rows, behind + written)
+        pending = self._behind
+        parents = (*range(-1, pending - 1), *(pending + parent for parent in self._parents))
+        return Segment(self.cache, self._ids(written), shape_of(parents), rows, pending + written)
 
     def chain_numbers(self) -> Sequence[Sequence[float]] | None:
         """The numbers that draw its tokens, if the whole chain can be drafted at once; otherwise None."""

@@ -160,16 +160,16 @@ class Batch:
             assert request.cache is not None
             ids = request.tokens[item.context : item.context + fed]
             if fed > 1 or not item.judged:
-                all_wanted = request.params.prompt_logprobs is not None or (features and features.of_prompts)
-                wanted = fed if all_wanted else int(features is not None)
-                asked = max(wanted, int(item.judged))
+                all_rows = request.params.prompt_logprobs is not None or (features and features.of_prompts)
+                required = fed if all_rows else int(features is not None)
+                computed = max(required, int(item.judged))
                 prompt = max(0, min(fed, request.prompt_tokens - 1 - item.context))
-                wanted_rows = range(fed - asked, fed)
+                output_rows = range(fed - computed, fed)
                 own = Segment(
                     request.cache,
                     torch.tensor(ids),
                     chain_shape(fed),
-                    wanted_rows,
+                    output_rows,
                     prompt=prompt,
                     adapter=request.params.adapter,
                     inputs=None if item.context else request.inputs,

@@ -94,8 +94,8 @@ class BeamSearch:
         if early_stopping not in (True, False, "never"):
             raise OptionError(f'must be True, False or "never", got {early_stopping!r}', field="early_stopping")
         if not abs(length_penalty) <= _MOST_PENALTY:
-            told = f"must lie between -{_MOST_PENALTY} and {_MOST_PENALTY}, got {length_penalty!r}"
-            raise OptionError(told, field="length_penalty")
+            message = f"must lie between -{_MOST_PENALTY} and {_MOST_PENALTY}, got {length_penalty!r}"
+            raise OptionError(message, field="length_penalty")
         self.length_penalty, self.early_stopping = float(length_penalty), early_stopping
         self.target, self.draft = target, draft
         if draft is not None:
@@ -187,8 +187,8 @@ class BeamSearch:
 
 def _common(beams: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     first, last = min(beams), max(beams)
-    apart = next((place for place, pair in enumerate(zip(first, last, strict=True)) if pair[0] != pair[1]), len(first))
-    return first[:apart]
+    length = next((place for place, pair in enumerate(zip(first, last, strict=True)) if pair[0] != pair[1]), len(first))
+    return first[:length]
 
 
 class _Reader:
@@ -232,13 +232,13 @@ class _Reader:
         ids = [*(() if fed else self._text[self._cache.length :]), *tree.tokens[fed:]]
         parents = [*range(-1, self._chain - 1), *(parent + self._chain for parent in tree.parents)]
         written = self._chain + fed if fed else 0
-        wanted = sorted({node + self._chain - written for node in nodes})
+        rows = sorted({node + self._chain - written for node in nodes})
         prompt = 0 if fed else max(0, min(self._chain, self._prompt - 1 - self._cache.length))
         segment = Segment(
-            self._cache, torch.tensor(ids), shape_of(tuple(parents)), wanted, written, prompt=prompt
+            self._cache, torch.tensor(ids), shape_of(tuple(parents)), rows, written, prompt=prompt
         )  # fmt: skip
         logits = self._model.forward([segment]).logits
-        place = {row: number for number, row in enumerate(wanted)}
+        place = {row: number for number, row in enumerate(rows)}
         return logits[[place[node + self._chain - written] for node in nodes]]
 
     def _read_prompt(self) -> None:

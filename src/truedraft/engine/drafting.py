@@ -56,7 +56,7 @@ class Drafting:
         self._on_device = transfers.waits(target.device)
         self._kept = [each.features for each in watched.values() if each.observes_lazily and each.features]
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
-        self._told_at_once = [member for member in self._members.values() if not member.drafter.observes_lazily]
+        self._eager = [member for member in self._members.values() if not member.drafter.observes_lazily]
         self._asked: dict[str, list[StepItem]] = {}  # items of the running step, by drafter
         self._resting = False  # whether the controller is not called in this step
         self._rests = 0  # number of such steps left, this one included
@@ -71,7 +71,7 @@ class Drafting:
         """Time that each drafter's proposals took in this step."""
         spent = ((self._members[name].spent, len(items)) for name, items in self._asked.items())
         # Requests that were drafted one after another do not show the time of a batch.
-        return tuple(each for each, asked in spent if each is not None and each.requests == asked)
+        return tuple(each for each, count in spent if each is not None and each.requests == count)
 
     @property
     def warmups(self) -> int:
@@ -152,14 +152,14 @@ class Drafting:
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1] if self._resting_plain else self._fitted(batch, self._last[1])
-        asked = [number for number, item in enumerate(batch) if not item.prefill and self._limits_for(item.request)]
-        if not asked:
+        numbers = [number for number, item in enumerate(batch) if not item.prefill and self._limits_for(item.request)]
+        if not numbers:
             return decisions
-        items = [batch.items[number] for number in asked]
+        items = [batch.items[number] for number in numbers]
         decided = self._failures.together("the controller", items, self._decided, self._give_up)
-        for number, decision in zip(asked, decided, strict=True):
+        for number, decision in zip(numbers, decided, strict=True):
             decisions[number] = decision
-        if self._controller.rests and len(asked) == len(batch):
+        if self._controller.rests and len(numbers) == len(batch):
             self._rests = 1 + self._controller.rests
             before, self._last = self._last[0], ([item.request for item in batch], decisions)
             plain = all(each is None or each.is_zero for each in decisions)
@@ -262,7 +262,7 @@ class Drafting:
             if item.request.last_step is not None:
                 item.request.last_step.shown = None  # frees a large tensor
             item.shown, item.request.last_step = output if self._shows else None, item
-        for member in self._told_at_once:
+        for member in self._eager:
             self._tell(member, batch.items)
         for name in self._asked:
             if self._members[name].drafter.observes_lazily:

@@ -314,13 +314,13 @@ class Engine:
         Raises:
             TruedraftError: a single prompt failed.
         """
-        asked = self._asked(prompt, params)
-        requests = self._enqueued(asked)
+        prepared = self._asked(prompt, params)
+        requests = self._enqueued(prepared)
         try:
             self._loop.run_until(lambda: all(request.finish_reason is not None for request in requests))
         finally:
             self._end(requests)
-        return _answers_of(prompt, asked)
+        return _answers_of(prompt, prepared)
 
     @overload
     def chat(self, messages: Messages, params: SamplingParams | None = None, **how: Unpack[ChatOptions]) -> Answer: ...
@@ -366,14 +366,14 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Answer | list[Answer]:
         """`generate` for `asyncio`: steps run in a thread, and cancelling the task cancels its requests."""
-        asked = await asyncio.to_thread(self._asked, prompt, params)
-        requests = self._enqueued(asked)
+        prepared = await asyncio.to_thread(self._asked, prompt, params)
+        requests = self._enqueued(prepared)
         try:
             await self._loop.until(lambda: all(request.closed for request in requests))
         finally:
             for request in requests:
                 self.cancel(request)
-        return _answers_of(prompt, asked)
+        return _answers_of(prompt, prepared)
 
     def _asked(
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -391,8 +391,8 @@ class Engine:
         count = params.n if isinstance(params, SamplingParams) else 1
         return [self.prepare(prompt, params, sample=sample) for sample in range(count)]
 
-    def _enqueued(self, asked: Sequence[list[Request] | Answer]) -> list[Request]:
-        requests = [request for samples in asked if isinstance(samples, list) for request in samples]
+    def _enqueued(self, prepared: Sequence[list[Request] | Answer]) -> list[Request]:
+        requests = [request for samples in prepared if isinstance(samples, list) for request in samples]
         for request in requests:
             self.enqueue(request)
         return requests
@@ -443,8 +443,8 @@ class Engine:
             raise OptionError(
                 f"must be 1 for a stream, got {params.n}; call submit for each sample and read its pieces", field="n"
             )
-        asked = chats_of(prompt, how) if how or is_messages(prompt) else prompt
-        return self.prepare(cast("Prompt", asked), params, scope=scope)
+        inputs = chats_of(prompt, how) if how or is_messages(prompt) else prompt
+        return self.prepare(cast("Prompt", inputs), params, scope=scope)
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         piece: Piece | None = None
@@ -774,10 +774,10 @@ class Engine:
             self._settle()
 
 
-def _answers_of(prompt: Prompt | Sequence[Prompt], asked: Sequence[list[Request] | Answer]) -> Answer | list[Answer]:
+def _answers_of(prompt: Prompt | Sequence[Prompt], prepared: Sequence[list[Request] | Answer]) -> Answer | list[Answer]:
     """The answer to a prompt, or a list for several prompts, from their finished requests."""
     found: list[Answer] = []
-    for samples in asked:
+    for samples in prepared:
         if isinstance(samples, Answer):
             found.append(samples)
             continue

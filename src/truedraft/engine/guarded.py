@@ -64,7 +64,7 @@ class GuardedDrafter:
     def _ask(self, items: Sequence[StepItem]) -> list[Proposal]:
         requests, budgets = [item.request for item in items], [item.budget(self.name) for item in items]
         noise = [item.noise.of_member(self._number) for item in items]
-        behind = 0 if self._on_device else sum(self.hint(request).behind for request in requests)
+        lag = 0 if self._on_device else sum(self.hint(request).behind for request in requests)
         began = time.perf_counter()
         try:
             proposals = self.drafter.propose([request.draft for request in requests], budgets, noise)
@@ -86,7 +86,7 @@ class GuardedDrafter:
         seconds, trees = time.perf_counter() - began, [proposal.tree for proposal in proposals]
         depth, nodes = max(tree.shape.depth for tree in trees), sum(map(len, trees))
         if not self._on_device:
-            self.spent = DraftTime(self.name, len(items), depth, nodes, behind, seconds, self.drafter.levels)
+            self.spent = DraftTime(self.name, len(items), depth, nodes, lag, seconds, self.drafter.levels)
         return proposals
 
     def check_ids(self, tree: TokenTree) -> None:

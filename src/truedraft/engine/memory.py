@@ -152,9 +152,9 @@ class CacheMemory:
             try:
                 pool.reserve(min(share, most), spare)
             except torch.OutOfMemoryError:
-                wanted, free = min(share, most) + pool.bytes_alone(spare), free_memory(self._target.device) or 0
+                requested, free = min(share, most) + pool.bytes_alone(spare), free_memory(self._target.device) or 0
                 raise OptionError(
-                    f"asks for {in_bytes(wanted)} for keys and values at once, and {in_bytes(free)} are free; lower "
+                    f"asks for {in_bytes(requested)} for keys and values at once, and {in_bytes(free)} are free; lower "
                     "gpu_memory_utilization or max_cache_bytes",
                     field=self._limited_by,
                 ) from None
@@ -243,12 +243,12 @@ class CacheMemory:
         if self.limit is None or not (new or self._changed):
             return [], []
         self._changed = False
-        wanted = self._wanted(running)
-        held = [each for each in wanted if each.request not in new and each.is_held]
+        holdings = self._wanted(running)
+        held = [each for each in holdings if each.request not in new and each.is_held]
         before, taken = set(held), []
         while held and not self._has_room(running, held):
             taken.append(held.pop())  # the most expensive, of the latest request
-        for each in wanted:
+        for each in holdings:
             if each not in before and each.drafter not in each.request.excluded:
                 share = 1.0 if each.request in new else RESUMES_AT
                 if self._has_room(running, [*held, each], share):
@@ -285,13 +285,13 @@ class CacheMemory:
         caches: dict[int, list[tuple[int, RequestCache | None]]] = {id(pool): [] for pool in self._distinct_pools}
         target = caches[id(self._pools[id(self._target)])]
         target.extend((request.granted, request.cache) for request in requests)
-        beside = 0
+        other_bytes = 0
         for each in held:
             drafter, request = self._members[each.drafter], each.request
-            beside += drafter.held.request_bytes + drafter.held.token_bytes * request.granted
+            other_bytes += drafter.held.request_bytes + drafter.held.token_bytes * request.granted
             for pool, own in self._caches_of(drafter):
                 caches[id(pool)].append((own.most(request.granted), own.caches.get(request.id)))
-        return {0: beside} | {id(pool): pool.bytes_for(caches[id(pool)]) for pool in self._distinct_pools}
+        return {0: other_bytes} | {id(pool): pool.bytes_for(caches[id(pool)]) for pool in self._distinct_pools}
 
     def _caches_of(self, drafter: Drafter) -> list[tuple[CachePool, ModelCaches | HeadCaches]]:
         held = drafter.held

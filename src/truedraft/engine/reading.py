@@ -113,10 +113,10 @@ class TimedParts(PromptReading):
 
     def parts(self, reading: Sequence[Request], decoding: bool) -> list[int]:
         most = self.tokens(decoding)
-        first, *behind = reading
+        first, *others = reading
         kept = _whole(first) or _part(first, max(PIECE, most // 2))
         fed, left = dict.fromkeys(reading, 0), most - kept
-        for request in sorted(behind, key=lambda each: each.uncomputed):
+        for request in sorted(others, key=lambda each: each.uncomputed):
             fed[request] = _part(request, left)
             left -= fed[request]
         fed[first] = _whole(first) or _part(first, kept + left)

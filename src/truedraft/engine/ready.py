@@ -72,9 +72,9 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
         if 1 in (count, len(each)) or count * len(each) <= _MOST_TOGETHER:
             found.add((each,) * count)
     if trees and max_batch > 1:
-        beside = [(part - 1, part) for part in _TILES]
-        beside += [(nodes, _MOST_ROWS + 1) for nodes in range(WORD_BITS, WORD_BITS + trees, WORD_BITS)]
-        found |= {(_star(min(nodes, 1 + trees)), chain_shape(part)) for nodes, part in beside}
+        pairs = [(part - 1, part) for part in _TILES]
+        pairs += [(nodes, _MOST_ROWS + 1) for nodes in range(WORD_BITS, WORD_BITS + trees, WORD_BITS)]
+        found |= {(_star(min(nodes, 1 + trees)), chain_shape(part)) for nodes, part in pairs}
     return sorted(found, key=lambda step: (_total(step), len(step), step[0].is_chain), reverse=True)
 
 
@@ -179,7 +179,7 @@ def _run_forwards(
     target: LanguageModel,
     layers: Sequence[int],
     forwards: Sequence[tuple[int, Step]],
-    told: Callable[[], None],
+    notify: Callable[[], None],
 ) -> None:
     """Run steps, the largest first; one request has the context, the others are empty."""
     with ExitStack() as held:
@@ -192,7 +192,7 @@ def _run_forwards(
             _read_up_to(target, caches[0], max(context - _MOST_ROWS, context // 2))
             if len(step[0]) <= context - caches[0].length:
                 _settle_forward(target, layers, list(map(_segment, caches, step)))
-            told()
+            notify()
 
 
 def _settle_forward(target: LanguageModel, layers: Sequence[int], segments: Sequence[Segment]) -> None:

@@ -273,16 +273,16 @@ class Request:
 
     def _take_back(self, kept: int) -> None:
         """Remove tokens of a stop text from the counts of accepted, emitted and tried tokens."""
-        behind = self.origins[kept:]
+        removed = self.origins[kept:]
         counters = self.counters
         prefill = sum(place >= kept for place in self._prefilled)
         counters.prefill_tokens -= prefill
-        counters.emitted_tokens -= len(behind) - prefill
-        counters.stop_tokens += len(behind) - prefill
+        counters.emitted_tokens -= len(removed) - prefill
+        counters.stop_tokens += len(removed) - prefill
         position = 0  # of the first removed token in its step, which ends with the first token that was not accepted
         while position < kept and self.origins[kept - 1 - position] is Origin.ACCEPTED:
             position += 1
-        for origin in behind:
+        for origin in removed:
             if origin is Origin.ACCEPTED:
                 counters.accepted_tokens -= 1
                 counters.accepted_per_position[position] -= 1
@@ -295,7 +295,7 @@ class Request:
             for share in shares:
                 taken = first + len(share.path) - max(first, kept)
                 counters.by_drafter[share.drafter].accepted_tokens -= max(taken, 0)
-        if behind and self.divergences:
+        if removed and self.divergences:
             del self.divergences[kept:]
             counters.divergence = Divergence.of(self.divergences)
 

@@ -96,8 +96,8 @@ class Verifier:
         by_rule: dict[Rule, list[StepItem]] = {}
         for item in items:
             by_rule.setdefault(item.request.rule, []).append(item)
-        asked = {rule: _asked(group) for rule, group in by_rule.items()}
-        decided = [(rule.accept(*own), own[0]) for rule, own in asked.items()]
+        inputs = {rule: _asked(group) for rule, group in by_rule.items()}
+        decided = [(rule.accept(*own), own[0]) for rule, own in inputs.items()]
         check = DrawCheck([item.proposal for item in items], items[0].probs.device)
         on_device = [item for item in items if item.proposal.tree.on_device]
         read, numbers = read_verdicts(decided, check.wanted if sound is None else [*check.wanted, sound])
@@ -175,8 +175,8 @@ def _logprobs(item: StepItem, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
 def _argmax_will_do(item: StepItem) -> bool:
     """Whether rule and logprobs need only the largest entry of each row."""
     params = item.request.params
-    told = params.logprobs is not None and params.logprobs_mode == "processed"
-    return item.request.rule.sees == "argmax" and not told
+    processed = params.logprobs is not None and params.logprobs_mode == "processed"
+    return item.request.rule.sees == "argmax" and not processed
 
 
 def _note_prompt(item: StepItem, logits: Tensor) -> None:

@@ -132,18 +132,18 @@ class Diagnosis:
             for temperature, each in expected.items()
         )
         if self.faults:
-            told = "; ".join(f"{each.meaning}: {each.fix}" for each in self.faults)
+            message = "; ".join(f"{each.meaning}: {each.fix}" for each in self.faults)
             after = any(each.mends or each.gain is not None for each in self.faults)
-            return f"{told}. {'Then' if after else 'As it is,'} expect {now} on these prompts"
-        told = f"sound: no variant is better; expect {now} on these prompts"
+            return f"{message}. {'Then' if after else 'As it is,'} expect {now} on these prompts"
+        message = f"sound: no variant is better; expect {now} on these prompts"
         found = expected[0.0]
         if found.high < _HARDLY:
-            told += "; it drafts hardly anything, and none of the usual faults explains it: train it longer, or for "
-            return told + "this target"
+            message += "; it drafts hardly anything, and none of the usual faults explains it: train it longer, or for "
+            return message + "this target"
         card = self.promised.get(0.0)
         if card is not None and found.high < _BELOW_CARD * card:
-            told += f"; its card promises {card:.2f} on the text that it was measured on, which these are not like"
-        return told
+            message += f"; its card promises {card:.2f} on the text that it was measured on, which these are not like"
+        return message
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -287,10 +287,10 @@ def promised_by(figures: Mapping[str, Any], length: int) -> dict[float, float]:
 def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: float) -> Case:
     """The case with the target's answers; answers with fewer than two tokens are left out."""
     params = SamplingParams(max_tokens=tokens, temperature=temperature)
-    asked = [(each.name, list(each.ids), params) for each in prompts]
+    requests = [(each.name, list(each.ids), params) for each in prompts]
     pairs = [
         (each.given, behind(case, trace.prompt, trace))
-        for each, trace in zip(prompts, trace_answers(case.target, asked), strict=True)
+        for each, trace in zip(prompts, trace_answers(case.target, requests), strict=True)
         if trace.places
     ]
     if len(pairs) < LEAST_PROMPTS:
@@ -331,15 +331,15 @@ def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Tri
         bar.tell(each.name)
         try:
             pair = each.make(case)
-            beside = own if pair.given is case else replay(pair.given)
+            baseline = own if pair.given is case else replay(pair.given)
             changed = replay(pair.changed)
         except TruedraftError as error:
             untried.append(Trial(each, reason=" ".join(str(error).split())))
             continue
-        more = (changed.accepted - beside.accepted).reshape(-1, len(case.traces)).sum(axis=0)
-        gain = difference_over_prompts(*(x.tolist() for x in (changed.places, changed.calls, beside.calls)))
-        matters = changed.mean_accepted - beside.mean_accepted >= max(
-            _LEAST_TOKENS, _LEAST_SHARE * beside.mean_accepted
+        more = (changed.accepted - baseline.accepted).reshape(-1, len(case.traces)).sum(axis=0)
+        gain = difference_over_prompts(*(x.tolist() for x in (changed.places, changed.calls, baseline.calls)))
+        matters = changed.mean_accepted - baseline.mean_accepted >= max(
+            _LEAST_TOKENS, _LEAST_SHARE * baseline.mean_accepted
         )
         found.append(Trial(each, changed.tokens_per_call, gain, sign_flips(more), matters))
         better[each.name] = pair.better
@@ -368,27 +368,29 @@ def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
     """
     if isinstance(case.part, Head):
         broken = [name for name, each in case.part.state_dict().items() if not each.isfinite().all()]
-        told = f"{', '.join(broken)} hold numbers that are infinite or none, as an overflow of float16 leaves them"
-        return [Fault("numbers that are none", told, "save the weights again in bfloat16 or float32")] if broken else []
+        message = f"{', '.join(broken)} hold numbers that are infinite or none, as an overflow of float16 leaves them"
+        return (
+            [Fault("numbers that are none", message, "save the weights again in bfloat16 or float32")] if broken else []
+        )
     if case.part.shared_ids is not None:
         return []  # it reads its own ids
     own, ids = _losses(case), torch.arange(case.target.vocab_size)
     if not np.isfinite(own).all():
-        told = "it gives numbers that are none, as an overflow of float16 does"
-        return [Fault("numbers that are none", told, "load it in bfloat16 or float32")]
+        message = "it gives numbers that are none, as an overflow of float16 does"
+        return [Fault("numbers that are none", message, "load it in bfloat16 or float32")]
     generator = torch.Generator().manual_seed(0)
     near = torch.cat([each[torch.randperm(len(each), generator=generator)] for each in ids.split(_NEAR)])
     others = _losses(case, near)
-    mean, beside, chance = own.mean(), others.mean(), math.log(case.target.vocab_size)
-    known = mean < _AS_OTHERS * beside and sign_flips(others - own) < _FALSE_ALARM
+    mean, exchanged, chance = own.mean(), others.mean(), math.log(case.target.vocab_size)
+    known = mean < _AS_OTHERS * exchanged and sign_flips(others - own) < _FALSE_ALARM
     if mean < chance and (known or replayed.tokens_per_call.low >= _HARDLY):
         return []
-    told = (
+    message = (
         f"it knows the target's answers hardly better ({mean:.1f} nats a token) than with their ids exchanged "
-        f"({beside:.1f}; chance {chance:.1f}), so its ids mean other tokens: it was trained with another tokenizer "
+        f"({exchanged:.1f}; chance {chance:.1f}), so its ids mean other tokens: it was trained with another tokenizer "
         "than its folder has"
     )
-    return [Fault("other ids", told, "put the tokenizer that it was trained with into its folder")]
+    return [Fault("other ids", message, "put the tokenizer that it was trained with into its folder")]
 
 
 def _losses(case: Case, exchanged: Tensor | None = None) -> Numbers:

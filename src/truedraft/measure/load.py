@@ -55,9 +55,9 @@ class Traffic:
         cls, plan: Plan, requests_per_s: float, prompt: int | None, answer: int | None, token_ms: float | None
     ) -> Traffic:
         """Prompts and answers of the plan's mean lengths, where none are given."""
-        behind_first = plan.tokens / plan.prompts
-        prompt = max(1, round(plan.context - behind_first / 2)) if prompt is None else prompt
-        return cls(requests_per_s, prompt, 1 + round(behind_first) if answer is None else answer, token_ms)
+        after_first = plan.tokens / plan.prompts
+        prompt = max(1, round(plan.context - after_first / 2)) if prompt is None else prompt
+        return cls(requests_per_s, prompt, 1 + round(after_first) if answer is None else answer, token_ms)
 
 
 @dataclass(frozen=True)

@@ -286,8 +286,8 @@ def _growth(drafter: Drafter, costs: StepCosts, context: int) -> CostCurve:
     if drafter.model is None and drafter.features is None:
         return CostCurve(tuple(map(float, BATCHES)), tuple(map(float, BATCHES)))
     forwards = costs.forwards() if drafter.model is None else StepCosts(drafter.model).forwards()
-    alone = forwards(1, [context])
-    times = [max(1.0, forwards(n, [context] * n) / alone) if alone > 0.0 else 1.0 for n in BATCHES]
+    single = forwards(1, [context])
+    times = [max(1.0, forwards(n, [context] * n) / single) if single > 0.0 else 1.0 for n in BATCHES]
     return CostCurve.fit(zip(map(float, BATCHES), times, strict=True))
 
 

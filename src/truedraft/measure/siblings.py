@@ -192,8 +192,8 @@ def _accepted(
         if random is not None and number + 1 < draws:
             cumulative = beyond.cumsum(axis=1)
             at = random.random(rows) * cumulative[:, -1]
-            gone = (cumulative <= at[:, None]).sum(axis=1).clip(max=drawn.shape[1] - 1)
-            drawn[np.arange(rows), gone] = 0.0
+            sampled = (cumulative <= at[:, None]).sum(axis=1).clip(max=drawn.shape[1] - 1)
+            drawn[np.arange(rows), sampled] = 0.0
             drawn = _scaled(drawn, np.zeros_like(drawn))
     return found
 

@@ -98,8 +98,8 @@ def trace_answers(
         ModelError: the target failed, or cannot show a feature that a drafter declares.
     """
     drawn, drafters = any(is_drawn(params) for _, _, params in prompts), list(drafters)
-    wanted = [each.features for each in drafters if each.features is not None]
-    watcher = StepWatcher(wanted, drawn, whole=any(map(draws_several, drafters)))
+    required = [each.features for each in drafters if each.features is not None]
+    watcher = StepWatcher(required, drawn, whole=any(map(draws_several, drafters)))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
     ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
     # End-of-text tokens are ignored, so that the token that ended an answer is recorded.
@@ -129,8 +129,8 @@ def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
     return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
 
 
-def _trace(asked: Asked, request: Request, watcher: StepWatcher, ends: frozenset[int]) -> AnswerTrace:
-    name, _, params = asked
+def _trace(item: Asked, request: Request, watcher: StepWatcher, ends: frozenset[int]) -> AnswerTrace:
+    name, _, params = item
     if request.error is not None:
         raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
     if request.warnings:
@@ -168,8 +168,8 @@ def traces_of_answers(
         ModelError: the target failed, or cannot show a feature that a drafter declares.
     """
     drafters = list(drafters)
-    wanted = [each.features for each in drafters if each.features is not None]
-    watcher = StepWatcher(wanted, is_drawn(params), whole=any(map(draws_several, drafters)))
+    required = [each.features for each in drafters if each.features is not None]
+    watcher = StepWatcher(required, is_drawn(params), whole=any(map(draws_several, drafters)))
     room = max((len(answer) for _, answer, _ in answers), default=0)
     for number, (prompt, answer, _) in enumerate(answers):
         request = DraftRequest(number, params)
@@ -202,15 +202,15 @@ def _plain_steps(
             first_row = count - 1 if last <= end and not whole else 0
             parts = [slice(first_row, count)] if last <= end else [slice(row, row + 1) for row in rows]
             for part in parts:
-                behind = first + part.stop - end  # tokens of the answer that came before
+                preceding = first + part.stop - end  # tokens of the answer that came before
                 yield StepOutcome(
                     Proposal.empty(),
                     (),
-                    tuple(answer[behind : behind + 1]) if behind >= 0 else (),
+                    tuple(answer[preceding : preceding + 1]) if preceding >= 0 else (),
                     output.hidden[part],
                     output.logits[part],
                     tuple(each[part] for each in output.layers),
-                    behind < 0,
+                    preceding < 0,
                 )
     finally:
         target.release_cache(cache)
@@ -312,9 +312,9 @@ def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal:
         return StepOutcome(proposal, (), kept.tokens, partial=kept.partial)
     rows = slice(None) if features.of_prompts else slice(-1, None)
     # Only one row was computed, so a drafter that needs rows of its nodes receives an empty proposal.
-    told = Proposal.empty() if features.rows == "all" else proposal
+    reported = Proposal.empty() if features.rows == "all" else proposal
     return StepOutcome(
-        told,
+        reported,
         (),
         kept.tokens,
         kept.hidden[rows],

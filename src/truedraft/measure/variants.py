@@ -150,11 +150,11 @@ def _thetas(change: Callable[[Case, float | None], Pair]) -> list[Variant]:
     def at_usual(case: Case) -> Pair:
         return change(case, None if _theta_of(case.target) == _USUAL_THETA else _USUAL_THETA)
 
-    told, at = "its rotation has another theta than in training", f"in {CONFIG}"
+    meaning, at = "its rotation has another theta than in training", f"in {CONFIG}"
     return [
-        Variant("rope theta of the target", told, lambda case: f"set rope_theta to {_theta_of(case.target):g} {at}",
+        Variant("rope theta of the target", meaning, lambda case: f"set rope_theta to {_theta_of(case.target):g} {at}",
                 lambda case: change(case, _theta_of(case.target))),
-        Variant("rope theta 10000", told, lambda _: f"set rope_theta to 10000 {at}", at_usual),
+        Variant("rope theta 10000", meaning, lambda _: f"set rope_theta to 10000 {at}", at_usual),
     ]  # fmt: skip
 
 
@@ -284,8 +284,8 @@ def _written(form: Form) -> Callable[[Case], Pair]:
         prompts = [tuple(form(case, number)) for number in range(len(case.traces))]
         if prompts == [each.prompt for each in case.traces]:
             raise OptionError("prompts would be the same")
-        asked = [(each.name, list(ids), each.params) for each, ids in zip(case.traces, prompts, strict=True)]
-        others = trace_answers(case.target, asked)
+        requests = [(each.name, list(ids), each.params) for each, ids in zip(case.traces, prompts, strict=True)]
+        others = trace_answers(case.target, requests)
         given = [behind(case, one.prompt, each) for one, each in zip(case.traces, others, strict=True)]
         changed = [behind(case, other.prompt, each) for other, each in zip(others, case.traces, strict=True)]
         own = tuple(behind(case, each.prompt, each) for each in others)
@@ -415,7 +415,7 @@ def _with_layers(case: Case) -> Case:
     features, most = case.chain(case.part).features, case.target.shown_layers
     if features is None or not most:
         return case
-    wanted = {most - 1} | {layer + by for layer in features.layers for by in (-1, 0, 1)}
+    layers = {most - 1} | {layer + by for layer in features.layers for by in (-1, 0, 1)}
     if features.layers:
-        wanted |= set(case.part.config.usual_of(most))
-    return replace(case, layers=tuple(sorted(each for each in wanted if 0 <= each < most)))
+        layers |= set(case.part.config.usual_of(most))
+    return replace(case, layers=tuple(sorted(each for each in layers if 0 <= each < most)))

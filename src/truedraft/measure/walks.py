@@ -102,12 +102,12 @@ class Walk:
 
     def steps(self, budgets: Sequence[int]) -> Steps:
         """Decode with each of several node budgets."""
-        wanted = np.asarray(budgets, np.int64)[:, None]
+        requested = np.asarray(budgets, np.int64)[:, None]
         survival = self.survival
         if survival.ndim == 3:
-            survival = survival[np.minimum(wanted[:, 0], len(survival) - 1)]
-        reach = survival * (self.fewest[None] <= wanted[..., None])  # [sizes, places, depth]
-        nodes = np.minimum(wanted, self.sizes[None])
+            survival = survival[np.minimum(requested[:, 0], len(survival) - 1)]
+        reach = survival * (self.fewest[None] <= requested[..., None])  # [sizes, places, depth]
+        nodes = np.minimum(requested, self.sizes[None])
         places = np.arange(self.tokens)
         # P(exactly a accepted) = P(a or more) - P(a + 1 or more), for a = 0, 1, ...
         ones, none = np.ones((*reach.shape[:2], 1)), np.zeros((*reach.shape[:2], 1))
@@ -182,10 +182,10 @@ def walk_along(
         )
     found: list[Walk] = []
     for first in range(0, len(traces), batch):
-        lives = [_Life(-number - 1, trace, drafter) for number, trace in enumerate(traces[first : first + batch])]
+        replays = [_Life(-number - 1, trace, drafter) for number, trace in enumerate(traces[first : first + batch])]
         try:
             with target.stepping():
-                _live(drafter, lives)
+                _live(drafter, replays)
         except TruedraftError:
             raise
         except Exception as error:
@@ -193,43 +193,45 @@ def walk_along(
                 f"drafter {drafter.name!r} failed while answers were replayed ({type(error).__name__}: {error})"
             ) from error
         finally:
-            for life in lives:
-                life.end(drafter)
-        found += [life.walk(drafter) for life in lives]
+            for replay in replays:
+                replay.end(drafter)
+        found += [replay.walk(drafter) for replay in replays]
     return found
 
 
-def _live(drafter: Drafter, lives: Sequence[_Life]) -> None:
-    for life in lives:
-        life.begin(drafter)
+def _live(drafter: Drafter, replays: Sequence[_Life]) -> None:
+    for replay in replays:
+        replay.begin(drafter)
     place = 0
-    while active := [life for life in lives if place < life.trace.places]:
-        requests = [life.request for life in active]
+    while active := [replay for replay in replays if place < replay.trace.places]:
+        requests = [replay.request for replay in active]
         proposals = _asked(drafter, active)
-        outcomes = [life.go_on(each) for life, each in zip(active, proposals, strict=True)]
-        told = [
-            shown_to(drafter.features, life.trace, step, each or Proposal.empty())
-            for life, step, each in zip(active, outcomes, proposals, strict=True)
+        outcomes = [replay.go_on(each) for replay, each in zip(active, proposals, strict=True)]
+        shown = [
+            shown_to(drafter.features, replay.trace, step, each or Proposal.empty())
+            for replay, step, each in zip(active, outcomes, proposals, strict=True)
         ]
-        drafter.observe(requests, told)
-        for life in active:
-            if place + 1 == life.trace.places:
-                life.end(drafter)
+        drafter.observe(requests, shown)
+        for replay in active:
+            if place + 1 == replay.trace.places:
+                replay.end(drafter)
         place += 1
 
 
-def _asked(drafter: Drafter, lives: Sequence[_Life]) -> list[Proposal | None]:
-    """Proposals for each life; None where the drafter was evaluated along the trace instead."""
-    made: dict[_Life, Proposal | None] = dict.fromkeys(lives)
-    if taken := [life for life in lives if life.is_taken_along(drafter)]:
-        rests = [life.rest() for life in taken]
-        dists = drafter.along([life.request for life in taken], [life.budget(drafter) for life in taken], rests)
-        for life, own in zip(taken, dists, strict=True):
-            life.note_along(drafter, own)
-    if asked := [life for life in lives if not life.is_taken_along(drafter)]:
-        budgets = [life.budget(drafter) for life in asked]
+def _asked(drafter: Drafter, replays: Sequence[_Life]) -> list[Proposal | None]:
+    """Proposals for each replay; None where the drafter was evaluated along the trace instead."""
+    made: dict[_Life, Proposal | None] = dict.fromkeys(replays)
+    if taken := [replay for replay in replays if replay.is_taken_along(drafter)]:
+        rests = [replay.rest() for replay in taken]
+        dists = drafter.along([replay.request for replay in taken], [replay.budget(drafter) for replay in taken], rests)
+        for replay, own in zip(taken, dists, strict=True):
+            replay.note_along(drafter, own)
+    if proposing := [replay for replay in replays if not replay.is_taken_along(drafter)]:
+        budgets = [replay.budget(drafter) for replay in proposing]
         made |= zip(
-            asked, drafter.propose([e.request for e in asked], budgets, [e.noise() for e in asked]), strict=True
+            proposing,
+            drafter.propose([e.request for e in proposing], budgets, [e.noise() for e in proposing]),
+            strict=True,
         )
     return list(made.values())
 

@@ -72,7 +72,7 @@ def chunks_of(traces: Sequence[Trace], length: int, rows: int) -> Iterator[Chunk
                 yield _together(waiting)
                 waiting, size = [], 0
             here = slice(first, first + len(places))
-            waiting.append((trace.hidden[here], trace.tokens[here], _drafted_behind(trace, places, length)))
+            waiting.append((trace.hidden[here], trace.tokens[here], _drafted_after(trace, places, length)))
             size += len(places)
     if waiting:
         yield _together(waiting)
@@ -83,7 +83,7 @@ def _together(parts: Sequence[Chunk]) -> Chunk:
     return torch.cat(hidden), torch.cat(drawn), torch.cat(tokens)
 
 
-def _drafted_behind(trace: Trace, places: Tensor, length: int) -> Tensor:
+def _drafted_after(trace: Trace, places: Tensor, length: int) -> Tensor:
     """The tokens `[places, length]` that steps at some positions may draft; -1 where none is drafted.
 
     Without the last one, because the step that emits it ends the answer.

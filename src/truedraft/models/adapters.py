@@ -127,8 +127,8 @@ class Adapters:
                 raise UnsupportedModelError(
                     "an adapter adds to the LM head, which sees the wanted rows alone; merge it at load (adapter=)"
                 )
-            beside = {name: each[path] for name, each in weights.items() if path in each}
-            module.forward = self._adapted(path, module.forward, beside)
+            updates = {name: each[path] for name, each in weights.items() if path in each}
+            module.forward = self._adapted(path, module.forward, updates)
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
@@ -145,7 +145,7 @@ class Adapters:
             self._rows = []
 
     def _adapted(
-        self, path: str, forward: Callable[[Tensor], Tensor], beside: Mapping[str, LowRank]
+        self, path: str, forward: Callable[[Tensor], Tensor], updates: Mapping[str, LowRank]
     ) -> Callable[[Tensor], Tensor]:
         def adapted(x: Tensor) -> Tensor:
             output = forward(x)
@@ -158,8 +158,8 @@ class Adapters:
                     "their own there; merge the adapter at load (adapter=)"
                 )
             for rows, name in self._rows:
-                if name in beside:
-                    sums[rows] += beside[name].of(given[rows])
+                if name in updates:
+                    sums[rows] += updates[name].of(given[rows])
             return output
 
         return adapted

@@ -146,8 +146,8 @@ class TreeLayout(SegmentLayout):
         scores = _scores(query, keys)  # [kv_heads, group, new, span of the nodes]
         depth = paths.own.shape[1]
         below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, depth))
-        behind = scores.new_zeros(1).expand(*scores.shape[:3], self._padding)  # masked
-        scores = torch.cat([scores[..., : self.length], below, behind], dim=-1)
+        padding = scores.new_zeros(1).expand(*scores.shape[:3], self._padding)  # masked
+        scores = torch.cat([scores[..., : self.length], below, padding], dim=-1)
         weights = _weights(scores, self.blocked, scoring, values.dtype)
         group, span = weights.shape[1], weights.shape[3]
         # Rows are distributed to their paths, and each path has its own values.
@@ -168,8 +168,8 @@ class TreeLayout(SegmentLayout):
         kv_heads, count, width = values.shape[0], self.paths.count, values.shape[2]
         context = values[:, None, : self.length].expand(-1, count, -1, -1)
         below = values[:, self.length :][:, self.paths.tails]  # [kv_heads, paths, depth, value width]
-        behind = values.new_zeros(1).expand(kv_heads, count, self._padding, width)
-        return torch.cat([context, below, behind], dim=2).flatten(0, 1)
+        padding = values.new_zeros(1).expand(kv_heads, count, self._padding, width)
+        return torch.cat([context, below, padding], dim=2).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

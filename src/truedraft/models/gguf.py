@@ -271,9 +271,9 @@ def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str
     places: dict[str, str] = {}
     about = model.config.get_text_config()
     for prefix, part in (("", model), *((f"{name}.", child) for name, child in model.named_children())):
-        alone = SimpleNamespace(state_dict=part.state_dict, named_children=tuple)
+        single = SimpleNamespace(state_dict=part.state_dict, named_children=tuple)
         places = (
-            get_gguf_hf_weights_map(alone, processor, about.model_type, about.num_hidden_layers, qual_name=prefix)
+            get_gguf_hf_weights_map(single, processor, about.model_type, about.num_hidden_layers, qual_name=prefix)
             | places
         )
     return places

@@ -61,11 +61,11 @@ class StoredTensor:
             ModelError: the file ends before it.
         """
         file, each = files[self.part], self.size // self.shape[0]
-        wanted = ((self.shape[0] if end is None else end) - first) * each
+        requested = ((self.shape[0] if end is None else end) - first) * each
         with _ONE_READER:
             file.seek(self.offset + first * each)
-            found = np.fromfile(file, np.uint8, wanted)
-        if len(found) < wanted:
+            found = np.fromfile(file, np.uint8, requested)
+        if len(found) < requested:
             raise ModelError(f"the file was cut short while {self.name!r} was read from it; get it again")
         return found.reshape(-1, each) if len(self.shape) > 1 else found
 

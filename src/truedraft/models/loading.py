@@ -155,7 +155,7 @@ def _load(
         padded_size(pad_to)  # an unknown size is refused before anything is read
     source = resolve_source(str(name))
     read = partial(read_model, source, str(name), revision=revision, adapter=adapter, as_stored=True)
-    files = _files_behind(source, revision, adapter)
+    files = _source_files(source, revision, adapter)
     chosen = dtype != "auto" or kind is torch.bfloat16 or place.type != "cpu" or adapters or not fast_paths
     model = None if chosen else _emulated(source, str(name), revision, read)
     if model is None:
@@ -166,11 +166,11 @@ def _load(
         _announce_numbers(model, str(name))
         dequantize(model)
     model = model.to(place)
-    beside = read_adapters(model, adapters) if adapters else {}
+    loras = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
     backend: BackendMaker = fastest_backend if patterns is None else partial(fastest_backend, patterns=patterns)
-    if beside or not fast_paths:
-        backend = packed_backend(beside, fast_paths)
+    if loras or not fast_paths:
+        backend = packed_backend(loras, fast_paths)
     checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), files)
     with quiet_transformers():
         if pad_to is not None:
@@ -178,7 +178,7 @@ def _load(
         try:
             return _checked(model, tokenizer, str(name), backend, checkpoint)
         except UnsupportedModelError as reason:
-            if beside:
+            if loras:
                 raise
             why = reason
         if model.config.is_encoder_decoder:
@@ -238,13 +238,13 @@ def _load_together(
             field="tensor_parallel",
         )
     kind = pick_dtype(dtype, place)
-    asked = {"name": name, "dtype": dtype_name(kind), "device": place.type, "revision": revision}
-    beside = {"fast_paths": fast_paths, "adapter": None if adapter is None else str(adapter), "tensor_parallel": count}
-    ranks = Ranks.start(count, asked | beside)
+    options = {"name": name, "dtype": dtype_name(kind), "device": place.type, "revision": revision}
+    extra = {"fast_paths": fast_paths, "adapter": None if adapter is None else str(adapter), "tensor_parallel": count}
+    ranks = Ranks.start(count, options | extra)
     place = torch.device("cuda", ranks.rank) if place.type == "cuda" else place
     keep_rows_alike(place, kind)
     read = partial(read_model, source, name, revision=revision, adapter=adapter)
-    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), _files_behind(source, revision, adapter))
+    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), _source_files(source, revision, adapter))
     model = read(kind)
     backend = parallel_backend(ranks, place, name, fast_paths)
     with quiet_transformers():
@@ -270,8 +270,8 @@ def load_reader(name: str) -> Reader:
         generation = GenerationConfig.from_pretrained(source)
     reader = Reader()
     reader.name, reader.tokenizer = name, Tokenizer.load(source)
-    told = [getattr(config, "vocab_size", None), None if reader.tokenizer is None else reader.tokenizer.vocab_size]
-    sizes = [size for size in told if size is not None]
+    reported = [getattr(config, "vocab_size", None), None if reader.tokenizer is None else reader.tokenizer.vocab_size]
+    sizes = [size for size in reported if size is not None]
     if not sizes:
         raise ModelError(
             f"neither config.json nor a tokenizer of {name!r} says how many token ids there are; fetch its files again"
@@ -452,7 +452,7 @@ def resolve_source(name: str) -> str:
     return name
 
 
-def _files_behind(source: str, revision: str | None, adapter: str | Path | None) -> list[Path]:
+def _source_files(source: str, revision: str | None, adapter: str | Path | None) -> list[Path]:
     """The files that a model is read from, and all other files in their folders."""
     found: list[Path] = []
     if gguf.is_one(source):

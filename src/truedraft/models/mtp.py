@@ -273,7 +273,7 @@ def _expected_experts(names: Iterable[str]) -> list[str]:
 
 def _refuse(name: str, missing: Iterable[str], superfluous: Iterable[str], others: Iterable[str] = ()) -> None:
     """Refuse a layer with tensors that do not fit its sizes."""
-    for said, which, wanted in (
+    for said, which, expected in (
         ("lack", sorted(missing), "these"),
         ("hold", sorted(superfluous), "none of that name"),
         ("have in another shape", sorted(others), "those"),
@@ -282,5 +282,5 @@ def _refuse(name: str, missing: Iterable[str], superfluous: Iterable[str], other
             more = f" and {len(which) - _NAMED} more" if len(which) > _NAMED else ""
             raise ModelError(
                 f"the files of {name!r} {said} {', '.join(which[:_NAMED])}{more}, and an MTP layer of its sizes has "
-                f"{wanted}; {_AGAIN}"
+                f"{expected}; {_AGAIN}"
             )

@@ -94,15 +94,15 @@ class ForwardPlan:
         if missing > 0:
             tokens.append(tokens[0].new_zeros(missing))
             positions.extend([0] * missing)
-        wanted = len(rows)
-        if wanted:
-            rows.extend([rows[-1]] * (least_rows - wanted))
+        requested = len(rows)
+        if requested:
+            rows.extend([rows[-1]] * (least_rows - requested))
         return cls(
             plans,
             (torch.cat(tokens) if len(tokens) > 1 else tokens[0])[None],
             transfers.upload(positions, device)[None],
             transfers.upload(rows, device),
-            wanted,
+            requested,
             max(positions),
         )
 

@@ -50,7 +50,7 @@ _NAME = "truedraft-probe"
 # Patterns wider than this are taken as full; longer contexts are not supported anyway.
 _FAR = 2**18
 _TOKENS = 8
-_ATTENTION_ALONE = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_ATTENTION_ONLY = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _WITHIN_A_TOKEN = {"mlp", "moe", "dense", "sparse"}
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
@@ -173,7 +173,7 @@ def _refuse_other_layers(model: nn.Module, name: str) -> None:
     """Refuse layers that the configuration itself names as something else than attention, before any forward."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     kinds = next((found for place in _LAYER_KINDS if (found := getattr(config, place, None))), ())
-    others = sorted({str(kind) for kind in kinds} - _ATTENTION_ALONE - _WITHIN_A_TOKEN)
+    others = sorted({str(kind) for kind in kinds} - _ATTENTION_ONLY - _WITHIN_A_TOKEN)
     if others:
         raise UnsupportedModelError(
             f"{name} has layers of the kind {', '.join(map(repr, others))}, which keep a state of their own (a "
@@ -300,8 +300,8 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
         # Where a router nearly ties, rounding makes a jump at that position only.
         moved = range(len(texts)) if any("expert" in name for name, _ in model.named_modules()) else [-1]
         draws = texts[list(moved)].repeat_interleave(_DRAWS, 0)
-        apart = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
-        rounding = apart.max()
+        error = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
+        rounding = error.max()
         if carries_states(model):
             steps = _by_steps(model, texts)
             rounding = torch.maximum(rounding, (steps - stock[:, _CONTEXT:]).abs().max())
@@ -367,10 +367,10 @@ def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], 
     def check(packed: LanguageModel) -> None:
         with packed.trying() as cache, packed.shallow(count):  # type: ignore[attr-defined]
             logits = packed.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits
-        apart = ((logits[:, :_SOME_IDS].float() - expected).std(-1) / expected.std(-1)).median().item()
-        if not apart <= _ALLOWED_BY_CODES:
+        error = ((logits[:, :_SOME_IDS].float() - expected).std(-1) / expected.std(-1)).median().item()
+        if not error <= _ALLOWED_BY_CODES:
             raise UnsupportedModelError(
-                f"{name} gives other logits by its codes than by their numbers (they differ by {apart:.0%} of their "
+                f"{name} gives other logits by its codes than by their numbers (they differ by {error:.0%} of their "
                 f"spread behind {count} layers); load it with fast_paths=False"
             )
 

@@ -98,9 +98,9 @@ class Processor:
             PromptError: the template or the processor refuses them, or they spell control tokens.
             OptionError: see `Tokenizer.chat`.
         """
-        told = [{**each, "content": _parts(each["content"])} for each in messages]
+        converted = [{**each, "content": _parts(each["content"])} for each in messages]
         how["template"] = how.get("template") or self.chat_template
-        text = self._tokenizer.chat_text(told, **how)
+        text = self._tokenizer.chat_text(converted, **how)
         return self._made(text, pictures, special_tokens=False)
 
     @property
@@ -164,11 +164,11 @@ def read_picture(source: Path | bytes, what: str, most_pixels: int | None = None
     except FileNotFoundError as error:
         raise PromptError(f"there is no file {what}; check the path") from error
     except (Image.DecompressionBombError, MemoryError) as error:
-        told = str(error).partition(",")[0] or "there is no memory for it"
-        raise PromptError(f"{what} is too large ({told}); make it smaller") from error
+        reason = str(error).partition(",")[0] or "there is no memory for it"
+        raise PromptError(f"{what} is too large ({reason}); make it smaller") from error
     except Exception as error:  # decoders raise many kinds: for broken files SyntaxError, struct.error and others
-        told = getattr(error, "strerror", None) or f"it must be one of {', '.join(_FORMATS)}"
-        raise PromptError(f"{what} cannot be read as a picture ({told})") from error
+        reason = getattr(error, "strerror", None) or f"it must be one of {', '.join(_FORMATS)}"
+        raise PromptError(f"{what} cannot be read as a picture ({reason})") from error
 
 
 def _parts(content: Any) -> Any:

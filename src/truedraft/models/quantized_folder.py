@@ -179,8 +179,8 @@ class QuantizedFolder:
         self._refuse_turned(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         known = {*self._codes, *self._plain}
-        wanted = set(dict(model.named_parameters()))
-        if self._numbers or not known <= set(parameters) or not wanted <= known:
+        required = set(dict(model.named_parameters()))
+        if self._numbers or not known <= set(parameters) or not required <= known:
             return None
         if not self._tied_alike(parameters):
             return None
@@ -264,8 +264,8 @@ def method_of(config: Any) -> str | None:
     said = getattr(config, "quantization_config", None)
     if not said:
         return None
-    told: dict[str, Any] = said if isinstance(said, dict) else said.to_dict()
-    return str(getattr(told.get("quant_method"), "value", told.get("quant_method") or "bitsandbytes"))
+    settings: dict[str, Any] = said if isinstance(said, dict) else said.to_dict()
+    return str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or "bitsandbytes"))
 
 
 def without_quantization(config: Any) -> Any:

@@ -156,8 +156,8 @@ class _Layer:
         return places
 
     def _run(self, hidden: Tensor, states: States) -> tuple[list[Tensor], States]:
-        output, behind = self._door.run(hidden, states)
-        return [output] if self._places is None else [output[place] for place in self._places], behind
+        output, after = self._door.run(hidden, states)
+        return [output] if self._places is None else [output[place] for place in self._places], after
 
     def _can_go_on(self, hidden: Tensor) -> bool:
         """Whether reading several tokens from a state equals reading one text; some modules ignore the state."""
@@ -194,9 +194,9 @@ class _Layer:
                     output, found = self._products.run(own, self._run, hidden_states[:, own], known)
                     rows.append(torch.arange(own.start, own.stop))
                     note([(part, last - 1)], found, [each[0] for each in output])
-                behind = states[id(part)][end - 1]
-                assert behind is not None
-                part.segment.cache.family.carried.mark(self._number, part.length + end, behind)
+                after = states[id(part)][end - 1]
+                assert after is not None
+                part.segment.cache.family.carried.mark(self._number, part.length + end, after)
             for level in order.levels:
                 for places, known in self._batches(level, states):
                     index = torch.tensor([order.row(place) for place in places], device=hidden_states.device)

@@ -78,9 +78,9 @@ class Sound:
         shape = tuple(inputs[self.name].shape)
         axis = list(self.example.shape[1:]).index(self.bands) + 1 if self.bands > 1 else 0
         if shape[:1] != (1,) or len(shape) != self.example.dim() or (axis and shape[axis] != self.bands):
-            wanted = ["1", *(["moments"] if self.bands == 1 else [f"{self.bands} bands", "moments"])]
+            axes = ["1", *(["moments"] if self.bands == 1 else [f"{self.bands} bands", "moments"])]
             raise PromptError(
-                f"{self.name} has the shape {shape}, and the encoder reads one sound of {' x '.join(wanted)}; use the "
+                f"{self.name} has the shape {shape}, and the encoder reads one sound of {' x '.join(axes)}; use the "
                 "model's own feature extractor"
             )
         moments = prod(shape) // self.bands

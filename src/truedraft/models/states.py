@@ -139,9 +139,9 @@ class _CacheDoor(Door):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._keyword = cache_keyword(module) or ""
-        wanted = list(inspect.signature(type(module).forward).parameters.values())[2:]
+        params = list(inspect.signature(type(module).forward).parameters.values())[2:]
         self._nothing = {
-            each.name: None for each in wanted if each.default is each.empty and each.kind < each.VAR_POSITIONAL
+            each.name: None for each in params if each.default is each.empty and each.kind < each.VAR_POSITIONAL
         }
 
     def run(self, hidden: Tensor, states: States) -> tuple[Any, States]:
@@ -191,8 +191,8 @@ class _XLSTMDoor(Door):
     state, transformers' chunked code multiplies two dtypes and fails in bfloat16, so a text begins with zeros."""
 
     def run(self, hidden: Tensor, states: States) -> tuple[Any, States]:
-        output, behind = self._forward(hidden, tuple((self._begin(hidden) | states).values()))
-        return (output, None), {name: state.to(hidden.dtype) for name, state in zip(_XLSTM_STATES, behind, strict=True)}
+        output, after = self._forward(hidden, tuple((self._begin(hidden) | states).values()))
+        return (output, None), {name: state.to(hidden.dtype) for name, state in zip(_XLSTM_STATES, after, strict=True)}
 
     def _begin(self, hidden: Tensor) -> States:
         heads = self._module.config.num_heads

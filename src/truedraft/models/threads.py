@@ -116,19 +116,19 @@ class ThreadChoice:
         return count in _REFERENCES or count % _REFERENCE_EVERY == 0
 
     def _note(self, size: int, one: bool, seconds: float) -> None:
-        alone = self._on_one.setdefault(size, deque(maxlen=3))
+        single = self._on_one.setdefault(size, deque(maxlen=3))
         together = self._on_all.setdefault(size, deque(maxlen=_JUDGED))
-        (alone if one else together).append(seconds)
+        (single if one else together).append(seconds)
         if self._alone and one:
             self._since_s += seconds
         elif self._alone:
-            self._judge_try(seconds, median(alone) if alone else 0.0)
+            self._judge_try(seconds, median(single) if single else 0.0)
         else:
             self._forwards += 1
-            if len(alone) > 1 and len(together) == _JUDGED and fmean(sorted(together)[:-1]) > median(alone):
-                self._go_alone(median(together))
+            if len(single) > 1 and len(together) == _JUDGED and fmean(sorted(together)[:-1]) > median(single):
+                self._go_single(median(together))
 
-    def _go_alone(self, together_s: float) -> None:
+    def _go_single(self, together_s: float) -> None:
         self._alone = True
         # If the return to all threads was too early, the next one is later.
         self._factor = min(2 * self._factor, _LONGEST_FACTOR) if self._forwards < _SOON else 1
@@ -138,8 +138,8 @@ class ThreadChoice:
         self._since_s, self._wins = 0.0, 0
         self._wait_s = _BETWEEN_TRIES * self._factor * seconds
 
-    def _judge_try(self, seconds: float, alone_s: float) -> None:
-        if seconds >= _CLEARLY * alone_s:
+    def _judge_try(self, seconds: float, single_s: float) -> None:
+        if seconds >= _CLEARLY * single_s:
             self._put_off(seconds)
             return
         self._wins += 1

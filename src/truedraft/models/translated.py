@@ -49,8 +49,8 @@ class TranslatedModel(LanguageModel):
 
     @property
     def note(self) -> str:  # type: ignore[override]
-        told = f"{self.translation.shared:.0%} of the target's tokens can be drafted: the tokenizers differ"
-        return "; ".join(each for each in (self._draft.note, told) if each)
+        coverage = f"{self.translation.shared:.0%} of the target's tokens can be drafted: the tokenizers differ"
+        return "; ".join(each for each in (self._draft.note, coverage) if each)
 
     @property
     def warmups(self) -> int:  # type: ignore[override]

@@ -130,7 +130,7 @@ def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, 
         dtype = states.dtype if states.is_floating_point() else torch.float64
         points = process.points(states, at, RoundNoise(chains.roots[active], at, at, 1, dtype).at(0))
 
-        def ask(number: int) -> float:
+        def measure(number: int) -> float:
             which = torch.arange(number, device=points.device) % count
             trial, steps = points[which], at[which]
             began = time.perf_counter()
@@ -138,7 +138,7 @@ def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, 
             return time.perf_counter() - began
 
         try:
-            chains.trials += windows.times.begin(ask, count, min(windows.most, remaining - 1))
+            chains.trials += windows.times.begin(measure, count, min(windows.most, remaining - 1))
         except Exception:  # a step that fails is found by the round itself
             return 0
     return windows.choose(len(active), remaining)
@@ -176,14 +176,14 @@ class _Round:
         depth = self._propose(0 if self._known is None and self._draft.needs else window)
         drafted = time.perf_counter()
         outputs, index = self._ask()
-        asked = time.perf_counter()
+        evaluated = time.perf_counter()
         accepted = self._judge(outputs, index)
         chains, active = self._chains, self._active
         chains.calls[active] += 1
         chains.drafted[active] += depth
         chains.accepted[active] += accepted
         chains.rounds += 1
-        return depth, accepted, drafted - began, asked - drafted
+        return depth, accepted, drafted - began, evaluated - drafted
 
     def _propose(self, window: int) -> Tensor:
         """Draft up to `window` steps; returns the number of drafted steps `[chains]`."""
@@ -220,15 +220,15 @@ class _Round:
             Its outputs, and their row for each point of each chain `[depth + 1, chains]`, -1 where there is none.
         """
         deepest = int(self._depth.max())
-        asked = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]
-        rows = torch.where(asked, torch.cumsum(asked.flatten(), 0).view_as(asked) - 1, -1)
-        points = torch.stack(self._points[: deepest + 1])[asked]
-        steps = (self._begun + torch.arange(deepest + 1, device=self._depth.device)[:, None])[asked]
+        valid = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]
+        rows = torch.where(valid, torch.cumsum(valid.flatten(), 0).view_as(valid) - 1, -1)
+        points = torch.stack(self._points[: deepest + 1])[valid]
+        steps = (self._begun + torch.arange(deepest + 1, device=self._depth.device)[:, None])[valid]
         self._chains.evaluations += len(points)
         try:
             outputs = self._process.evaluate(points, steps)
         except Exception:
-            return self._ask_one_by_one(points, steps, rows)
+            return self._evaluate_one_by_one(points, steps, rows)
         wait_for(outputs.device)  # verification waits for it anyway, and the times must be separate
         if len(outputs) != len(points):
             raise ProcessError(
@@ -237,7 +237,7 @@ class _Round:
             )
         return outputs, rows
 
-    def _ask_one_by_one(self, points: Tensor, steps: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _evaluate_one_by_one(self, points: Tensor, steps: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs up to each chain's first point that raises; a chain ends if that is its current state's.
 
         A draft that led to a point that raises is still verified, because acceptance must not depend on what follows.

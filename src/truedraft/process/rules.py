@@ -98,11 +98,11 @@ def reflection(p: Gaussian, q: Gaussian, drafted: Tensor, z: Tensor, accept: Ten
         accept: uniform numbers `[rows]` for the acceptance.
     """
     d = p.whitened(q.mean - p.mean)
-    apart = torch.isinf(d).any(-1, keepdim=True)
-    d = d.masked_fill(apart, 0.0)
+    disjoint = torch.isinf(d).any(-1, keepdim=True)
+    d = d.masked_fill(disjoint, 0.0)
     square = d.square().sum(-1)
     log_ratio = -(d * z).sum(-1) - 0.5 * square
-    kept = (accept.log() < log_ratio) & ~apart[:, 0]
+    kept = (accept.log() < log_ratio) & ~disjoint[:, 0]
     e = d / square.sqrt().clamp_min(torch.finfo(d.dtype).tiny)[:, None]
     mirrored = p.at(z - 2.0 * (e * z).sum(-1, keepdim=True) * e)
     return kept, torch.where(kept[:, None], drafted, mirrored)

@@ -20,7 +20,7 @@ _LAST, _NEAR = 9, 0.34  # number of kept times per size, and relative distance o
 _LOW = 3  # 1 over the quantile of them that counts
 _LINEAR = 0.95  # share of the time of single points from which batching gains nothing and larger sizes are not tried
 _TRUST = 2.0  # maximum ratio of a first time to the prediction from smaller sizes
-_TRIALS, _TURNS = 3, 2  # for each size, and repetitions where a batch seems to gain nothing
+_TRIALS, _REPEATS = 3, 2  # for each size, and repetitions where a batch seems to gain nothing
 _OPENING, _OPENING_WINDOW = 12, 8  # drafted rounds at the start of a run, whatever the first of them took
 _HOPELESS = 3  # number of these after which they end if accepting every draft would not pay either
 _TOGETHER_S, _FIRST_S = 0.06, 0.004  # seconds of plain steps that are made together, later and at the start of a run
@@ -94,7 +94,7 @@ class Times:
         self.active, trials, rows = active, 0, 1
         while rows <= most + 1:
             points = active * rows
-            for _ in range(0 if self._target.near(points) else _TURNS):
+            for _ in range(0 if self._target.near(points) else _REPEATS):
                 for _ in range(_TRIALS):  # the first has cold caches
                     self._target.add(points, ask(points))
                 trials += _TRIALS
@@ -200,8 +200,8 @@ class Windows:
             if self._opening <= _OPENING - _HOPELESS and not self.times.settled and not self.times.may_pay(depth):
                 depth = 0  # by the costly function only; the overhead of a plain step must be measured now
             self._decision = replace(self._decision, budget=Budget(depth, 1, depth) if depth else NO_DRAFT)
-        tells = opens or self._decision.reason == "probe"  # a plain step measures its time
-        least, seconds = (_SETTLED, _FIRST_S) if tells else (1 + self._controller.rests, _TOGETHER_S)
+        measures = opens or self._decision.reason == "probe"  # a plain step measures its time
+        least, seconds = (_SETTLED, _FIRST_S) if measures else (1 + self._controller.rests, _TOGETHER_S)
         at_once = int(seconds / max(self.times.step_s(1, (), False), 1e-9)) if least > 1 else 1
         self.together = max(least, at_once)
         self._last = min(self._decision.budget.depth, most)

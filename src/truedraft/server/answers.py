@@ -139,16 +139,16 @@ class Answers:
         )
 
     async def _events(self, http: HttpRequest, view: View) -> AsyncIterator[str]:
-        def read(news: News) -> list[str]:
-            return list(view.read(self._part(news)))
+        def read(output: News) -> list[str]:
+            return list(view.read(self._part(output)))
 
         for each in await self._apart(http, lambda: list(view.begun())):
             yield each
         begun = set[int]()  # samples with output so far: the first event may contain the prompt
-        async for news in self.answering.news():
-            is_first = news.number not in begun
-            begun.add(news.number)
-            for each in await self._apart(http, partial(read, news)) if is_first else read(news):
+        async for output in self.answering.news():
+            is_first = output.number not in begun
+            begun.add(output.number)
+            for each in await self._apart(http, partial(read, output)) if is_first else read(output):
                 yield each
         for each in await self._apart(http, lambda: list(view.ended())):
             yield each
@@ -162,12 +162,12 @@ class Answers:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.front.writer, work)
 
-    def _part(self, news: News) -> Part:
-        text = "".join(piece.text for piece in news.pieces)
-        reader = None if self._readers is None else self._readers[news.number]
-        found = [text] if reader is None else reader.push(text, last=news.answer is not None)
-        ending = None if news.answer is None else _ending(news.answer, reader)
-        return Part(self.streams[news.number], news, found, ending)
+    def _part(self, output: News) -> Part:
+        text = "".join(piece.text for piece in output.pieces)
+        reader = None if self._readers is None else self._readers[output.number]
+        found = [text] if reader is None else reader.push(text, last=output.answer is not None)
+        ending = None if output.answer is None else _ending(output.answer, reader)
+        return Part(self.streams[output.number], output, found, ending)
 
     @property
     def warnings(self) -> list[str]:
@@ -256,9 +256,9 @@ class Answers:
         if len(self.streams) != 1 or not depth:
             return {}
         found = self.speculation()
-        told = {name: found[name] for name in _SHARED_NAMES}
-        told |= {"num_spec_steps": found["num_drafts"], "num_accepted_draft_tokens": found["num_accepted_tokens"]}
-        return {"metrics": {"speculative_decoding": told | {"num_spec_tokens": depth}}}
+        summary = {name: found[name] for name in _SHARED_NAMES}
+        summary |= {"num_spec_steps": found["num_drafts"], "num_accepted_draft_tokens": found["num_accepted_tokens"]}
+        return {"metrics": {"speculative_decoding": summary | {"num_spec_tokens": depth}}}
 
 
 def _ending(answer: Answer, reader: AnswerReader | None) -> Ending:

@@ -284,8 +284,8 @@ def _texts(front: Front) -> APIRouter:
         ids = encode(body.prompt)
         # In parts, because no other thread runs while one is formatted.
         parts = [",".join(map(str, ids[place : place + _WRITTEN])) for place in range(0, len(ids), _WRITTEN)]
-        told = f'{{"count":{len(ids)},"max_model_len":{target.context_length},"tokens":[{",".join(parts)}]}}'
-        return Response(told, media_type="application/json")
+        content = f'{{"count":{len(ids)},"max_model_len":{target.context_length},"tokens":[{",".join(parts)}]}}'
+        return Response(content, media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> dict[str, Any]:

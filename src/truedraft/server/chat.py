@@ -184,8 +184,8 @@ def chat_router(front: Front) -> APIRouter:
         """Answer the last message of a conversation."""
         front.check_model(body.model)
         talk = await front.apart(http, talk_of, body, http)
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        answers = await talk.answers(body, asked, body.wanted_logprobs)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        answers = await talk.answers(body, max_tokens, body.wanted_logprobs)
         return await answers.reply(http, _Chat(answers, body), stream=body.stream)
 
     def talk_of(body: ChatRequest, http: HttpRequest) -> Conversation:
@@ -244,8 +244,8 @@ class _Chat:
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls := [each.call.record for each in part.calls if each.begins]:
-            told: Any = calls[0]["function"] if self._called == "function_call" else calls
-            message |= {"content": text or None, self._called: told}
+            value: Any = calls[0]["function"] if self._called == "function_call" else calls
+            message |= {"content": text or None, self._called: value}
         logprobs = None if answer.logprobs is None else self._logprobs(part)
         found = {"index": part.stream.number, "message": message, "logprobs": logprobs}
         found["finish_reason"] = self._reason(part)

@@ -82,12 +82,12 @@ def completions_router(front: Front) -> APIRouter:
         body.check()
         front.check_count(len(body.prompts) * body.drawn, len(body.prompts))
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        prompts, params = await front.apart(http, asked, body, max_tokens)
+        prompts, params = await front.apart(http, prepared, body, max_tokens)
         answering = await front.begin(prompts, params, body, http, samples=body.drawn)
         answers = Answers(front, answering)
         return await answers.reply(http, _Completion(answers, body, max_tokens), stream=body.stream)
 
-    def asked(body: CompletionRequest, max_tokens: int) -> tuple[Sequence[TextPrompt], SamplingParams]:
+    def prepared(body: CompletionRequest, max_tokens: int) -> tuple[Sequence[TextPrompt], SamplingParams]:
         logprobs = body.logprobs if body.logprobs is not None else (0 if body.drawn > body.samples else None)
         form = None if body.response_format is None else body.response_format.asked
         params = body.sampling(max(max_tokens, 1), logprobs=logprobs, form=form)
@@ -205,11 +205,11 @@ class _Completion:
         for text in tokens:
             offsets.append(offset)
             offset += len(text)
-        asked = self._body.logprobs
+        requested = self._body.logprobs
         return {
             "tokens": tokens,
             "token_logprobs": values,
-            "top_logprobs": top if asked else None,
+            "top_logprobs": top if requested else None,
             "text_offset": offsets,
         }
 
@@ -237,8 +237,8 @@ class _Completion:
         if part.answer is not None:
             choice["finish_reason"] = self._ending(part)
             chunk["speculation"] = self._answers.speculation([stream])
-        told = choice["text"] or choice["logprobs"] or choice.get("token_ids") or "trace" in chunk
-        if told or part.answer is not None:
+        has_content = choice["text"] or choice["logprobs"] or choice.get("token_ids") or "trace" in chunk
+        if has_content or part.answer is not None:
             yield self._sent(chunk, stream)
 
     def _sent(self, chunk: dict[str, Any], stream: Stream) -> str:

@@ -20,7 +20,7 @@ BACKLOG = 16
 _RESERVED = 6 * BACKLOG
 """File descriptors reserved for connections accepted before others are closed, and for files."""
 _LEAST, _MOST = 8, 65_536
-_TOLD_EVERY_S = 1.0
+_LOG_EVERY_S = 1.0
 
 _log = logging.getLogger("truedraft.server")
 
@@ -73,7 +73,7 @@ class Connections:
         self.head_s = head_s
         self._most = most
         self._open: dict[Connection, None] = {}  # the oldest first
-        self._told_s = -_TOLD_EVERY_S
+        self._logged_s = -_LOG_EVERY_S
         self._failures = 0  # of accepting, since the last log entry
 
     def add(self, connection: Connection) -> None:
@@ -96,15 +96,15 @@ class Connections:
         return True
 
     def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """asyncio's exception handler; errors of accepting are logged at most once every `_TOLD_EVERY_S` seconds."""
+        """asyncio's exception handler; errors of accepting are logged at most once every `_LOG_EVERY_S` seconds."""
         if "socket.accept()" not in context.get("message", ""):
             loop.default_exception_handler(context)
             return
         self._failures += 1
-        if (now := time.monotonic()) >= self._told_s + _TOLD_EVERY_S:
+        if (now := time.monotonic()) >= self._logged_s + _LOG_EVERY_S:
             error = context.get("exception")
             _log.error("no connection could be accepted (%s), %d times since this was told", error, self._failures)
-            self._told_s, self._failures = now, 0
+            self._logged_s, self._failures = now, 0
 
 
 class Connection(H11Protocol):

@@ -61,8 +61,8 @@ class Conversation:
         if not urls:
             return await self.front.apart(self.http, self._ids, variables)
         self.front.reserve(self.http, max(self.samples, 1))  # its range is checked later
-        told, how = await self.front.apart(self.http, self._told, variables)
-        return await self.front.pictures.chat(told, urls, param=self.param, **how)
+        messages, how = await self.front.apart(self.http, self._told, variables)
+        return await self.front.pictures.chat(messages, urls, param=self.param, **how)
 
     def _urls(self) -> list[str]:
         """Remove and return the URLs of its pictures."""
@@ -75,11 +75,11 @@ class Conversation:
         if tokenizer is None:
             message = "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids"
             raise ApiError(400, message)
-        told, how = self._told(variables)
+        messages, how = self._told(variables)
         try:
             if not self.counts and target.sources is None:
                 how["most_tokens"] = target.context_length
-            return first_taken(told, partial(tokenizer.chat, **how))
+            return first_taken(messages, partial(tokenizer.chat, **how))
         except PromptLengthError as error:
             raise ApiError(400, str(error), param=self.param, code="context_length_exceeded") from error
         except PromptError as error:
@@ -89,15 +89,16 @@ class Conversation:
         """Messages and options for the chat template; a system message describes the tools if the template does not."""
         front, use = self.front, self.use
         tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in use.tools]
-        told = list(self.messages)
-        if any(message.get("tool_calls") or message.get("tool_call_id") for message in told):
-            told = list(front.history.fitted(told, use.notation))
+        messages = list(self.messages)
+        if any(message.get("tool_calls") or message.get("tool_call_id") for message in messages):
+            messages = list(front.history.fitted(messages, use.notation))
         if tools and "tools" not in front.template:
             text = use.notation.told(tools)
-            if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates allow only one
-                text += "\n\n" + told.pop(0)["content"]
-            told.insert(0, {"role": "system", "content": text})
-        return told, {
+            # Many templates allow only one system message.
+            if messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
+                text += "\n\n" + messages.pop(0)["content"]
+            messages.insert(0, {"role": "system", "content": text})
+        return messages, {
             "tools": front.history.tools(tools) if tools else None,
             "template": front.chat_template,
             "variables": variables,
@@ -124,11 +125,11 @@ class Conversation:
             raise ApiError(400, f"{message}; shorten it", param="messages", code="context_length_exceeded")
         most = left if max_tokens is None else max_tokens
 
-        def asked() -> tuple[SamplingParams, Schemas]:
+        def prepared() -> tuple[SamplingParams, Schemas]:
             params = body.sampling(most, logprobs=logprobs, form=use.forced or self.form)
             return use.fitted(params), schemas_of(use.tools)
 
-        params, schemas = await front.apart(self.http, asked)
+        params, schemas = await front.apart(self.http, prepared)
         answering = await front.begin([prompt], params, body, self.http, notation=front.notation)
         how = {
             "parallel": use.parallel,

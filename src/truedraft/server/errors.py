@@ -123,23 +123,23 @@ class ApiError(Exception):
         """
         if isinstance(error, TruedraftError) and fields:
             error.call_fields(fields)
-        told, known = str(error), str(error)
+        message, known = str(error), str(error)
         for name, instead in (shown or {}).items():
-            told, known = told.replace(name, instead), known.replace(name, "")
+            message, known = message.replace(name, instead), known.replace(name, "")
         if isinstance(error, ApiError):
-            error.message = told
+            error.message = message
             return error
         if isinstance(error, FormMemoryError):
-            return cls(429, told, param=_called(error.field, fields), headers={"Retry-After": "1"})
+            return cls(429, message, param=_called(error.field, fields), headers={"Retry-After": "1"})
         if isinstance(error, OptionError | PromptError) and not _is_about_a_file(error):
-            return cls(400, told, param=_called(error.field, fields), code="invalid_value")
+            return cls(400, message, param=_called(error.field, fields), code="invalid_value")
         if isinstance(error, HTTPException):
             return cls(error.status_code, str(error.detail), headers=error.headers)
         if isinstance(error, UnicodeEncodeError):
             return cls(400, "a text has half a character (a lone surrogate); mend how it was cut")
         if isinstance(error, TruedraftError):
             hides = _is_about_a_file(error) or _PATH.search(known) is not None
-            return cls(500, f"the model failed ({'the log of the server says why' if hides else told})")
+            return cls(500, f"the model failed ({'the log of the server says why' if hides else message})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
 
 
@@ -174,8 +174,8 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
     if kind == "extra_forbidden" and named.startswith("guided_"):  # vLLM's former fields
-        asked = "response_format, or structured_outputs with json, regex, choice or grammar"
-        return ApiError(400, f"{named} is not known here; ask for a form by {asked}", param=named)
+        options = "response_format, or structured_outputs with json, regex, choice or grammar"
+        return ApiError(400, f"{named} is not known here; ask for a form by {options}", param=named)
     if kind == "extra_forbidden":
         return ApiError(400, f"unrecognized request argument: {named}", param=named)
     if not place:
@@ -183,21 +183,21 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         return ApiError(400, f"the body cannot be used: {message}")
     shown = f", got {told_back(first.get('input'))}"
     if kind == "value_error":  # raised by this library
-        told = f"{named} {context['error']}"
+        text = f"{named} {context['error']}"
     elif kind == "union_tag_invalid":
         named += ".type"
-        told = f"{named} is {told_back(context['tag'])}, which is not known here; known are {context['expected_tags']}"
+        text = f"{named} is {told_back(context['tag'])}, which is not known here; known are {context['expected_tags']}"
     elif kind == "union_tag_not_found":
-        told = f"{named} must be an object with a type{shown}"
+        text = f"{named} must be an object with a type{shown}"
     elif kind == "missing":
-        told = f"{named}: {message}"
+        text = f"{named}: {message}"
     elif kind == "too_long":
-        told = f"{named} holds {context['actual_length']} entries, of at most {context['max_length']}"
+        text = f"{named} holds {context['actual_length']} entries, of at most {context['max_length']}"
     else:
         expected = dict.fromkeys(str(each["msg"]).removeprefix("Input should be ") for each in same)
         message = f"Input should be {' or '.join(expected)}" if len(expected) > 1 else message
-        told = f"{named}: {message}{shown}"
-    return ApiError(400, told, param=named, code="invalid_value")
+        text = f"{named}: {message}{shown}"
+    return ApiError(400, text, param=named, code="invalid_value")
 
 
 def spelled(place: Sequence[int | str]) -> str:

@@ -109,18 +109,18 @@ async def unless_gone(receive: Receive, work: Awaitable[_Value]) -> _Value:
         ApiError: the client has disconnected.
     """
     doing = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(receive))
+    disconnect = asyncio.ensure_future(_until_disconnected(receive))
     try:
-        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({doing, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
             raise ApiError(499, "the client closed the connection")
         return doing.result()
     finally:
-        for each in (doing, gone):
+        for each in (doing, disconnect):
             each.cancel()
-        await asyncio.gather(doing, gone, return_exceptions=True)
+        await asyncio.gather(doing, disconnect, return_exceptions=True)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -411,8 +411,8 @@ class SamplingFields(Ignored):
             choice = getattr(self, chosen, None)
             if getattr(choice, "type", choice) not in (None, "none", "auto"):
                 return tools
-        asked = ("structured_outputs", "response_format", "text", "output_config")
-        return next((name for name in asked if getattr(self, name, None) is not None), asked[0])
+        field_names = ("structured_outputs", "response_format", "text", "output_config")
+        return next((name for name in field_names if getattr(self, name, None) is not None), field_names[0])
 
     @property
     def called(self) -> dict[str, str]:

@@ -132,7 +132,7 @@ class Front:
     @cached_property
     def _switch(self) -> str | None:
         """The template's variable that switches reasoning on and off; None if it has none."""
-        return next((name for name, asks in _SWITCHES.items() if asks.search(self.template)), None)
+        return next((name for name, pattern in _SWITCHES.items() if pattern.search(self.template)), None)
 
     def switches(self, thinks: Thinking) -> dict[str, Any]:
         """The template variables for the requested reasoning.
@@ -290,10 +290,10 @@ class Front:
         if not self.is_long(http):
             return work(*given)
         client: Client = getattr(http.state, "client", ANYONE)
-        loop, turns = asyncio.get_running_loop(), self._turns.setdefault(client, asyncio.Semaphore(_AT_ONCE))
-        await turns.acquire()
+        loop, slots = asyncio.get_running_loop(), self._turns.setdefault(client, asyncio.Semaphore(_AT_ONCE))
+        await slots.acquire()
         doing = self._workers.submit(contextvars.copy_context().run, work, *given)
-        doing.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(turns.release))
+        doing.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(slots.release))
         return await asyncio.wrap_future(doing)
 
     def is_long(self, http: HttpRequest) -> bool:

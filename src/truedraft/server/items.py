@@ -340,9 +340,9 @@ class Toolbox:
 
     def _named(self, *names: str) -> list[str]:
         """The names in a prompt of tools with some names or in some namespaces."""
-        wanted = set(names)
-        plain = wanted & self.callables.keys()
-        return [flat for flat, each in self.callables.items() if flat in plain or each.name in wanted - plain]
+        requested = set(names)
+        plain = requested & self.callables.keys()
+        return [flat for flat, each in self.callables.items() if flat in plain or each.name in requested - plain]
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -166,10 +166,10 @@ class CountRequest(Fields):
     def conversation(self) -> list[dict[str, Any]]:
         """The conversation in the format of chat templates."""
         first = [{"role": "system", "content": parts_of(self.system)}] if self.system else []
-        told = [each for message in self.messages for each in message.for_template]
-        if told and says_nothing(told[-1]):  # the answer would continue an empty message
-            told.pop()
-        return [*first, *told]
+        messages = [each for message in self.messages for each in message.for_template]
+        if messages and says_nothing(messages[-1]):  # the answer would continue an empty message
+            messages.pop()
+        return [*first, *messages]
 
     @property
     def thinks(self) -> Thinking:

@@ -49,7 +49,7 @@ class Metrics(Collector):
         self._budgets: dict[int, int] = {}  # number of drafts by their number of nodes
         self._finished: dict[str, int] = {}
         self._recoveries = 0
-        self._asked_tokens = 0
+        self._queried_tokens = 0
         self._shared_tokens = 0
         self._recent: deque[tuple[float, StepRecord]] = deque(maxlen=_RECENT_STEPS)
         self._speedup: Speedup | None = None
@@ -89,7 +89,7 @@ class Metrics(Collector):
         reason = "abort" if answer.finish_reason == "cancelled" else answer.finish_reason
         self._finished[reason] = self._finished.get(reason, 0) + 1
         self._recoveries += answer.stats.recoveries
-        self._asked_tokens += stream.request.prompt_tokens
+        self._queried_tokens += stream.request.prompt_tokens
         self._shared_tokens += stream.request.copied_tokens
         timing = answer.timing
         self._whole.observe(timing.total_s)
@@ -117,7 +117,7 @@ class Metrics(Collector):
         yield from self._by_drafter()
         yield self._counter("prompt_tokens", "Tokens of prompts that were computed.", self._prompt_tokens)
         yield self._counter("generation_tokens", "Tokens of answers.", steps.emitted_tokens + steps.prefill_tokens)
-        yield self._counter("prefix_cache_queries", "Tokens of prompts that were asked.", self._asked_tokens)
+        yield self._counter("prefix_cache_queries", "Tokens of prompts that were asked.", self._queried_tokens)
         yield self._counter("prefix_cache_hits", "Of them, copied instead of computed.", self._shared_tokens)
         yield self._counter("preemptions", "Requests that gave their room back.", self._service.engine.preemptions)
         yield self._counter("recoveries", "Steps or drafts that failed and were done again.", self._recoveries)

@@ -108,8 +108,8 @@ class ResponseRequest(SamplingFields):
     @property
     def wanted_logprobs(self) -> int | None:
         """Number of top logprobs per token; None for none."""
-        asked = "message.output_text.logprobs" in (self.include or ())
-        return checked_logprobs("top_logprobs", self.top_logprobs or 0) if asked or self.top_logprobs else None
+        requested = "message.output_text.logprobs" in (self.include or ())
+        return checked_logprobs("top_logprobs", self.top_logprobs or 0) if requested or self.top_logprobs else None
 
     @property
     def items(self) -> list[Item]:
@@ -119,20 +119,20 @@ class ResponseRequest(SamplingFields):
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation in the format of chat templates."""
-        told = messages_of(self.items)
+        messages = messages_of(self.items)
         if self.instructions is None:
-            return told
+            return messages
         # Many templates allow only one system message.
-        known: Iterator[Any] = (each["content"] if each["role"] == "system" else None for each in told)
+        known: Iterator[Any] = (each["content"] if each["role"] == "system" else None for each in messages)
         texts = list(itertools.takewhile(lambda content: isinstance(content, str), known))
         first = "\n\n".join([self.instructions, *texts])
-        return [{"role": "system", "content": first}, *told[len(texts) :]] if first else told[len(texts) :]
+        return [{"role": "system", "content": first}, *messages[len(texts) :]] if first else messages[len(texts) :]
 
     @property
     def form(self) -> Structured | None:
         """The grammar of the text; None for free text."""
-        wanted = self.text.format if self.text is not None else None
-        return None if wanted is None or wanted.type == "text" else json_form(wanted.type, wanted.schema_)
+        requested = self.text.format if self.text is not None else None
+        return None if requested is None or requested.type == "text" else json_form(requested.type, requested.schema_)
 
 
 def responses_router(front: Front) -> APIRouter:
@@ -216,10 +216,10 @@ class _Item:
         call, (kind, names) = self.segment.call, self._kind
         if call is not None and self.input is not None and (rest := self.input.finish(call.arguments)):
             yield f"response.{kind}.delta", {"delta": rest}
-        told = self._part if call is None else self.record("completed")
-        yield f"response.{kind}.done", self._place | {name: told[name] for name in names}
+        content = self._part if call is None else self.record("completed")
+        yield f"response.{kind}.done", self._place | {name: content[name] for name in names}
         if call is None:
-            yield "response.content_part.done", self._place | {"part": told}
+            yield "response.content_part.done", self._place | {"part": content}
 
 
 _KINDS: dict[str, tuple[str, Sequence[str]]] = {

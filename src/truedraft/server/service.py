@@ -29,10 +29,10 @@ _IDLE_S = 10.0  # without a request, after which buffers are released to the sys
 _RECENT = 0.9  # weight of the old value in exponential moving averages
 _LINGERING = 0.05  # of the last step's time: the longest wait for requests that follow its answers
 _MOST_LINGERING_S = 0.02
-_WORTH_WAITING = 0.25  # share of these waits that must yield a request
+_LEAST_FOLLOWING = 0.25  # share of these waits that must yield a request
 _TRIED_AGAIN = 16  # finished answers until waiting is tried again
 _LEAST_STEPS = 32  # a preempted request runs at least so many before it can be preempted again
-_MOST_NEWS = 64  # per read, so that a slow reader does not delay others
+_MOST_OUTPUTS = 64  # per read, so that a slow reader does not delay others
 
 
 @dataclass(eq=False, slots=True)
@@ -188,9 +188,9 @@ class Answering:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def _next(self) -> list[News]:
-        """The queued output, at most `_MOST_NEWS` entries, merged by stream."""
+        """The queued output, at most `_MOST_OUTPUTS` entries, merged by stream."""
         found: dict[int, News] = {}
-        for _ in range(min(len(self._news), _MOST_NEWS)):
+        for _ in range(min(len(self._news), _MOST_OUTPUTS)):
             each = self._news.popleft()
             before = found.setdefault(each.number, each)
             if before is not each:
@@ -387,8 +387,8 @@ class Service:
 
     def _refuse_what_is_large(self, streams: Sequence[Stream]) -> None:
         """Limit the pixels that waiting requests hold; a request above the limit is accepted if no other holds any."""
-        held = _bytes_beside(stream for queue in self._waiting.values() for stream in queue)
-        new = _bytes_beside(streams)
+        held = _input_bytes(stream for queue in self._waiting.values() for stream in queue)
+        new = _input_bytes(streams)
         if held and new and held + new > self._max_waiting_bytes:
             seconds = str(self._free_in_s())
             raise ApiError(
@@ -488,7 +488,7 @@ class Service:
         Where clients rarely send one at once, this returns at once, and waits again only every `_TRIED_AGAIN` answers.
         """
         self._unawaited += 1
-        if self._following < _WORTH_WAITING and self._unawaited < _TRIED_AGAIN:
+        if self._following < _LEAST_FOLLOWING and self._unawaited < _TRIED_AGAIN:
             return
         self._unawaited = 0
         end = time.monotonic() + min(most_s, _MOST_LINGERING_S)
@@ -579,11 +579,11 @@ class Service:
                 steps.append(last)
             if not pieces and not steps:
                 continue
-            news = News(stream.number, pieces, steps)
-            if news.answer is not None:
-                stream.answer = news.answer
+            output = News(stream.number, pieces, steps)
+            if output.answer is not None:
+                stream.answer = output.answer
                 over.append(stream)
-            handed.append((stream, news))
+            handed.append((stream, output))
         if over:
             with self._guard:
                 self._running = [stream for stream in self._running if stream.answer is None]
@@ -599,9 +599,9 @@ class Service:
 
     def _take(self, handed: Sequence[tuple[Stream, News]]) -> None:
         """Deliver output and call the listeners; called in the event loop."""
-        for stream, news in handed:
-            stream.answering.take(news)
-            if news.answer is not None:
+        for stream, output in handed:
+            stream.answering.take(output)
+            if output.answer is not None:
                 for listener in self.listeners:
                     listener(stream)
 
@@ -617,7 +617,7 @@ class Service:
                 self._loop.call_soon_threadsafe(stream.answering.fail, error)
 
 
-def _bytes_beside(streams: Iterable[Stream]) -> int:
+def _input_bytes(streams: Iterable[Stream]) -> int:
     """Bytes that requests hold in addition to their tokens; samples of one prompt share them."""
     held = {id(value): value.nbytes for stream in streams for value in (stream.request.inputs or {}).values()}
     return sum(held.values())

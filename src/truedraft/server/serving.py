@@ -226,15 +226,15 @@ def warm_up(engine: Engine) -> None:
 
 def _logged() -> Progress:
     """Progress that is logged every `_TELL_S` seconds."""
-    told = time.monotonic()
+    last_s = time.monotonic()
 
-    def tell(done: float, remark: str) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _TELL_S:
-            told = time.monotonic()
+    def report(done: float, remark: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= _TELL_S:
+            last_s = time.monotonic()
             _log.info("making ready: %.0f %%, %s", 100.0 * done, remark)
 
-    return tell
+    return report
 
 
 class _Server(uvicorn.Server):

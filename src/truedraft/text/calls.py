@@ -145,9 +145,9 @@ class CallsReader:
         """
         self._held += text
         found: list[str | CallDelta] = []
-        goes_on = bool(self._held) or last
-        while goes_on:
-            goes_on = self._step(found, last)
+        continues = bool(self._held) or last
+        while continues:
+            continues = self._step(found, last)
         if last and not self._wrote and not self._calls and self._space:
             found.append(self._space)
         return found
@@ -322,7 +322,7 @@ class RecordText:
         self._end: int | None = None
         self._place = 0
         self._open: list[str] = []  # brackets
-        self._wants = ""
+        self._expected = ""
         self._literal_from: int | None = None
         self._quoted = self._escaped = False
         self._key: str | None = None
@@ -357,7 +357,7 @@ class RecordText:
             if character.isalnum() or character in "+-.":
                 return
             self.fails = _LITERAL.fullmatch(self.text, self._literal_from, self._place) is None
-            self._literal_from, self._wants = None, "next"
+            self._literal_from, self._expected = None, "next"
         if self.fails or character in " \t\r\n":
             return
         if self._open:
@@ -365,37 +365,37 @@ class RecordText:
             return
         self.begun = character == "{"
         self.fails = not self.begun
-        self._open, self._wants = ["{"], "first key"
+        self._open, self._expected = ["{"], "first key"
 
     def _in_object(self, character: str) -> None:
-        wants, depth = self._wants, len(self._open)
-        is_value = wants.endswith("value")
-        if character == '"' and (is_value or wants.endswith("key")):
-            self._quoted, self._string_from, self._wants = True, self._place, "next" if is_value else "colon"
+        state, depth = self._expected, len(self._open)
+        is_value = state.endswith("value")
+        if character == '"' and (is_value or state.endswith("key")):
+            self._quoted, self._string_from, self._expected = True, self._place, "next" if is_value else "colon"
         elif character in "{[" and is_value:
             self._open.append(character)
-            self._wants = "first key" if character == "{" else "first value"
-        elif character == ":" and wants == "colon":
+            self._expected = "first key" if character == "{" else "first value"
+        elif character == ":" and state == "colon":
             if depth == 1:
                 self._key, self._value_from = _string(self._string), self._place + 1
-            self._wants = "value"
-        elif character == "," and wants == "next":
+            self._expected = "value"
+        elif character == "," and state == "next":
             if depth == 1:
                 self._end_value()
-            self._wants = "key" if self._open[-1] == "{" else "value"
-        elif self._open[-1] + character in ("{}", "[]") and (wants == "next" or wants.startswith("first")):
+            self._expected = "key" if self._open[-1] == "{" else "value"
+        elif self._open[-1] + character in ("{}", "[]") and (state == "next" or state.startswith("first")):
             if depth == 1:
                 self._end_value()
                 self._end = self._place + 1
             self._open.pop()
-            self._wants = "next"
+            self._expected = "next"
         elif is_value and (character.isalnum() or character == "-"):
             self._literal_from = self._place
         else:
-            if depth == 1 and wants == "next":  # only its last brace may be missing
+            if depth == 1 and state == "next":  # only its last brace may be missing
                 self._end_value()
             whole = self.name is not None and self._whole
-            self._end, self.fails = (self._place, False) if whole and depth == 1 and wants == "next" else (None, True)
+            self._end, self.fails = (self._place, False) if whole and depth == 1 and state == "next" else (None, True)
 
     def _in_string(self, character: str) -> None:
         if self._escaped:
@@ -428,12 +428,12 @@ class NamedText:
     def __init__(self, notation: Notation, arguments: Callable[[str], ArgumentsText]) -> None:
         self.text = ""
         self._notation = notation
-        before, _, behind_id = notation.between.rpartition("{id}")
-        self._mark = behind_id.strip() or "<"
-        self._keeps = not behind_id.strip()  # the name extends to the next mark
+        before, _, after_id = notation.between.rpartition("{id}")
+        self._mark = after_id.strip() or "<"
+        self._keeps = not after_id.strip()  # the name extends to the next mark
         known = f"(?:{re.escape(before)}(?P<id>{notation.id_pattern}))?" if before else "(?P<id>)"
-        apart = f"(?!{re.escape(words_of(notation.opening)[0])})"
-        self._head = re.compile(rf"\s*(?P<name>(?:{apart}[^\s<>{{}}\"])+?){known}\s*")
+        no_opening = f"(?!{re.escape(words_of(notation.opening)[0])})"
+        self._head = re.compile(rf"\s*(?P<name>(?:{no_opening}[^\s<>{{}}\"])+?){known}\s*")
         self._make = arguments
         self._arguments: ArgumentsText | None = None
         self._found: re.Match[str] | None = None
@@ -471,7 +471,7 @@ class NamedText:
             self._arguments.push(more)
             return
         self.text += more
-        head, mark, behind_mark = self.text.partition(self._mark)
+        head, mark, after_mark = self.text.partition(self._mark)
         if not mark:
             self._failed = len(head[: len(head) - overlap(head, self._mark)].split()) > 1
             return
@@ -480,7 +480,7 @@ class NamedText:
             self._failed = True
             return
         self._arguments = self._make(self._found["name"])
-        self._arguments.push((mark if self._keeps else "") + behind_mark)
+        self._arguments.push((mark if self._keeps else "") + after_mark)
 
 
 def parsed(text: str) -> Any:

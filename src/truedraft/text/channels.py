@@ -72,8 +72,8 @@ class ChannelReader:
             if self._formed:
                 found.append(CallDelta(len(self._calls), self._call, True, ""))
         else:
-            told = not name and (channel is None or channel[1] in ("final", "commentary"))
-            self._kind = str if told else Reasoning
+            is_text = not name and (channel is None or channel[1] in ("final", "commentary"))
+            self._kind = str if is_text else Reasoning
             if self._kind in self._told:
                 found.append(self._part("\n\n"))
         return True

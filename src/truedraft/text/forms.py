@@ -523,18 +523,18 @@ def _multiples(grammar: str) -> int:
 def _refusal(message: str, grammar: str) -> OptionError:
     if exceeded := _exceeded(message):
         return OptionError(f"is too large or too ambiguous: it exceeds {exceeded}; make it simpler", field="structured")
-    told: list[str] = []
+    problems: list[str] = []
 
     def look(schema: Any, comment: str) -> Any:
-        if not told and (problem := problem_of(schema)):
+        if not problems and (problem := problem_of(schema)):
             about, mark, place = comment.rpartition(" #/")  # followed by the position of the schema
             for sign in "#'" if mark else "":
                 problem = problem.replace(f"{sign}/{place}", sign)
-            told.append(f"{about if mark else comment} {problem}".strip())
+            problems.append(f"{about if mark else comment} {problem}".strip())
         return schema
 
     map_schemas(grammar, look)
-    return OptionError(f"cannot be read ({told[0] if told else _first_line(message)})", field="structured")
+    return OptionError(f"cannot be read ({problems[0] if problems else _first_line(message)})", field="structured")
 
 
 def _exceeded(message: str) -> str:

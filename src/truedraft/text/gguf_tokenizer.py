@@ -308,18 +308,16 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     built = Tokenizer(models.BPE(numbers, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     before = [normalizers.Prepend(_SPACE)] if said.get("add_space_prefix", True) else []
     built.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
-    behind = [decoders.Strip(" ", 1, 0)] if before else []
-    built.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *behind]
-    )
+    after = [decoders.Strip(" ", 1, 0)] if before else []
+    built.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after])
     _frame(built, vocabulary, adds_bos=True)
     return built
 
 
 def _frame(built: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
-    wanted = (("bos_token", adds_bos, True), ("eos_token", False, False))
+    special_tokens = (("bos_token", adds_bos, True), ("eos_token", False, False))
     first, last, tokens = "", "", []
-    for name, by_default, leads in wanted:
+    for name, by_default, leads in special_tokens:
         flag = f"add_{name}"
         if not vocabulary.said.get(flag, by_default):
             continue

@@ -77,8 +77,8 @@ class HistoryForm:
             return rendered([question, turn, *results], _WHOLE_TOOLS)
 
         def is_whole(text: str, arguments: Any) -> bool:
-            wanted = "value" if arguments is _ARGUMENTS else _ARGUMENTS_TEXT
-            known = "called_0" in text and wanted in text
+            expected = "value" if arguments is _ARGUMENTS else _ARGUMENTS_TEXT
+            known = "called_0" in text and expected in text
             return known and "{'probe'" not in text and text.count("None") <= none
 
         none = rendered([question], _WHOLE_TOOLS).count("None")
@@ -94,8 +94,8 @@ class HistoryForm:
         if found is None:
             said = {"role": "assistant", "content": "said"}
             result = {"role": "tool", "name": "probe", "tool_call_id": _SHORT_ID, "content": "result"}
-            apart = "result" in rendered([question, said, result], _WHOLE_TOOLS)
-            return cls(whole_tools=whole, calls_as_text=True, results_as_user=not apart)
+            separate = "result" in rendered([question, said, result], _WHOLE_TOOLS)
+            return cls(whole_tools=whole, calls_as_text=True, results_as_user=not separate)
         arguments, content = found
         null = shown(arguments, None)
         return cls(
@@ -189,11 +189,11 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     for place, message in reversed(list(enumerate(messages))):
         if identity := message.get("tool_call_id"):
             results.setdefault(identity, []).append(place)
-    told = set[int]()  # positions of results already emitted after their calls
+    emitted = set[int]()  # positions of results already emitted after their calls
     for place, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
-            if place not in told:
+            if place not in emitted:
                 yield message
             continue
         for number, call in enumerate(calls):
@@ -202,7 +202,7 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
             while left and left[-1] < place:
                 left.pop()
             if left:
-                told.add(left[-1])
+                emitted.add(left[-1])
                 yield messages[left.pop()]
 
 

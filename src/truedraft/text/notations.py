@@ -331,10 +331,10 @@ class Notation:
 
     def head(self, name: str, opening: str, between: str) -> str:
         """A call up to its arguments, in Lark's notation."""
-        before, written, behind = between.rpartition("{id}")
+        before, written, after = between.rpartition("{id}")
         if not written:
             return self.literal(opening + name + between)
-        parts = (self.literal(opening + name + before), f"/{self.id_pattern}/", self.literal(behind))
+        parts = (self.literal(opening + name + before), f"/{self.id_pattern}/", self.literal(after))
         return " ".join(filter(None, parts))
 
     @property
@@ -508,7 +508,7 @@ class AnswerReader:
         reasoning_open: bool = False,
         calls_alone: bool = False,
     ) -> None:
-        self._calls_alone = calls_alone
+        self._calls_only = calls_alone
         self.calls: list[Call] = []
         self._channels = ChannelReader(tools or {}, parallel, self.calls, calls_alone) if notation.channels else None
         self._reader = CallsReader(notation, tools, parallel, self.calls, calls_alone) if tools else None
@@ -534,7 +534,7 @@ class AnswerReader:
             Plain text, reasoning and call deltas, in order.
         """
         found = self._read(text, last)
-        return [part for part in found if not isinstance(part, str)] if self._calls_alone else found
+        return [part for part in found if not isinstance(part, str)] if self._calls_only else found
 
     def _read(self, text: str, last: bool) -> list[str | Reasoning | CallDelta]:
         if self._channels is not None:

@@ -41,9 +41,9 @@ class ParametersText:
         self.begun, self.fails = True, False
         self._key_mark, self._middle, value_end = marks[0], marks[1].split(), marks[2].strip()
         self._closing, self._marks = closing, (marks[0], value_end, *closing)
-        self._opening, (head, behind_name) = opening[0], (r"\s*".join(map(re.escape, opening[0])), opening[1])
+        self._opening, (head, after_name) = opening[0], (r"\s*".join(map(re.escape, opening[0])), opening[1])
         self._half_call = re.compile(rf"{head}\s*[^\s<>{{}}\"]*\s*")
-        self._call = re.compile(rf"{head}\s*[^\s<>{{}}\"]+\s*{re.escape(behind_name)}")
+        self._call = re.compile(rf"{head}\s*[^\s<>{{}}\"]+\s*{re.escape(after_name)}")
         self._trims = marks[1].endswith("\n")  # one line break around values
         key, end, *ends = map(re.escape, self._marks)
         self._next = re.compile("|".join((key, *ends)))

@@ -56,7 +56,7 @@ def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
     said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
     found = with_parts(said, lambda part: _simplified(part, exclusions))
     form = found.get("format")
-    if isinstance(form, str) and not _knows_format(form):
+    if isinstance(form, str) and not _supports_format(form):
         del found["format"]
     if found.get("uniqueItems") is False or (_is_number(found.get("maxItems")) and found["maxItems"] <= 1):
         found.pop("uniqueItems", None)
@@ -160,19 +160,19 @@ class _Exclusions:
     def of(self, options: list[Any]) -> bool:
         """Whether it is certain that no value matches two of these schemas."""
         options = [_resolved(each, self._root, self._targets) for each in options]
-        told = {
+        values = {
             number: found
             for number, each in enumerate(options)
             if isinstance(each, dict) and (found := self._values(each)) is not None
         }
-        rest, apart = options, list[Any]()
-        if sum(map(len, told.values())) == len(set().union(*told.values())):  # no two of these share a value
-            rest = [each for number, each in enumerate(options) if number not in told]
-            apart = [options[number] for number in told]
+        rest, distinct = options, list[Any]()
+        if sum(map(len, values.values())) == len(set().union(*values.values())):  # no two of these share a value
+            rest = [each for number, each in enumerate(options) if number not in values]
+            distinct = [options[number] for number in values]
         return all(
             self._disjoint(one, other, _DEEPEST)
             for number, one in enumerate(rest)
-            for other in chain(rest[number + 1 :], apart)
+            for other in chain(rest[number + 1 :], distinct)
         )
 
     def _values(self, schema: dict[str, Any]) -> set[str] | None:
@@ -254,7 +254,7 @@ def referred(reference: str, root: Any) -> Any:
 
 
 @lru_cache(1024)
-def _knows_format(name: str) -> bool:
+def _supports_format(name: str) -> bool:
     return not _problem({"type": "string", "format": name})
 
 

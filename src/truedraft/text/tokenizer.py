@@ -293,8 +293,8 @@ class Tokenizer:
         text.
         """
         texts = self._conversation(template)
-        behind = [self._control_tokens(template).special_in(text.rpartition(_WORD)[2]) for text in texts]
-        both = [pair[0] for pair in takewhile(lambda pair: len(set(pair)) == 1, zip(*behind, strict=False))]
+        following = [self._control_tokens(template).special_in(text.rpartition(_WORD)[2]) for text in texts]
+        both = [pair[0] for pair in takewhile(lambda pair: len(set(pair)) == 1, zip(*following, strict=False))]
         return both[-1] if len(texts) == 2 and 0 < len(both) <= _MOST_CLOSING else None
 
     def _conversation(self, template: str | None) -> list[str]:
@@ -346,8 +346,8 @@ class Tokenizer:
         except Exception as error:  # a template is untrusted code and may raise anything
             for text in texts_in([messages, tools, variables]):
                 refuse_half_characters(text)
-            told = f"the chat template of {self.name!r} refuses these messages: {first_line(error)}"
-            raise PromptError(told) from error
+            refusal = f"the chat template of {self.name!r} refuses these messages: {first_line(error)}"
+            raise PromptError(refusal) from error
 
     def token_text(self, token: int) -> str:
         """The text of one token inside a text; for a special token, which has no text, its name."""

@@ -61,16 +61,16 @@ class Trial:
                 raise CancelledError
             self._process = process = self._started()
         try:
-            told, _ = process.communicate(work)
+            output, _ = process.communicate(work)
         finally:
             process.kill()
             process.wait()
         with self._guard:
             if self._cancelled:
                 raise CancelledError
-        if process.returncode or not told:
+        if process.returncode or not output:
             raise OptionError(_ending(process.returncode), field="structured")
-        found: int | str = json.loads(told)
+        found: int | str = json.loads(output)
         if isinstance(found, int) and found > MOST_BYTES:
             raise OptionError(_too_large(), field="structured")
         return found

@@ -219,7 +219,7 @@ def train_draft(
         OptionError: `out` holds a training with another configuration, or another process is training there.
         TrainingError: the loss is not finite.
     """
-    config, budget, told = config or DraftConfig(), budget or TimeBudget(), callbacks or Callbacks()
+    config, budget, hooks = config or DraftConfig(), budget or TimeBudget(), callbacks or Callbacks()
     tokenizer = load_tokenizer(resolve_source(str(target)))
     if not data:
         raise DataError("no training data was given: name at least one text file")
@@ -230,21 +230,21 @@ def train_draft(
     with alone_in(out / WORK):
         target_model = load_causal_lm(target, dtype="auto", device=config.device).eval()
         draft = starting_draft(config, target_model, tokenizer)
-        config = _fitting(config, target_model, draft, told.on_note)
-        config = _planned(config, target_model, draft, source, out / WORK, budget, told)
-        writing = Writing(config.tokens, config.writing, out / WORK, told, budget, (out / WORK / CHECKPOINT).is_file())
+        config = _fitting(config, target_model, draft, hooks.on_note)
+        config = _planned(config, target_model, draft, source, out / WORK, budget, hooks)
+        writing = Writing(config.tokens, config.writing, out / WORK, hooks, budget, (out / WORK / CHECKPOINT).is_file())
         train, test = _streams(source, _written(target, source, writing, config.device), tokenizer, out / WORK)
-        _check_amount(config, train, told.on_note)
+        _check_amount(config, train, hooks.on_note)
         loop = stream_loop(config, target_model, draft, train, out / WORK)
         processes.from_main((config, len(train)))
-        progress = train_told(loop, told, _values, lambda: budget.over(_TRAINED))
+        progress = train_told(loop, hooks, _values, lambda: budget.over(_TRAINED))
         save_llama(draft, out)
         copy_tokenizer(target, out)
-        result = _measured(target, target_model, test, out, config, progress, budget, told.on_note)
+        result = _measured(target, target_model, test, out, config, progress, budget, hooks.on_note)
         try:
             record_draft(out, str(target), target_model, result.report, result.evaluations)
         except ModelError as error:
-            told.on_note(f"the draft does not say which target it is for: {error}")
+            hooks.on_note(f"the draft does not say which target it is for: {error}")
         _card(target, data, draft, result, config.device).write(out)
         return processes.from_main(result)
 
@@ -279,7 +279,7 @@ def _planned(
     source: Source,
     work: Path,
     budget: TimeBudget,
-    told: Callbacks,
+    callbacks: Callbacks,
 ) -> DraftConfig:
     """The configuration with as many steps as there is time for, which is reported; a resumed training keeps its
     number."""
@@ -292,12 +292,12 @@ def _planned(
     )
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
         step_s, size = stream_loop(config, target_model, copy.deepcopy(draft), made_up, Path(place)).trial()
-    asked, writes = config.schedule.total_steps, source.has_prompts
-    steps = budget.steps(asked, step_s, begin=WRITTEN if writes else 0.0, until=_TRAINED)
-    budget.buys(steps, asked, f"{steps:,} steps of training, {step_s:.2g} s each", told.on_note)
+    requested, writes = config.schedule.total_steps, source.has_prompts
+    steps = budget.steps(requested, step_s, begin=WRITTEN if writes else 0.0, until=_TRAINED)
+    budget.buys(steps, requested, f"{steps:,} steps of training, {step_s:.2g} s each", callbacks.on_note)
     within = f", all within {budget.minutes:g} minutes" if budget.limited else ""
     first = f"the target writes up to {config.tokens:,} tokens, {in_bytes(_BYTES * config.tokens)}; " if writes else ""
-    told.on_plan(
+    callbacks.on_plan(
         f"{first}{steps:,} steps of training take about {duration(steps * step_s)} ({step_s:.2g} s each), and "
         f"checkpoints up to {in_bytes(2 * size)} of the disk of {str(work)!r}, of which "
         f"{in_bytes(free_bytes(work))} are free{within}"
@@ -312,9 +312,9 @@ def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Call
     2305.16264).
     """
     config.curriculum.phases(stream, config.schedule, seed=config.seed)  # raises if it is too short
-    asked = config.schedule.total_steps * config.curriculum.tokens_per_step
-    times = asked / len(stream)
-    got = f"the text has {len(stream):,} tokens, and the training reads {asked:,}, each of them {times:.0f} times"
+    total = config.schedule.total_steps * config.curriculum.tokens_per_step
+    times = total / len(stream)
+    got = f"the text has {len(stream):,} tokens, and the training reads {total:,}, each of them {times:.0f} times"
     if times > _MOST_PASSES:
         raise DataError(f"{got}; beyond {_MOST_PASSES} times it learns nothing more: give more text, or fewer steps")
     if times > _GOOD_PASSES:

@@ -254,8 +254,8 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @property
     def prompts(self) -> PromptCounts:
-        wanted = math.ceil(self.tokens / self.writing.answer_tokens)
-        return PromptCounts(wanted, self.tree_prompts, self.test_prompts)
+        count = math.ceil(self.tokens / self.writing.answer_tokens)
+        return PromptCounts(count, self.tree_prompts, self.test_prompts)
 
     @property
     def windows_per_step(self) -> int:

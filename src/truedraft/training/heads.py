@@ -178,7 +178,7 @@ def _job_for(
     data: Sequence[Path] | PromptSets,
     held_out: Sequence[Path],
     config: HeadTrainingConfig,
-    told: Callbacks,
+    callbacks: Callbacks,
     budget: TimeBudget,
 ) -> HeadJob:
     """The job, with the given prompts or with prompts cut from files.
@@ -191,9 +191,9 @@ def _job_for(
     else:
         # The target's own questions are not known yet; openings of questions take their place.
         prompts = _prompts_of(target, data, held_out, config, lambda tokenizer, count: [opening_of(tokenizer)] * count)
-        _check_amount(prompts, config, told.on_note)
+        _check_amount(prompts, config, callbacks.on_note)
         words = names_of(data) or "the standard library of Python"
-    return HeadJob(str(target), _in_time(prompts, config, budget), config, told, budget, words)
+    return HeadJob(str(target), _in_time(prompts, config, budget), config, callbacks, budget, words)
 
 
 def _in_time(prompts: PromptSets, config: HeadTrainingConfig, budget: TimeBudget) -> PromptSets:
@@ -216,7 +216,7 @@ def _prompts_of(
     data: Sequence[Path],
     held_out: Sequence[Path],
     config: HeadTrainingConfig,
-    asked: Callable[[Tokenizer, int], Sequence[Sequence[int]]],
+    questions: Callable[[Tokenizer, int], Sequence[Sequence[int]]],
 ) -> PromptSets:
     refuse_no_text(str(target), data, FOR_HEADS)
     tokenizer = load_tokenizer(target)
@@ -226,7 +226,7 @@ def _prompts_of(
     others, held_out_prompts = read_data(held_out, tokenizer, empty=not held_out)
     if SELF in data:
         count = config.prompts.train + config.prompts.held_out
-        prompts += map(list, asked(Tokenizer(tokenizer, str(target)), max(count // 2, count - len(prompts))))
+        prompts += map(list, questions(Tokenizer(tokenizer, str(target)), max(count // 2, count - len(prompts))))
     found = split_prompts(
         texts,
         others,
@@ -242,20 +242,20 @@ def _prompts_of(
 
 def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Callable[[str], None]) -> None:
     """Report text that is shorter than requested, and refuse far too little."""
-    wanted = config.prompts
+    required = config.prompts
     separate = len(prompts.train) if prompts.apart is None else prompts.apart
-    if separate < _ENOUGH * wanted.train:
+    if separate < _ENOUGH * required.train:
         got = (
             f"the text gives {separate:,} prompts that share nothing, for about "
             f"{separate * config.writing.answer_tokens:,} tokens by the target, and {config.tokens:,} are asked for"
         )
-        if separate < _FLOOR * wanted.train:
+        if separate < _FLOOR * required.train:
             raise DataError(f"{got}: give more text, or ask for fewer tokens")
         on_note(f"{got}; heads learn more from more text")
-    if len(prompts.tree) < _ENOUGH * wanted.tree or len(prompts.test) < _ENOUGH * wanted.test:
+    if len(prompts.tree) < _ENOUGH * required.tree or len(prompts.test) < _ENOUGH * required.test:
         on_note(
-            f"the held-out text gives {len(prompts.tree)} of {wanted.tree} prompts to choose trees on, and "
-            f"{len(prompts.test)} of {wanted.test} to measure on: with more text the figures are surer"
+            f"the held-out text gives {len(prompts.tree)} of {required.tree} prompts to choose trees on, and "
+            f"{len(prompts.test)} of {required.test} to measure on: with more text the figures are surer"
         )
 
 
@@ -302,10 +302,12 @@ def _say_what_fits(job: HeadJob, left_s: float) -> None:
     job.told.on_plan(f"writing takes about {duration(within_s)}")
     if budget.limited and job.step_s is not None:
         tokens = int(all_tokens * within_s / max(left_s, 1e-9))
-        asked, most = (config.schedule(max(1, count // config.window)).total_steps for count in (all_tokens, tokens))
+        requested, most = (
+            config.schedule(max(1, count // config.window)).total_steps for count in (all_tokens, tokens)
+        )
         steps = budget.steps(most, job.step_s, begin=WRITTEN)
         words = f"about {tokens:,} tokens of text and {steps:,} steps of training, {job.step_s:.2g} s each"
-        budget.buys(steps, asked, words, job.told.on_note)
+        budget.buys(steps, requested, words, job.told.on_note)
 
 
 def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str) -> SelfDistillationData:
@@ -406,7 +408,7 @@ def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
     return head
 
 
-def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, wanted: HeadConfig | None = None) -> Head:
+def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, required: HeadConfig | None = None) -> Head:
     """Heads for the target, of the requested sizes; None: of their own sizes, as the target's vocabulary is not known
     yet."""
     found = job.config.head.load(folder)
@@ -416,12 +418,12 @@ def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, wanted: HeadCon
             f"{found.record.fingerprint}), and the target is {job.target} (fingerprint {fingerprint}); start from "
             "heads that were trained for it, or from none"
         )
-    sizes: Any = wanted or job.config.sizes(found.config.width, found.config.vocab_size)
+    sizes: Any = required or job.config.sizes(found.config.width, found.config.vocab_size)
     own: Any = found.config
-    has, asked = asdict(own), asdict(sizes)
-    if asked.get("layers") == ():  # the default layers
-        asked["layers"] = has["layers"]
-    if other := [f"{name} {has[name]}, not {asked[name]}" for name in has if has[name] != asked[name]]:
+    has, requested = asdict(own), asdict(sizes)
+    if requested.get("layers") == ():  # the default layers
+        requested["layers"] = has["layers"]
+    if other := [f"{name} {has[name]}, not {requested[name]}" for name in has if has[name] != requested[name]]:
         raise CompositionError(
             f"the heads in {str(folder)!r} have {', '.join(other)} as asked for; ask for the same sizes, or start from "
             "none"
@@ -475,14 +477,14 @@ def _repeats(text: SelfDistillationData) -> str:
 
 
 def _promised(
-    job: HeadJob, target: LanguageModel, text: SelfDistillationData, number: int, asked: EngineRound
+    job: HeadJob, target: LanguageModel, text: SelfDistillationData, number: int, engine_round: EngineRound
 ) -> EngineRound:
     """A round with what held-out answers predict for its drafter, where its kind did not predict it."""
-    if "promised" in asked.about:
-        return asked
+    if "promised" in engine_round.about:
+        return engine_round
     job.follow("foretelling", number, number + 1)
-    found = foretold(target, text, asked.temperature, asked.new_drafter())
-    return replace(asked, about={**asked.about, "promised": None if found is None else found.value})
+    found = foretold(target, text, engine_round.temperature, engine_round.new_drafter())
+    return replace(engine_round, about={**engine_round.about, "promised": None if found is None else found.value})
 
 
 def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:

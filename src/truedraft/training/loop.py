@@ -467,11 +467,11 @@ class TrainingLoop:
         return StepRecord(step, so_far.tokens, so_far.elapsed_s, multiplier, norm, sums, rate)
 
     def _measure(self, record: StepRecord, last: int) -> None:
-        wanted, step = self.measurement, self.progress.step
-        if wanted is not None and self.processes.main and (step == last or step % wanted.every == 0):
+        measurement, step = self.measurement, self.progress.step
+        if measurement is not None and self.processes.main and (step == last or step % measurement.every == 0):
             self.model.eval()
             with torch.no_grad():
-                record.values.update(wanted.values())
+                record.values.update(measurement.values())
             self.model.train()
 
     def _locate(self, step: int) -> tuple[Phase, int]:

@@ -127,7 +127,7 @@ def train_ngrams(
             counting there.
         TrainingError: the target failed, or files cannot be written.
     """
-    config, told, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
+    config, hooks, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
     _refuse_early(target, data)
     tokenizer = load_tokenizer(target)
     source, words = _source(data, held_out, tokenizer)
@@ -137,33 +137,33 @@ def train_ngrams(
         model, began = load_model(target, device=config.device), time.perf_counter()
         budget.loaded()
         if config.answers is None:
-            documents = _encoded(source.texts, tokenizer, model.vocab_size, config.max_text_tokens, told)
+            documents = _encoded(source.texts, tokenizer, model.vocab_size, config.max_text_tokens, hooks)
         else:
-            pen = Writing(config.tokens, config.answers, out / WORK, told, budget)
+            pen = Writing(config.tokens, config.answers, out / WORK, hooks, budget)
             records = _answered(model, source, tokenizer, pen, config)
             if not tests:  # without texts some of the prompts are held out
                 kept = min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
                 records, tests = records[kept:], [record.prompt for record in records[:kept]]
             documents = [np.array(record.answer, np.int32) for record in records]
             words = f"what the target answers to prompts from {words}"
-        table = _counted(documents, model, config, told)
+        table = _counted(documents, model, config, hooks)
         with writing(out / TABLE):
             out.mkdir(parents=True, exist_ok=True)
             table.write(out / TABLE)
         took = time.perf_counter() - began
         result = NgramResult(out, table, (out / TABLE).stat().st_size, words, took, [])
-        _write_record(result, target, model, told)  # before measuring, which may be interrupted
-        result = replace(result, evaluations=_measured(table, model, tests, told, budget))
-        _write_record(result, target, model, told)
+        _write_record(result, target, model, hooks)  # before measuring, which may be interrupted
+        result = replace(result, evaluations=_measured(table, model, tests, hooks, budget))
+        _write_record(result, target, model, hooks)
         _card(target, result, config.device).write(out)
     return result
 
 
-def _write_record(result: NgramResult, target: object, model: LanguageModel, told: Callbacks) -> None:
+def _write_record(result: NgramResult, target: object, model: LanguageModel, callbacks: Callbacks) -> None:
     try:
         write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict(), model.sample)
     except (ModelError, UnsupportedModelError) as error:
-        told.on_note(f"the table does not say which target it is for: {error}")
+        callbacks.on_note(f"the table does not say which target it is for: {error}")
 
 
 def _refuse_prompts(source: Source, config: NgramConfig) -> None:
@@ -190,7 +190,7 @@ def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) 
 
 
 def _encoded(
-    texts: Sequence[str], tokenizer: Encoder, vocab_size: int, most: int, told: Callbacks
+    texts: Sequence[str], tokenizer: Encoder, vocab_size: int, most: int, callbacks: Callbacks
 ) -> list[NDArray[np.int32]]:
     """Each text's token ids, with the id that ends it; cut after `most` tokens, which is reported."""
     documents: list[NDArray[np.int32]] = []
@@ -199,7 +199,7 @@ def _encoded(
         for text in texts:
             parts: list[NDArray[np.int32]] = []
             for piece in _pieces(text):
-                told.on_progress("reading text", done, characters, f"{kept:,} tokens")
+                callbacks.on_progress("reading text", done, characters, f"{kept:,} tokens")
                 ids = tokenizer.encode(piece, add_special_tokens=False)
                 parts.append(np.array(ids[: most - kept], np.int32))
                 left_out, kept = len(parts[-1]) < len(ids), kept + len(parts[-1])
@@ -209,10 +209,10 @@ def _encoded(
             documents.append(np.concatenate([*parts, np.array([tokenizer.eos_token_id], np.int32)]))
             if kept >= most:
                 break
-    told.on_progress("reading text", characters, characters, f"{kept:,} tokens")
+    callbacks.on_progress("reading text", characters, characters, f"{kept:,} tokens")
     if left_out or done < characters:
         share = min(done / characters, 0.99)  # also where only its last token is left out
-        told.on_note(f"the first {kept:,} tokens of the text are counted, {share:.0%} of it")
+        callbacks.on_note(f"the first {kept:,} tokens of the text are counted, {share:.0%} of it")
     largest = max((int(document.max()) for document in documents), default=-1)
     if largest >= vocab_size:
         raise DataError(
@@ -236,15 +236,15 @@ def _answered(
     model: LanguageModel, source: Source, tokenizer: Encoder, pen: Writing, config: NgramConfig
 ) -> list[WrittenAnswer]:
     """Answers to prompts cut from texts and to those of the data, half of each where there are both."""
-    wanted = -(-config.tokens // pen.how.answer_tokens)
-    cut = cut_prompts(source.texts, tokenizer, wanted // 2 if source.has_prompts else wanted, config.prompt_tokens)
+    count = -(-config.tokens // pen.how.answer_tokens)
+    cut = cut_prompts(source.texts, tokenizer, count // 2 if source.has_prompts else count, config.prompt_tokens)
     if not cut and not source.has_prompts:
         raise DataError("there is no text to cut prompts from: give more text")
     return pen.answers(model, [*cut, *source.prompts], source.asks)
 
 
 def _counted(
-    documents: Sequence[NDArray[np.int32]], model: LanguageModel, config: NgramConfig, told: Callbacks
+    documents: Sequence[NDArray[np.int32]], model: LanguageModel, config: NgramConfig, callbacks: Callbacks
 ) -> NgramTable:
     """The table, within the allowed size."""
     longest = max(map(len, documents), default=0)
@@ -261,10 +261,10 @@ def _counted(
         min_count=config.min_count,
         max_bytes=most,
         tokenizer="" if vocabulary is None else vocabulary.fingerprint,
-        on_progress=lambda done, total: told.on_progress("counting", done, total, "passes over the n-grams"),
+        on_progress=lambda done, total: callbacks.on_progress("counting", done, total, "passes over the n-grams"),
     )
     if table.facts.min_count > config.min_count:
-        told.on_note(
+        callbacks.on_note(
             f"n-grams of three tokens and more that occur less than {table.facts.min_count} times are left out, so "
             f"that the table takes no more than {in_bytes(most)}"
         )
@@ -272,10 +272,10 @@ def _counted(
 
 
 def _measured(
-    table: NgramTable, model: LanguageModel, prompts: Sequence[Sequence[int]], told: Callbacks, budget: TimeBudget
+    table: NgramTable, model: LanguageModel, prompts: Sequence[Sequence[int]], callbacks: Callbacks, budget: TimeBudget
 ) -> list[EngineEvaluation]:
     if not prompts:
-        told.on_note("the text is too short to keep some of it back, so what the table brings was not measured")
+        callbacks.on_note("the text is too short to keep some of it back, so what the table brings was not measured")
         return []
     drafter = NgramDrafter(table)
     about = {"num_speculative_tokens": drafter.limits.depth, "nodes": drafter.limits.nodes}
@@ -285,7 +285,7 @@ def _measured(
         model,
         rounds,
         prompts,
-        on_progress=lambda done, total: told.on_progress("measuring", done, total, "rounds over held-out prompts"),
+        on_progress=lambda done, total: callbacks.on_progress("measuring", done, total, "rounds over held-out prompts"),
         budget=budget,
     )
 

@@ -207,9 +207,11 @@ def licence_of(target: str) -> str | None:
 def made_by(target: str) -> str:
     """The target's licence and the command of this process, for a card."""
     licence = licence_of(target)
-    told = "which its files do not name" if licence is None else licence
+    terms = "which its files do not name" if licence is None else licence
     command = shlex.join(word for word in typed_command() if word != "--resume")
-    return f"It learned from {base_name(target)}, and is under the licence of that: {told}.\n\nMade by\n\n    {command}"
+    return (
+        f"It learned from {base_name(target)}, and is under the licence of that: {terms}.\n\nMade by\n\n    {command}"
+    )
 
 
 def evaluation_facts(evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:

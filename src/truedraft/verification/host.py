@@ -88,25 +88,25 @@ class HostWalk:
     def _judge_candidates(self, row: int, draws: Sequence[Draw]) -> list[int] | None:
         """Judge deterministic draws: rejections only remove mass from p, so their total mass determines the rest."""
         ids = self.proposal.tree.host_ids
-        gone: dict[int, None] = {}
+        excluded: dict[int, None] = {}
         taken = 0.0
         for index, draw in enumerate(draws):
             token, mass = ids[draw.child], self.p_x[draw.child]
-            p_x = 0.0 if token in gone else self.rule.left_of_candidate(mass, taken)  # 0: drafted twice
+            p_x = 0.0 if token in excluded else self.rule.left_of_candidate(mass, taken)  # 0: drafted twice
             if self._stays(index, p_x, 1.0):
                 return [draw.child]
-            if token not in gone:
-                gone[token] = None
+            if token not in excluded:
+                excluded[token] = None
                 taken += mass
-        self.left = self.rule.rejected(self.probs[row], self._one_hot(*gone))
+        self.left = self.rule.rejected(self.probs[row], self._one_hot(*excluded))
         return None
 
     def _judge_draws(self, row: int, draws: Sequence[Draw]) -> list[int] | None:
         ids, p = self.proposal.tree.host_ids, self.probs[row]
-        gone: dict[int, list[int]] = {}  # tokens removed from distributions at this tree row, by distribution
+        excluded: dict[int, list[int]] = {}  # tokens removed from distributions at this tree row, by distribution
         for index, draw in enumerate(draws):
             token = ids[draw.child]
-            taken = gone.get(draw.dist, []) if draw.kind is DrawKind.WITHOUT_REPLACEMENT else []
+            taken = excluded.get(draw.dist, []) if draw.kind is DrawKind.WITHOUT_REPLACEMENT else []
             q = self._drawn_from(draw, taken) if taken else None
             # Distributions are unchanged until the first draw was rejected.
             p_x = float(p[token]) if index else self.p_x[draw.child]
@@ -115,7 +115,7 @@ class HostWalk:
                 return [draw.child]
             p = self.rule.rejected(p, self._drawn_from(draw, []) if q is None else q)
             if draw.kind is DrawKind.WITHOUT_REPLACEMENT:
-                gone[draw.dist] = [*taken, token]
+                excluded[draw.dist] = [*taken, token]
         self.left = p
         return None
 

@@ -395,14 +395,14 @@ def _measure(nodes: Sequence[_Node], lenience: float) -> None:
     for node in nodes:
         if node.sampled:
             alike.setdefault(node.likeness, []).append(node)
-    asked = [node for node in nodes if not node.sampled]
-    wanted = [torch.cat([node.p.amax()[None], node.p[node.candidates]]) for node in asked]
+    measured = [node for node in nodes if not node.sampled]
+    tensors = [torch.cat([node.p.amax()[None], node.p[node.candidates]]) for node in measured]
     for group in alike.values():
         p = torch.stack([node.p for node in group])
         columns = (p.amax(dim=-1).double(), *_measures(lenient_dist(p, _stacked(group), lenience), p))
-        asked += group
-        wanted += torch.stack(columns, dim=-1).unbind()
-    for node, numbers in zip(asked, transfers.fetch(wanted), strict=True):
+        measured += group
+        tensors += torch.stack(columns, dim=-1).unbind()
+    for node, numbers in zip(measured, transfers.fetch(tensors), strict=True):
         node.measures = numbers
 
 

@@ -100,7 +100,7 @@ def read_verdicts(
     others = [next(numbers) for _ in also]
     for tree in trees:
         tree.keep_host_ids([int(token) for token in next(numbers)])
-    return [batch.verdicts(asked, [next(numbers) for _ in batch.wanted]) for batch, asked in decided], others
+    return [batch.verdicts(drafts, [next(numbers) for _ in batch.wanted]) for batch, drafts in decided], others
 
 
 def verdict_at(proposal: Proposal, path: Sequence[int], token: int) -> Verdict:

@@ -359,8 +359,8 @@ class Batch:
         if plan.has_candidates:
             q = torch.where((dist >= 0)[:, None], q, self._candidates(runs))
         if plan.rounds > 1 and plan.reduces:
-            gone = self.tokens[plan.removed[runs]]  # [runs, tokens]
-            q = torch.where(plan.is_reduced[runs][:, None], removed(q, gone), q)
+            excluded = self.tokens[plan.removed[runs]]  # [runs, tokens]
+            q = torch.where(plan.is_reduced[runs][:, None], removed(q, excluded), q)
         return q
 
     def _candidates(self, runs: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def compare_engines(
     return engine_report(findings, both, now() - began, against=facts_of(other.facts))
 
 
-def _alike_sampled(both: Sequence[AskedEngine], deadline: Deadline, tokens: int, tell: Tell) -> Finding:
+def _alike_sampled(both: Sequence[AskedEngine], deadline: Deadline, tokens: int, report: Tell) -> Finding:
     samples, judged = TwoSamples(), EProcess(pairs=1.0)
     beginnings = itertools.cycle([prompt[:BEGINNING] for prompt in both[0].prompts[: 2 * REPEATED_PROMPTS]])
     spoiled = False
@@ -86,7 +86,7 @@ def _alike_sampled(both: Sequence[AskedEngine], deadline: Deadline, tokens: int,
             judged.see({"pairs": samples.process.most}, sum(each.tokens for each in both))
         if CERTAIN in judged.reached:
             break
-        tell(Part.AGAINST, max(deadline.fraction, sum(each.tokens for each in both) / tokens))
+        report(Part.AGAINST, max(deadline.fraction, sum(each.tokens for each in both) / tokens))
     summary = (
         f"{samples.pairs:,} pairs of answers, {samples.different:,} different: evidence {evidence_words(judged.log10)}"
     )
@@ -108,7 +108,7 @@ def _alike_greedily(both: Sequence[AskedEngine], tokens: int, deadline: Deadline
     others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, for either engine
     pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
     same = ties = 0
-    apart: list[str] = []
+    differing: list[str] = []
     unknown: list[str] = []
     for question, one, two in pairs:
         if one.token_ids == two.token_ids:
@@ -124,14 +124,14 @@ def _alike_greedily(both: Sequence[AskedEngine], tokens: int, deadline: Deadline
         if margins and margins[0] <= _TIE:
             ties += 1
         else:
-            (apart if margins else unknown).append(where)
-    elsewhere = apart + unknown
+            (differing if margins else unknown).append(where)
+    elsewhere = differing + unknown
     total = same + ties + len(elsewhere)
     summary = f"{same} of {total} greedy answers are the same, {ties} part at a near tie, {len(elsewhere)} elsewhere"
     if not total:
         status = Status.NOT_ENOUGH
     else:  # without margins a tie cannot be distinguished from a fault
-        status = Status.FAILS if apart else Status.MEASURED if unknown else Status.HOLDS
+        status = Status.FAILS if differing else Status.MEASURED if unknown else Status.HOLDS
     facts = {"answers": total, "same": same, "near_ties": ties, "apart": elsewhere[:5]}
     return Finding(Part.AGAINST, "greedy answers are the same", status, summary, facts)
 

@@ -74,7 +74,7 @@ def measured_allowance(
     measured = None if rounded is None else _rounding(judge, rounded, answered)
     typical, spread = measured or (_UNMEASURED[(rounded or judge).dtype], _SPREAD)
     limit = typical if measured is None else _LEEWAY * typical
-    differences = _told_differences(judge, answered)
+    differences = _logprob_differences(judge, answered)
     if len(differences) >= _FEWEST:
         seen = _most(differences.abs())
         words = f"{_MARGIN:g} times {seen:.2g}, by which the engine's own log-probabilities differ"
@@ -90,12 +90,12 @@ def measured_allowance(
     return Allowance(log_ratio, spread * log_ratio, words), differences if len(differences) else None
 
 
-def _told_differences(judge: LanguageModel, answered: Sequence[tuple[Question, Reply]]) -> Tensor:
+def _logprob_differences(judge: LanguageModel, answered: Sequence[tuple[Question, Reply]]) -> Tensor:
     """The engine's log-probabilities minus the judge's, of all tokens that have any, `[tokens]`."""
-    told = [(question, reply) for question, reply in answered if _tells(reply)]
-    rows = judging_logits(judge, [(question.prompt, reply.token_ids) for question, reply in told])
+    reported = [(question, reply) for question, reply in answered if _tells(reply)]
+    rows = judging_logits(judge, [(question.prompt, reply.token_ids) for question, reply in reported])
     found = [torch.empty(0, dtype=torch.float64)]
-    for logits, (_, reply) in zip(rows, told, strict=True):
+    for logits, (_, reply) in zip(rows, reported, strict=True):
         places = torch.tensor(reply.token_ids)[:, None]
         own = torch.log_softmax(logits.double(), dim=-1).gather(-1, places)[:, 0]
         found.append(torch.tensor(reply.logprobs, dtype=torch.float64) - own)
@@ -117,8 +117,8 @@ def _rounding(
     texts = []
     for question, reply in answered:
         first = max(1, len(question.prompt) - _FROM_PROMPTS)
-        if behind := [*question.prompt[first:], *reply.token_ids]:
-            texts.append((question.prompt[:first], behind))
+        if following := [*question.prompt[first:], *reply.token_ids]:
+            texts.append((question.prompt[:first], following))
     likeliest, largest = [], []
     for exact, coarse in zip(judging_logits(judge, texts), judging_logits(rounded, texts), strict=True):
         own = torch.log_softmax(exact.double(), dim=-1)

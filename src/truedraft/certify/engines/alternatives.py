@@ -220,9 +220,9 @@ def ngram_candidates(answer: AnswerProbs) -> Tensor:
     for place in range(1, len(text)):
         if place >= first:
             for size in range(_NGRAM, 0, -1):
-                behind = seen.get(tuple(text[max(0, place - size) : place]))
-                if behind is not None:
-                    found[place - first, text[behind]] = 1.0
+                following = seen.get(tuple(text[max(0, place - size) : place]))
+                if following is not None:
+                    found[place - first, text[following]] = 1.0
                     break
         for size in range(1, _NGRAM + 1):
             if place >= size:

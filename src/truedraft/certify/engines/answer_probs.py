@@ -122,12 +122,12 @@ class Judge:
         found = filtered(shaped, params, self.filters, self.allowance)
         probs, doubtful, within = (with_one_end(each, ends) for each in (found.probs, found.doubtful, found.within))
         outside = ~within.gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
-        few = min(_TOLD_APART, probs.shape[-1])
+        few = min(_LIKELIEST, probs.shape[-1])
         likeliest = None if few == probs.shape[-1] else shaped.topk(few, dim=-1).indices
         return AnswerProbs(question, tokens, shaped, probs, doubtful, outside, found.gain, likeliest, ends)
 
 
-_TOLD_APART = 8192
+_LIKELIEST = 8192
 
 
 def with_one_end(values: Tensor, ends: Sequence[int]) -> Tensor:

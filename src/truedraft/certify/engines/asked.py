@@ -65,9 +65,9 @@ class AskedEngine:
     def open(self, prompt: Sequence[int], length: int, **more: object) -> Question:
         """A question with the user's options, up to `length` tokens, no stop texts and its own seed."""
         plain = replace(self.params, max_tokens=length, stop=(), stop_token_ids=(), logprobs=None)
-        asked = replace(plain, **more)  # type: ignore[arg-type]
-        unseeded = self.params.seed is None or asked.greedy
-        return Question(tuple(prompt), replace(asked, seed=None if unseeded else next(self._seeds)))
+        options = replace(plain, **more)  # type: ignore[arg-type]
+        unseeded = self.params.seed is None or options.greedy
+        return Question(tuple(prompt), replace(options, seed=None if unseeded else next(self._seeds)))
 
     def ask(self, questions: Sequence[Question]) -> list[Answered]:
         """Send the questions in groups of `together`. Unusable answers are counted and left out.
@@ -77,8 +77,8 @@ class AskedEngine:
         """
         found: list[Answered] = []
         for first in range(0, len(questions), self.together):
-            asked = questions[first : first + self.together]
-            for question, reply in zip(asked, self.peer.ask(asked), strict=True):
+            batch = questions[first : first + self.together]
+            for question, reply in zip(batch, self.peer.ask(batch), strict=True):
                 refused = str(reply) if isinstance(reply, PeerError) else self._unusable(reply)
                 if isinstance(reply, PeerError) or refused:
                     self.dropped[refused] += 1
@@ -119,14 +119,14 @@ def greedy_answers(asked: AskedEngine, tokens: int, deadline: Deadline) -> list[
     """Greedy answers, with log-probabilities if the engine returns them; many if the user's options are greedy."""
     cold = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if asked.params.greedy else GREEDY_PROMPTS
-    told = {"logprobs": _RIVALS} if asked.peer.facts.logprobs else {}
-    questions = [asked.open(prompt, _GREEDY_TOKENS, **cold, **told) for prompt in asked.prompts[:many]]
+    extra = {"logprobs": _RIVALS} if asked.peer.facts.logprobs else {}
+    questions = [asked.open(prompt, _GREEDY_TOKENS, **cold, **extra) for prompt in asked.prompts[:many]]
     found: list[Answered] = []
     for first in range(0, len(questions), asked.together):
         if deadline.over and len(found) >= GREEDY_PROMPTS:
             break
         answered = asked.ask(questions[first : first + asked.together])
-        if told and not first and not answered:  # some servers offer log-probabilities and then reject them
+        if extra and not first and not answered:  # some servers offer log-probabilities and then reject them
             asked.dropped.clear()
             questions = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
             answered = asked.ask(questions[: asked.together])
@@ -136,7 +136,7 @@ def greedy_answers(asked: AskedEngine, tokens: int, deadline: Deadline) -> list[
 
 def groups(asked: AskedEngine) -> Iterator[tuple[list[Question], bool]]:
     """Endless groups of questions to send together, each with whether its prompt is one that is repeated."""
-    turns = itertools.cycle(beginnings(asked.prompts, 2 * BEGINNING, _WHOLE))
+    streams = itertools.cycle(beginnings(asked.prompts, 2 * BEGINNING, _WHOLE))
     several = max(_STREAMS, asked.together)
     for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in asked.prompts[:REPEATED_PROMPTS]]):
         repeats = several * STREAM_TOKENS // REPEATED_TOKENS
@@ -145,7 +145,7 @@ def groups(asked: AskedEngine) -> Iterator[tuple[list[Question], bool]]:
             yield [asked.open(beginning, REPEATED_TOKENS) for _ in range(count)], True
         for first in range(0, several, asked.together):
             count = min(asked.together, several - first)
-            yield [asked.open(next(turns), STREAM_TOKENS) for _ in range(count)], False
+            yield [asked.open(next(streams), STREAM_TOKENS) for _ in range(count)], False
 
 
 # ---------------------------------------------------------------------------------------- report

@@ -27,7 +27,7 @@ _SHOWN = 60
 
 def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding]:
     """Check that no answer exceeds `max_tokens`, continues after an end of text, or ends early without a reason."""
-    long, behind, short = [], [], []
+    long, trailing, short = [], [], []
     ends, unknown = set(target.eos_token_ids), Counter[int]()
     # An engine's context may be shorter than the model's: answers end where it is full.
     full = max((len(question.prompt) + len(reply.token_ids) for question, reply in answered), default=0)
@@ -36,7 +36,7 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
         if count > most and not reply.unsure:
             long.append(f"{count} tokens where {most} were asked for")
         if any(token in ends for token in reply.token_ids[:-1]) and not question.params.ignore_eos:
-            behind.append("tokens behind an end of text")
+            trailing.append("tokens behind an end of text")
         if (
             count < most
             and reply.finish_reason == "length"
@@ -48,7 +48,7 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
             unknown[end] += 1
     found = [
         _counted("max_tokens is kept", long, len(answered)),
-        _counted("nothing stands behind an end of text", behind, len(answered)),
+        _counted("nothing stands behind an end of text", trailing, len(answered)),
         _counted("an answer ended by its length has all its tokens", short, len(answered)),
     ]
     if unknown:
@@ -66,11 +66,11 @@ def stop_questions(asked: AskedEngine, tokenizer: Tokenizer, greedy: Sequence[An
     for question, reply in greedy:
         for place in _STOP_PLACES:
             text = tokenizer.decode(reply.token_ids)
-            behind = tokenizer.decode(reply.token_ids[place : place + 1])
+            stop = tokenizer.decode(reply.token_ids[place : place + 1])
             # Half a character is in no text, so no engine can search for it.
-            usable = behind.strip() and behind in text and REPLACEMENT not in behind
+            usable = stop.strip() and stop in text and REPLACEMENT not in stop
             if place < len(reply.token_ids) and usable and "stop" in asked.peer.facts.takes:
-                params = replace(question.params, stop=(behind,), max_tokens=_STOP_TOKENS)
+                params = replace(question.params, stop=(stop,), max_tokens=_STOP_TOKENS)
                 found.append(Question(question.prompt, params))
                 break
     return found
@@ -118,19 +118,19 @@ def seeds(asked: AskedEngine) -> list[Finding]:
         return []
     questions = [asked.open(prompt, _SEED_TOKENS) for prompt in asked.prompts[:_SEED_PROMPTS]]
     # Separate counts, so that failures here are not outweighed by earlier answers.
-    alone, company = (
+    single, company = (
         AskedEngine(asked.peer, asked.prompts, asked.params, together, asked.vocab_size)
         for together in (1, asked.together + 1)
     )
-    once, again = alone.ask(questions), alone.ask(questions)
+    once, again = single.ask(questions), single.ask(questions)
     others = [asked.open(prompt, _SEED_TOKENS) for prompt in asked.prompts[-max(1, asked.together - 1) :]]
-    beside = [pair for question in questions for pair in company.ask([question, *others[: asked.together]])]
-    for each in (alone, company):
+    batched = [pair for question in questions for pair in company.ask([question, *others[: asked.together]])]
+    for each in (single, company):
         asked.tokens, asked.answers = asked.tokens + each.tokens, asked.answers + each.answers
         asked.dropped += each.dropped
     return [
         _alike("the same seed, the same answer", once, again),
-        _alike("the same seed beside other requests, the same answer", once, beside),
+        _alike("the same seed beside other requests, the same answer", once, batched),
     ]
 
 

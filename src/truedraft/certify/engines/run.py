@@ -78,24 +78,24 @@ def certify_engine(
     if allowance is not None and not 0.0 <= allowance < math.inf:
         raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
-    asked = AskedEngine(peer, prompts, params, together, target.vocab_size)
-    greedy = greedy_answers(asked, tokens, deadline)
+    engine = AskedEngine(peer, prompts, params, together, target.vocab_size)
+    greedy = greedy_answers(engine, tokens, deadline)
     tell(Part.GREEDY, 1.0)
     measured, differences = measured_allowance(target, rounded, _with_raw(peer, greedy))
     allowed = measured if allowance is None else Allowance(allowance, allowance, "as it was stated")
     judge = Judge(target, peer.facts.filters, allowed, drafts)
-    findings = [_of_greedy(judge, greedy, asked)]
+    findings = [_of_greedy(judge, greedy, engine)]
     answers: list[Answered] = []
     if not params.greedy:
-        finding, answers, failed = _sampled(judge, asked, deadline, tokens, tell)
+        finding, answers, failed = _sampled(judge, engine, deadline, tokens, tell)
         findings.insert(0, finding)
         if failed is not None and not any(each.status is Status.FAILS for each in findings):
             raise failed  # too few answers to decide anything
     findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
-    findings += _promises(asked, greedy, [*greedy, *answers], judge)
+    findings += _promises(engine, greedy, [*greedy, *answers], judge)
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
-    return engine_report(findings, [asked], now() - began, **more)
+    return engine_report(findings, [engine], now() - began, **more)
 
 
 def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
@@ -108,7 +108,7 @@ def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
 # ---------------------------------------------------------------------------------------- tokens
 
 
-def _of_greedy(judge: Judge, answered: Sequence[Answered], asked: AskedEngine) -> Finding:
+def _of_greedy(judge: Judge, answered: Sequence[Answered], engine: AskedEngine) -> Finding:
     """Greedy tokens at their own prefixes: the most likely one, or one that rounding cannot separate from it."""
     params = replace(answered[0][0].params, logprobs=None) if answered else SamplingParams()
     evidence = _evidence(judge, params)
@@ -121,16 +121,16 @@ def _of_greedy(judge: Judge, answered: Sequence[Answered], asked: AskedEngine) -
     )
     facts = evidence.facts() | {"near_ties": ties}
     name = "greedy tokens at their own prefixes"
-    return _tokens_finding(Part.GREEDY, name, evidence, asked, evidence.sure >= _LEAST_GREEDY, summary, facts)
+    return _tokens_finding(Part.GREEDY, name, evidence, engine, evidence.sure >= _LEAST_GREEDY, summary, facts)
 
 
 def _tokens_finding(
-    part: Part, name: str, evidence: Evidence, asked: AskedEngine, enough: bool, summary: str, facts: dict[str, Any]
+    part: Part, name: str, evidence: Evidence, engine: AskedEngine, enough: bool, summary: str, facts: dict[str, Any]
 ) -> Finding:
     """The finding for some evidence: FAILS only if the engine returned its token ids itself."""
     status = Status.HOLDS if enough else Status.NOT_ENOUGH
     if ALARM in evidence.process.reached:
-        unsure = sum(asked.unsure.values())
+        unsure = sum(engine.unsure.values())
         status = Status.NOT_ENOUGH if unsure else Status.FAILS
         if unsure:
             summary += f"; the ids of {unsure} answers were read from their text and may be others than those drawn"
@@ -138,17 +138,17 @@ def _tokens_finding(
 
 
 def _sampled(
-    judge: Judge, asked: AskedEngine, deadline: Deadline, tokens: int, tell: Tell
+    judge: Judge, engine: AskedEngine, deadline: Deadline, tokens: int, report: Tell
 ) -> tuple[Finding, list[Answered], PeerError | None]:
     """Sampled tokens until there are enough, the evidence is certain, the time is over, or the engine fails."""
-    evidence = _evidence(judge, asked.params)
+    evidence = _evidence(judge, engine.params)
     kept: list[Answered] = []
     failed: PeerError | None = None
-    for questions, repeated in groups(asked):
+    for questions, repeated in groups(engine):
         if evidence.tokens >= tokens or deadline.over or CERTAIN in evidence.process.reached:
             break
         try:
-            answered = asked.ask(questions)
+            answered = engine.ask(questions)
         except PeerError as error:
             failed = error
             break
@@ -156,12 +156,12 @@ def _sampled(
         evidence.lose(len(questions) - len(answered), questions[0].params.max_tokens)
         for answer in judge.answer_probs(answered):
             evidence.add(answer, drafted(answer, judge), repeated=repeated)
-        tell(Part.SAMPLED, min(1.0, max(evidence.tokens / tokens, deadline.fraction)))
-    tell(Part.SAMPLED, 1.0)
-    return _sampled_finding(evidence, judge, asked), kept, failed
+        report(Part.SAMPLED, min(1.0, max(evidence.tokens / tokens, deadline.fraction)))
+    report(Part.SAMPLED, 1.0)
+    return _sampled_finding(evidence, judge, engine), kept, failed
 
 
-def _sampled_finding(evidence: Evidence, judge: Judge, asked: AskedEngine) -> Finding:
+def _sampled_finding(evidence: Evidence, judge: Judge, engine: AskedEngine) -> Finding:
     detectable = evidence.smallest_detectable()
     until = evidence.process.reached
     summary = (
@@ -177,7 +177,7 @@ def _sampled_finding(evidence: Evidence, judge: Judge, asked: AskedEngine) -> Fi
     if evidence.dropped:
         summary += f"; {evidence.dropped} answers were dropped: bets paid for them, and the other evidence stood still"
     name, enough = "sampled tokens at their own prefixes", detectable <= ENOUGH
-    return _tokens_finding(Part.SAMPLED, name, evidence, asked, enough, summary, evidence.facts())
+    return _tokens_finding(Part.SAMPLED, name, evidence, engine, enough, summary, evidence.facts())
 
 
 def _evidence(judge: Judge, params: SamplingParams) -> Evidence:
@@ -195,8 +195,8 @@ def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
         first, last = len(answer.question.prompt), min(known + 1, len(answer.text), model.context_length)
         if known < first or last <= first:  # a draft that cannot read the text proposes nothing
             continue
-        behind = [*answer.text[first : last - 1], 0]  # no row sees the last
-        (logits,) = judging_logits(model, [(answer.question.prompt, behind)])
+        following = [*answer.text[first : last - 1], 0]  # no row sees the last
+        (logits,) = judging_logits(model, [(answer.question.prompt, following)])
         ids = min(model.vocab_size, judge.target.vocab_size)
         rows = torch.full((len(logits), judge.target.vocab_size), -math.inf, dtype=torch.float64)
         rows[:, :ids] = logits[:, :ids]
@@ -209,16 +209,16 @@ def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
 
 
 def _promises(
-    asked: AskedEngine, greedy: Sequence[Answered], answered: Sequence[Answered], judge: Judge
+    engine: AskedEngine, greedy: Sequence[Answered], answered: Sequence[Answered], judge: Judge
 ) -> list[Finding]:
     """Lengths, stop texts and seeds. If the engine fails during these, earlier findings are kept."""
     found = behaviour.lengths(answered, judge.target)
     tokenizer = judge.target.tokenizer
     try:
-        questions = [] if tokenizer is None else behaviour.stop_questions(asked, tokenizer, greedy[:GREEDY_PROMPTS])
+        questions = [] if tokenizer is None else behaviour.stop_questions(engine, tokenizer, greedy[:GREEDY_PROMPTS])
         if questions and tokenizer is not None:
-            found.insert(0, behaviour.stops(asked.ask(questions), greedy, tokenizer, judge))
-        found += behaviour.seeds(asked)
+            found.insert(0, behaviour.stops(engine.ask(questions), greedy, tokenizer, judge))
+        found += behaviour.seeds(engine)
     except PeerError as error:
         name = "stop texts and seeds"
         found.append(Finding(Part.BEHAVIOUR, name, Status.NOT_ENOUGH, f"the engine could be asked no further: {error}"))

@@ -73,15 +73,15 @@ class Sampler:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
             raise _refused(name, f"does not tell its parameters ({error}); wrap it in a function of Python") from error
-        wanted = []
+        names = []
         for each in parameters:
             if each.name in _ARGUMENTS and each.kind is not each.POSITIONAL_ONLY:
-                wanted.append(each.name)
+                names.append(each.name)
             elif each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
                 raise _refused(name, _unknown(each))
-        if "draft_tokens" not in wanted or not set(_OF_TARGET) & set(wanted):
+        if "draft_tokens" not in names or not set(_OF_TARGET) & set(names):
             raise _refused(name, "must take draft_tokens, and target_probs or target_logits")
-        return cls(name, function, tuple(wanted))
+        return cls(name, function, tuple(names))
 
     def emit(self, rows: Rows, seed: int) -> Tensor:
         """Call the sampler.

@@ -70,8 +70,8 @@ class Evidence:
         found = self._of_pairs()
         for number, tally in enumerate(self.tallies):
             for kind, pairs in enumerate(tally.pairs.view(-1, tally.world.vocab, tally.world.vocab)):
-                for alone in (pairs.sum(0), pairs.sum(1)):
-                    found[number, kind] -= log_dirichlet(alone, tally.world.target[0][0])
+                for marginal in (pairs.sum(0), pairs.sum(1)):
+                    found[number, kind] -= log_dirichlet(marginal, tally.world.target[0][0])
         return found.sum(0)
 
     def log_likelihoods(self) -> Tensor:
@@ -87,8 +87,8 @@ class Evidence:
         """`[worlds, kinds of pairs]`."""
         found = []
         for tally in self.tallies:
-            alone = torch.outer(tally.world.target[0][0], tally.world.target[0][0]).flatten()
-            found.append([log_dirichlet(own, alone) for own in tally.pairs])
+            independent = torch.outer(tally.world.target[0][0], tally.world.target[0][0]).flatten()
+            found.append([log_dirichlet(own, independent) for own in tally.pairs])
         return torch.tensor(found, dtype=torch.float64)
 
 

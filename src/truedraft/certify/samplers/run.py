@@ -149,19 +149,19 @@ def _verdict(
     least = max(each.facts["smallest_detectable_tv"] for each in worlds)
     log10 = min(run["log10_e"] for run in runs)
     facts = {"log10_evidence": log10, "smallest_detectable_tv": least, **diagnosis}
-    status, told = Status.HOLDS, f"a total variation of {least:.3f} in any direction would have been found"
+    status, details = Status.HOLDS, f"a total variation of {least:.3f} in any direction would have been found"
     if diagnosis:
-        told = (
+        details = (
             "likeliest: {fault}, {detail}; the next is {next_fault!r}, less likely by a factor of "
             "1e{log10_over_next:.1f}"
         ).format(**diagnosis)
         status = Status.FAILS if all(found) else Status.NOT_ENOUGH
         if not all(found):
-            told = f"it deviated once, and that did not repeat in the time given; give more --minutes; {told}"
+            details = f"it deviated once, and that did not repeat in the time given; give more --minutes; {details}"
     elif least > GOAL:
         status = Status.NOT_ENOUGH
-        told = f"what would have been found begins at {least:.3f}, and not at {GOAL:g}; give more --minutes"
-    summary = f"evidence {evidence_words(log10)}; {told}"
+        details = f"what would have been found begins at {least:.3f}, and not at {GOAL:g}; give more --minutes"
+    summary = f"evidence {evidence_words(log10)}; {details}"
     return Finding(Part.WORLDS, "tokens have the target's joint distribution", status, summary, facts)
 
 

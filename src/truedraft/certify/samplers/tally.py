@@ -52,8 +52,8 @@ class Tally:
         vocab = self.world.vocab
         self.cells += torch.cat(list(calls)).bincount(minlength=len(self.cells))
         first, second = (each // vocab**self.world.drafted for each in calls)
-        beside = torch.cat([each[: len(each) // 2 * 2].view(-1, 2) for each in (first, second)])
-        for kind, (one, other) in enumerate((beside.unbind(1), (first, second))):
+        adjacent = torch.cat([each[: len(each) // 2 * 2].view(-1, 2) for each in (first, second)])
+        for kind, (one, other) in enumerate((adjacent.unbind(1), (first, second))):
             self.pairs[kind] += (one * vocab + other).bincount(minlength=vocab**2)
 
     def add(self, rows: Rows, emitted: Tensor) -> None:
@@ -123,5 +123,5 @@ def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> F
         "total_variation": total_variation(observed, exact),
         "by_chance": variation_by_chance(rows, exact),
     }
-    told = "{rows:,} rows: total variation {total_variation:.4f}, by chance {by_chance:.4f}; its worst world: {world}"
-    return Finding(Part.PLACES, name, Status.MEASURED, told.format(**facts), facts)
+    text = "{rows:,} rows: total variation {total_variation:.4f}, by chance {by_chance:.4f}; its worst world: {world}"
+    return Finding(Part.PLACES, name, Status.MEASURED, text.format(**facts), facts)

@@ -186,12 +186,12 @@ class TargetCost:
         base = CostCurve.fit((rows, seconds) for (rows, context), seconds in single.items() if context == smallest)
         more = {(rows, context): max(0.0, seconds - base(rows)) for (rows, context), seconds in single.items()}
         more |= {(rows, context): 0.0 for rows, context in more if context == smallest}
-        alone = cls(base, CostSurface.fit(more), 0.0)
+        unbatched = cls(base, CostSurface.fit(more), 0.0)
         extra = [
-            (point.seconds - alone(point.requests, [point.context] * point.requests)) / (point.requests - 1)
+            (point.seconds - unbatched(point.requests, [point.context] * point.requests)) / (point.requests - 1)
             for point in batches
         ]
-        return cls(base, alone.attention, max(0.0, median(extra)) if extra else 0.0)
+        return cls(base, unbatched.attention, max(0.0, median(extra)) if extra else 0.0)
 
     def __call__(self, rows: int, contexts: Sequence[int]) -> float:
         """Seconds of a forward.

@@ -265,16 +265,16 @@ def drawn_tree(nodes: int, depth: int) -> RankTree:
     path is the product over its ranks, so no path has a larger value than its prefix. Worked example: the best four are
     (0), (0, 0), (0, 0, 0) and (1), of 0.48, 0.23, 0.11 and 0.10.
     """
-    worth: dict[RankPath, float] = {}
+    chances: dict[RankPath, float] = {}
     waiting: list[tuple[float, RankPath]] = [(-_chance(0), (0,))]
-    while len(worth) < nodes:
+    while len(chances) < nodes:
         less, path = heapq.heappop(waiting)
-        worth[path] = -less
+        chances[path] = -less
         above, rank = path[:-1], path[-1]
         heapq.heappush(waiting, (less / _chance(rank) * _chance(rank + 1), (*above, rank + 1)))
         if len(path) < depth:
             heapq.heappush(waiting, (less * _chance(0), (*path, 0)))
-    return RankTree.counted(worth)
+    return RankTree.counted(chances)
 
 
 def _chance(rank: int) -> float:

@@ -81,10 +81,10 @@ class NgramDrafter(CandidateDrafter):
         context, most = self._context(request.tokens), min(budget.width, budget.nodes)
 
         def following(path: tuple[int, ...]) -> list[tuple[int, float]]:
-            behind = self._context([*context, *path])
+            suffix = self._context([*context, *path])
             if request.shaping is None:
-                return self.table.likeliest(behind, most)
-            logits = torch.from_numpy(self._probs(behind)).log_()[None]
+                return self.table.likeliest(suffix, most)
+            logits = torch.from_numpy(self._probs(suffix)).log_()[None]
             shaped = request.shaping.of_paths(logits, [path])[0].softmax(dim=-1)  # [vocab]
             largest = shaped.topk(min(most, len(shaped)))
             return list(zip(largest.indices.tolist(), largest.values.tolist(), strict=True))

@@ -195,10 +195,10 @@ def _verdict(text: _Text) -> KeyedNoise:
     return _Verdicts.of_key((root, position, step, 0, shared))
 
 
-def _shortened(chain: Proposal, given: Budget, wanted: Budget) -> Proposal | None:
-    """The chain drafted with budget `wanted` instead of `given`; None if it is longer, or depends on probabilities."""
-    length = min(wanted.depth, wanted.nodes)
-    if given.looks or wanted.looks or length > len(chain.tree):
+def _shortened(chain: Proposal, given: Budget, target: Budget) -> Proposal | None:
+    """The chain drafted with budget `target` instead of `given`; None if it is longer, or depends on probabilities."""
+    length = min(target.depth, target.nodes)
+    if given.looks or target.looks or length > len(chain.tree):
         return None
     probs = None if chain.probs is None else chain.probs[:length]
     return Proposal(TokenTree.chain(chain.tree.host_ids[:length]), (*chain.draws[:length], ()), probs)

@@ -84,11 +84,11 @@ class ParallelDraft(Drafter):
             raise CompositionError(f"draft {model.name!r} {why}; leave async out")
 
     def hint(self, request: DraftRequest) -> Hint:
-        hint, told = self._here.hint(request), self._told.get(request.id)
-        if told is None:
+        hint, sent = self._here.hint(request), self._told.get(request.id)
+        if sent is None:
             return hint
         # Drafted tokens are in its cache. Where `min_probability` would end a chain is not known in advance.
-        return replace(hint, behind=max(len(request.tokens) - told - self.limits.depth, 1), confident=False)
+        return replace(hint, behind=max(len(request.tokens) - sent - self.limits.depth, 1), confident=False)
 
     def begin(self, request: DraftRequest) -> None:
         self._here.begin(request)
@@ -98,8 +98,8 @@ class ParallelDraft(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        asked = list(zip(batch, budgets, noise, strict=True))
-        calls = {place: call for place, each in enumerate(asked) if (call := self._call(*each)) is not None}
+        requests = list(zip(batch, budgets, noise, strict=True))
+        calls = {place: call for place, each in enumerate(requests) if (call := self._call(*each)) is not None}
         drafted = dict(zip(calls, self._ask(list(calls.values())), strict=False)) if calls else {}
         left = [place for place in range(len(batch)) if place not in drafted]
         if left:
@@ -111,10 +111,10 @@ class ParallelDraft(Drafter):
 
     def _call(self, request: DraftRequest, budget: Budget, noise: Noise) -> Call | None:
         """The call to the process; None if it does not serve the request, or nothing can be drafted."""
-        told = self._told.get(request.id)
-        if told is None or self._here.within(budget, request).is_zero or type(noise) is not KeyedNoise:
+        sent = self._told.get(request.id)
+        if sent is None or self._here.within(budget, request).is_zero or type(noise) is not KeyedNoise:
             return None
-        tokens = tuple(request.tokens[told:])
+        tokens = tuple(request.tokens[sent:])
         self._told[request.id] += len(tokens)
         return Call(request.id, request.params, tokens, budget, noise.key, self._here.caches[request.id].limit)
 

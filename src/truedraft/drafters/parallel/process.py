@@ -83,12 +83,12 @@ class DraftProcess:
             yield self._process.stdin
             self._process.stdin.flush()
         except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise DrafterError(self._gone()) from error
+            raise DrafterError(self._ended()) from error
         except BaseException:  # half a message, or its reply, would be read as part of the next
             self.close()
             raise
 
-    def _gone(self) -> str:
+    def _ended(self) -> str:
         """How the process ended; a broken pipe may come shortly before its end."""
         status, lines = None, [""]
         if self.alive:
@@ -97,8 +97,8 @@ class DraftProcess:
             self._errors.seek(0)
             lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
         self.close()
-        told = next((f": {line}" for line in reversed(lines) if line), "")
-        return f"the process that drafts ended with status {status}{told}"
+        detail = next((f": {line}" for line in reversed(lines) if line), "")
+        return f"the process that drafts ended with status {status}{detail}"
 
 
 def _end(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:

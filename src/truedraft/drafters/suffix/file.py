@@ -74,7 +74,7 @@ class SuffixFile:
             return []
         try:
             with self._lock, self._opened() as file:
-                news = self._news(file)
+                added = self._news(file)
                 file.seek(self._read_to)
                 file.write(_record(scope, text))
                 file.flush()
@@ -87,7 +87,7 @@ class SuffixFile:
                 _log.warning("the suffix cache %s is kept in memory alone: %s", self.path, _reason(error))
             self._warned = True
             return []
-        return news
+        return added
 
     def _opened(self) -> BinaryIO:
         if not self.path.exists():
@@ -128,9 +128,9 @@ class SuffixFile:
     def _news(self, file: BinaryIO) -> list[Text]:
         """Records after those already read; the file position is then after the last whole record."""
         file.seek(self._read_to)
-        news = []
+        added = []
         for text, end in _records(file):
-            news.append(text)
+            added.append(text)
             self._read_to = end
             self._tokens += len(text[1])
         file.seek(self._read_to)
@@ -140,9 +140,9 @@ class SuffixFile:
             file.truncate(self._read_to)
             _log.warning(
                 "the suffix cache %s is damaged behind %d texts; they are read, and the last %d bytes lie in %s",
-                self.path, len(news), len(rest), aside,
+                self.path, len(added), len(rest), aside,
             )  # fmt: skip
-        return news
+        return added
 
     def _rewrite(self) -> None:
         """Keep only the latest texts, so that a reader finds the old file or the new one."""

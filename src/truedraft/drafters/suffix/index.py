@@ -98,10 +98,10 @@ class SuffixIndex:
             part, new = new[: self.size // 2], new[self.size // 2 :]
             self._add(part)
 
-    def _grow(self, wanted: int) -> None:
+    def _grow(self, required: int) -> None:
         kept = self._tokens[np.arange(self.first, self.written) & (self.size - 1)]
         size = self.size
-        while size < min(wanted, self.most):
+        while size < min(required, self.most):
             size *= 2
         self.written = self._open = 0
         self._allocate(size)

@@ -109,10 +109,10 @@ class SuffixStore:
         if index is None:
             index = self._indexes[scope] = SuffixIndex(self._most)
         self._indexes.move_to_end(scope)
-        wanted = index.size
-        while wanted < min(index.written + coming + 1, index.most):
-            wanted *= 2
-        while sum(each.size for each in self._indexes.values()) - index.size + wanted > self._most:
+        required = index.size
+        while required < min(index.written + coming + 1, index.most):
+            required *= 2
+        while sum(each.size for each in self._indexes.values()) - index.size + required > self._most:
             oldest = next(iter(self._indexes))
             if oldest == scope:
                 break

@@ -100,14 +100,14 @@ class Acceptance:
         Verdicts decay with the steps since the last one, because their rates may have changed. For a chain, and for a
         tree of which nothing is drafted, the first node represents all.
         """
-        rates, behind = self.rates(count), slice(beyond, count if beyond else 1)
-        rate, verdicts = self._outlook(behind, step)
+        rates, rest = self.rates(count), slice(beyond, count if beyond else 1)
+        rate, verdicts = self._outlook(rest, step)
         # A rate of 0 or 1 has the variance that one more, opposite verdict would give it.
         doubt = math.sqrt(max(rate * (1.0 - rate), 0.5 / (verdicts + 1.0)) / verdicts)
         hoped = min(rate + _HOPE * doubt, 1.0)
         if self.chain:
             return _cut(itertools.accumulate([hoped] * min(count, _MOST_HOPED), operator.mul))
-        factor = hoped / max(_mean(rates[behind]), 1e-9)
+        factor = hoped / max(_mean(rates[rest]), 1e-9)
         return _cut(falling([*rates[:beyond], *(min(each * factor, 1.0) for each in rates[beyond:])]))
 
     def _outlook(self, places: slice, step: int) -> tuple[float, float]:
@@ -157,8 +157,8 @@ class Acceptance:
         """
         (rate,), own = self.rates(1), (sum(one._accepted[:1]), sum(one._tried[:1]))
         for number, weight in enumerate(_WEIGHTS):
-            foretold = (weight * rate + own[0]) / (weight + own[1])
-            self._errors[number] = self._keep * self._errors[number] + (foretold - accepted) ** 2
+            predicted = (weight * rate + own[0]) / (weight + own[1])
+            self._errors[number] = self._keep * self._errors[number] + (predicted - accepted) ** 2
         self._weight = _WEIGHTS[self._errors.index(min(self._errors))]
 
 

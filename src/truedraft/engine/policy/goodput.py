@@ -25,7 +25,7 @@ _MOST_KINDS = 512  # estimates kept, over drafters and sampling options
 _AHEAD = 32  # tokens over which catching up must pay off, where so many may still be emitted
 _HYSTERESIS = 0.02  # gain below which nothing is changed, because costs are not known more exactly
 _PLAN_SHARE, _MOST_KEPT = 0.005, 96  # share of time for planning, and most steps for which a plan is kept to stay below
-_ASK_SHARE, _MOST_RESTS = 0.02, 2  # share of time for deciding in drafted steps, and most steps without deciding
+_DECIDE_SHARE, _MOST_RESTS = 0.02, 2  # share of time for deciding in drafted steps, and most steps without deciding
 _PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # plain steps, and seconds, between two decisions
 _OTHER_BATCH = 0.34  # relative change of the number of requests after which a plan is no longer valid
 _CREDIT_STEPS = 4.0  # steps of time that probing may lose at once
@@ -33,7 +33,7 @@ _PLAIN_AGE_S = 0.25  # age after which the time of a plain step is measured agai
 _PLAIN_SHARE = 0.5  # share of the probing time used in drafted steps
 _LEAST_LOST = 0.1  # share of a plain step's time, because the first one finds caches cold
 _READY_WITHIN = 48  # tokens
-_DEAR_LEVEL_S = 5e-4  # seconds per drafted token from which computing token probabilities (a tenth of it) pays
+_COSTLY_LEVEL_S = 5e-4  # seconds per drafted token from which computing token probabilities (a tenth of it) pays
 _SLOW = 0.1  # weight of one step in the moving averages of step times
 _PLANS = 5  # the median over so many plans is the planning time, because one of them may have measured costs
 
@@ -104,13 +104,13 @@ class Goodput(Controller):
         self._planned: tuple[Planner, Plan, tuple[int, ...]] | None = None  # the last plan, and for which requests
         self._kept, self._kept_until = 0, 0.0  # remaining steps of the plan, and its end in seconds
         self._step = 0
-        self._steps_s = self._ask_s = 0.0  # seconds of a step, and of deciding
+        self._steps_s = self._decide_s = 0.0  # seconds of a step, and of deciding
         self._plans_s: deque[float] = deque(maxlen=_PLANS)  # seconds of the last plans
         self._rested = 0  # steps since the one that was last observed
         self._observed = self._plain_at = clock()  # time of that step, and of the last plain step
         self._turn = 0  # chooses the request to probe
         self._credit_s = 0.0  # seconds that probing may lose
-        self._wanted_s = 0.0  # price of the next probe, which waits for credit or its time; 0 without one
+        self._price_s = 0.0  # price of the next probe, which waits for credit or its time; 0 without one
         self._probe: tuple[int, float, float] | None = None  # of the running step: request, rate, seconds at stake
         self._plain_left = 0  # remaining plain steps of a probe
 
@@ -142,7 +142,7 @@ class Goodput(Controller):
             decisions = self._renewed(views, hints)
         if self._probe is None and self._steps_s:
             if any(not each.is_zero for each in decisions):
-                self.rests = min(int(self._ask_s / (_ASK_SHARE * self._steps_s)), _MOST_RESTS)
+                self.rests = min(int(self._decide_s / (_DECIDE_SHARE * self._steps_s)), _MOST_RESTS)
             else:
                 self.rests = min(int(_PLAIN_RESTS_S / self._steps_s), _PLAIN_RESTS)
         return decisions
@@ -235,7 +235,7 @@ class Goodput(Controller):
             gains = self._acceptance(view, own, (drafter, _kind(own, drafter, hint))).gains(_most(limits, room))
             late_s = self._timing.catch_up_s(drafter, hint.behind)
             odds = None
-            if hint.confident and self._level_s(drafter, view.params.greedy) >= _DEAR_LEVEL_S:
+            if hint.confident and self._level_s(drafter, view.params.greedy) >= _COSTLY_LEVEL_S:
                 odds = self._odds_of(own, drafter).odds
             ahead = max(1, min(room, _AHEAD) // 2)
             found.append(Candidate(drafter, limits, gains, late_s / ahead, late_s, odds, hint.guessed))
@@ -267,8 +267,8 @@ class Goodput(Controller):
         """Rates of a drafter without verdicts, and whether they are of chains."""
         (drafter, hint), limits = (kind[0], kind[1] // 2), view.limits[kind[0]]
         chain = limits.width == 1
-        told = self._expected.get(drafter) if chain and not hint else None
-        known = [gain for gain in told or self._timing.acceptance(drafter, view) if gain > 0.0]
+        expected = self._expected.get(drafter) if chain and not hint else None
+        known = [gain for gain in expected or self._timing.acceptance(drafter, view) if gain > 0.0]
         if chain:
             return [after / before for before, after in itertools.pairwise([1.0, *known])] or [_rate_of(hint)], True
         return known or _tree_of(limits, hint), False
@@ -299,7 +299,7 @@ class Goodput(Controller):
                 self._plain_left = self._plain_steps - 1
                 decisions[:] = [self._plain(view, "probe") for view in views]
                 return
-        if self._credit_s < self._wanted_s or not self._credit_s:
+        if self._credit_s < self._price_s or not self._credit_s:
             return
         self._turn += 1
         number = self._turn % len(views)
@@ -310,17 +310,17 @@ class Goodput(Controller):
         choice = planner.choice(plan, others, [each for each in hoped if each is not None])
         mine = planner.valued(plan, others, now)
         if choice.share is None or choice.value <= mine.value:
-            self._wanted_s = 0.0
+            self._price_s = 0.0
             return
         candidate, _ = choice.share
         late_s = candidate.catch_up_s - candidate.setup_s  # only in this step
-        brings = now[0].tokens[now[1]] - 1.0 if now is not None else 0.0
-        stake_s = max(choice.seconds - mine.seconds + late_s + brings / plan.rate, 0.0)
+        gain = now[0].tokens[now[1]] - 1.0 if now is not None else 0.0
+        stake_s = max(choice.seconds - mine.seconds + late_s + gain / plan.rate, 0.0)
         price_s = stake_s + (median_low(self._plans_s) if self._plans_s else 0.0)  # its result leads to a new plan
         if price_s > self._credit_s or not _are_ready(views):
-            self._wanted_s = price_s
+            self._price_s = price_s
             return
-        self._wanted_s = 0.0
+        self._price_s = 0.0
         self._credit_s -= price_s
         self._probe = view.id, plan.rate, stake_s
         decisions[number] = self._decision(view, choice.share, "probe")
@@ -345,10 +345,10 @@ class Goodput(Controller):
         self._timing.observe(record, steps)
         if record.settled and not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
-            self._ask_s += _SLOW * (record.decide_s - self._ask_s)
+            self._decide_s += _SLOW * (record.decide_s - self._decide_s)
             took = record.total_s if steps == 1 else min(steps * record.total_s, now - self._observed)
             earned_s = self._probing * took * (_PLAIN_SHARE if record.nodes else 1.0)
-            self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._wanted_s))
+            self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._price_s))
             if not record.nodes:
                 self._plain_at = now
         self._observed = now

@@ -125,11 +125,11 @@ class InTurn(Controller):
         if len(names) == 1:
             return Decision(names[0], view.limits[names[0]], reason="in turn")
         pairs = list(itertools.combinations(names, 2))
-        turns = [*((name,) for name in names), *pairs, ()]
-        round_, place = divmod(view.counters.target_calls, len(turns))
+        order = [*((name,) for name in names), *pairs, ()]
+        round_, place = divmod(view.counters.target_calls, len(order))
         size = 0 if self._whole else round_ + place
-        asked = turns[place][::-1] if round_ % 2 else turns[place]
-        parts = [Decision(name, _sized(view.limits[name], size), reason="in turn") for name in asked]
+        chosen = order[place][::-1] if round_ % 2 else order[place]
+        parts = [Decision(name, _sized(view.limits[name], size), reason="in turn") for name in chosen]
         return replace(parts[0], merged=tuple(parts[1:])) if parts else Decision(names[0], NO_DRAFT, reason="in turn")
 
 

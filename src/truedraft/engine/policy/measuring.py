@@ -203,11 +203,11 @@ class TargetTimes:
         first = self.keys[0]
         settled_s = _settled_s(self._model, self._filled(first)[0], self._clock) if whole else None
         times = self._others | self._settled
-        alone = {(cell.rows, cell.context): median(times[cell]) for cell in self.keys if cell.requests == 1}
+        single = {(cell.rows, cell.context): median(times[cell]) for cell in self.keys if cell.requests == 1}
         batches = [
             BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in self.keys if cell.requests > 1
         ]
-        cost = TargetCost.fit(alone, batches)
+        cost = TargetCost.fit(single, batches)
         saved_s = cost(1, [first.context]) - settled_s if settled_s is not None else 0.0
         return replace(cost, settles_s=max(saved_s, 0.0))
 
@@ -241,8 +241,8 @@ def _cells(context_length: int) -> list[_Cell]:
     rows = [count for count in _ROWS if 2 * count <= context_length] or [1]
     room = max(1, context_length - rows[-1])
     contexts = sorted({min(context, room) for context in _CONTEXTS})
-    alone = [_Cell(1, count, context) for context in contexts for count in rows]
-    return alone + [_Cell(count, 1, contexts[0]) for count in _REQUESTS]
+    single = [_Cell(1, count, context) for context in contexts for count in rows]
+    return single + [_Cell(count, 1, contexts[0]) for count in _REQUESTS]
 
 
 def most_held(model: LanguageModel) -> int:
@@ -361,7 +361,7 @@ class DrafterTimes:
         Raises:
             DrafterError: the drafter failed.
         """
-        with _told_of(self._drafter):
+        with _as_drafter_error(self._drafter):
             if self._rehearsal is None:
                 self._rehearsal = self._make()
             settling = Settling(self._drafter, self._target)
@@ -395,7 +395,7 @@ def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) ->
     drafter.check(target)
     if drafter.limits.is_zero:
         return
-    with _told_of(drafter):
+    with _as_drafter_error(drafter):
         rehearsal = _Rehearsal(drafter, target, params, time.perf_counter)
         try:
             rehearsal.step(1, 0.0)
@@ -404,7 +404,7 @@ def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) ->
 
 
 @contextmanager
-def _told_of(drafter: Drafter) -> Iterator[None]:
+def _as_drafter_error(drafter: Drafter) -> Iterator[None]:
     """Turn other errors into a `DrafterError` that names the drafter."""
     try:
         yield

@@ -171,7 +171,7 @@ class Planner:
         best = Choice(None, 0.0, 0.0)
         for candidate in candidates:
             for nodes, seconds in self._extra_s(load, candidate, candidate.sizes):
-                value = self._worth(plan, candidate, nodes) - plan.rate * seconds
+                value = self._value(plan, candidate, nodes) - plan.rate * seconds
                 if value > best.value:
                     best = Choice((candidate, nodes), value, seconds)
         return best
@@ -181,7 +181,7 @@ class Planner:
         if share is None:
             return Choice(None, 0.0, 0.0)
         ((_, seconds),) = self._extra_s(self._load(others), share[0], [share[1]])
-        return Choice(share, self._worth(plan, *share) - plan.rate * seconds, seconds)
+        return Choice(share, self._value(plan, *share) - plan.rate * seconds, seconds)
 
     def _extra_s(self, load: _Load, candidate: Candidate, sizes: Iterable[int]) -> Iterator[tuple[int, float]]:
         rows, drafting, _ = load
@@ -191,7 +191,7 @@ class Planner:
             levels = max(candidate.levels(nodes), deepest)
             yield nodes, self.step_s(rows + nodes) + self.drafting_s(name, requests + 1, levels) - without_s
 
-    def _worth(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
+    def _value(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
         """Value of a request's tokens beyond its first, in tokens of the batch.
 
         For several requests it is the slope of `Plan.tokens`, count times a geometric mean, by the logarithm of one.
@@ -217,22 +217,22 @@ class Planner:
 
     def plan(self, shares: list[Share]) -> Plan:
         rows, drafting, setup_s = self._load(shares)
-        drafting_s = sum(self.drafting_s(name, *asked) for name, asked in drafting.items())
+        drafting_s = sum(self.drafting_s(name, *load) for name, load in drafting.items())
         mean = sum(share[0].logs[share[1]] for share in shares if share is not None) / len(shares)
         return Plan(shares, len(shares) * math.exp(mean), self.step_s(rows) + drafting_s + setup_s)
 
     def weighed(self, candidates: Sequence[Candidate]) -> str:
         """Expected costs and gains of drafts of some tokens, and the cost of plain decoding, in words."""
-        count, told = len(self._contexts), []
+        count, notes = len(self._contexts), []
         for each in candidates:
             nodes = min(TOLD, len(each.gains))
             draft_ms = 1e3 * self.drafting_s(each.drafter, 1, each.levels(nodes))
             row_ms = 1e3 * max(self.step_s(count + nodes) - self.step_s(count), 0.0) / nodes
-            told.append(
+            notes.append(
                 f"{each.drafter}: a draft of {nodes} takes {draft_ms:.2f} ms, a row {row_ms:.2f} ms, and "
                 f"{each.tokens[nodes] - 1.0:.1f} of {nodes} were expected to be accepted"
             )
-        return f"{'; '.join(told)}; a plain step takes {1e3 * self.step_s(count):.2f} ms"
+        return f"{'; '.join(notes)}; a plain step takes {1e3 * self.step_s(count):.2f} ms"
 
     def floor(self, plan: Plan, share: Share) -> float:
         """The probability of acceptance below which another token of a chain does not pay.
@@ -248,8 +248,8 @@ class Planner:
         levels_s = [self.drafting_s(candidate.drafter, together, levels) for levels in (nodes, nodes + 1)]
         level_s = max(levels_s[1] - levels_s[0], 0.0) / together
         count = len(self._contexts)
-        worth = 1.0 if count == 1 else plan.tokens / count / candidate.tokens[nodes]
-        return plan.rate * (row_s + level_s) / worth
+        value = 1.0 if count == 1 else plan.tokens / count / candidate.tokens[nodes]
+        return plan.rate * (row_s + level_s) / value
 
     def _load(self, shares: Sequence[Share]) -> _Load:
         """Rows of the target; by drafter the requests and levels of the deepest; seconds of catching up."""

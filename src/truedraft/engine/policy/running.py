@@ -140,8 +140,8 @@ class RunningTimes:
     def _as_others(self, drafted: bool, greedy: bool) -> float:
         """Common log ratio of a kind of steps until one was observed, or where the last one was long ago."""
         if (other := self._steps[not drafted, greedy]).known:
-            apart = self._apart.get(greedy, 0.0)
-            return other.common + (-apart if drafted else apart)
+            difference = self._apart.get(greedy, 0.0)
+            return other.common + (-difference if drafted else difference)
         return self._steps[drafted, not greedy].common
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
@@ -267,8 +267,8 @@ class RunningTimes:
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         rows, requests = record.rows, record.requests
         self._plain = 0 if record.prefill or rows > len(requests) else self._plain + steps
-        asked = len(self._forward_s) or self._proposals or self._read_s  # nothing to correct before first use
-        if record.prefill or not record.settled or not asked or record.decide_s > _MEASURED * record.total_s:
+        used = len(self._forward_s) or self._proposals or self._read_s  # nothing to correct before first use
+        if record.prefill or not record.settled or not used or record.decide_s > _MEASURED * record.total_s:
             return
         before, self._kind = self._kind, (rows > len(requests), all(step.greedy for step in requests))
         drafted, greedy = self._kind

@@ -161,8 +161,8 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
     Args:
         engine: must be idle.
     """
-    told: list[float] = []
-    check = CurveCheck(forwards, told.append)
+    ratios: list[float] = []
+    check = CurveCheck(forwards, ratios.append)
     engine.listeners.append(check)
     try:
         engine.generate(
@@ -170,7 +170,7 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
         )
     finally:
         engine.listeners.remove(check)
-    return told[0] if told else None
+    return ratios[0] if ratios else None
 
 
 def made_up_prompt(target: LanguageModel, tokens: int) -> Prompt:

@@ -191,8 +191,8 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     def _new_runner(self, target: LanguageModel) -> BlockRunner:
         recorder = self._recorder(target)
         if recorder is None and target.device.type == "cuda":
-            told = f"its drafts are not recorded as CUDA graphs: the forwards of {target.name} are not"
-            self.note = "; ".join(filter(None, [self.head.record.note, told]))
+            detail = f"its drafts are not recorded as CUDA graphs: the forwards of {target.name} are not"
+            self.note = "; ".join(filter(None, [self.head.record.note, detail]))
         return BlockRunner(self.head, target, recorder, self._replaced(target))
 
     @property

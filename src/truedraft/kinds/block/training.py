@@ -168,8 +168,8 @@ class Blocks(Chains):
             at = (some.flatten()[:, None] + torch.arange(head.config.block, device=device)).flatten()
             x = head.vectors(embedded, self._table.at(at), _blocks_see(context, some, head.config.block))
             parts.append(x.unflatten(0, some.shape))
-        wanted = [text * most + number for text, own in enumerate(anchors) for number in range(len(own))]
-        return torch.cat(parts, 1).flatten(0, 1)[torch.tensor(wanted, device=device)]
+        indices = [text * most + number for text, own in enumerate(anchors) for number in range(len(own))]
+        return torch.cat(parts, 1).flatten(0, 1)[torch.tensor(indices, device=device)]
 
 
 def _blocks_see(context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, block: int) -> Attend:
@@ -189,12 +189,12 @@ def _blocks_see(context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, block
         own = [each.unflatten(0, (texts, blocks, block)).repeat_interleave(shared, 3) for each in (key, value)]
         query = query.unflatten(0, (texts, blocks, block))
         before = torch.einsum("tqhd,tkhd->thqk", query.flatten(1, 2), seen).masked_fill(hidden, -torch.inf)
-        beside = torch.einsum("tbqhd,tbkhd->thbqk", query, own[0]).flatten(2, 3)
-        weights = torch.cat([before, beside], -1).mul(1.0 / math.sqrt(query.shape[-1])).softmax(-1)
-        before, beside = weights.split([seen.shape[1], block], -1)
+        within = torch.einsum("tbqhd,tbkhd->thbqk", query, own[0]).flatten(2, 3)
+        weights = torch.cat([before, within], -1).mul(1.0 / math.sqrt(query.shape[-1])).softmax(-1)
+        before, within = weights.split([seen.shape[1], block], -1)
         mixed = torch.einsum("thqk,tkhd->tqhd", before, read)
-        beside = beside.unflatten(2, (blocks, block))
-        mixed = mixed + torch.einsum("thbqk,tbkhd->tbqhd", beside, own[1]).flatten(1, 2)
+        within = within.unflatten(2, (blocks, block))
+        mixed = mixed + torch.einsum("thbqk,tbkhd->tbqhd", within, own[1]).flatten(1, 2)
         return mixed.flatten(2).flatten(0, 1)
 
     return attend

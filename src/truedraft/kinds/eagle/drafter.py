@@ -312,7 +312,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
             most: maximum number of pairs of a text in that forward; earlier ones are read here.
         """
         segments: list[Segment] = []
-        beside: list[Tensor] = []
+        inputs: list[Tensor] = []
         for tree, deep in zip(trees, levels, strict=True):
             text, request = self._texts[tree.request.id], tree.request
             tokens, vectors = torch.tensor(request.tokens[-text.behind :]), text.vectors()
@@ -325,8 +325,8 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
             count = len(tokens) + len(more)
             rows = range(len(tokens) - 1, count)
             segments.append(Segment(text.cache, torch.cat([tokens, more]), chain_shape(count), rows))
-            beside += [vectors, below] if len(more) else [vectors]
-        return segments, torch.cat(beside)
+            inputs += [vectors, below] if len(more) else [vectors]
+        return segments, torch.cat(inputs)
 
 
 def _commit_texts(segments: Sequence[Segment]) -> None:

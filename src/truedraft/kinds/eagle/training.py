@@ -73,9 +73,9 @@ class Unrolled(Chains):
             rotation = self._table.at(pairs.flatten() + step + head.config.rope_start)
             x = head.step(entering, read, rotation, partial(seen, pairs)).unflatten(0, pairs.shape)
             row_of = [{pair: row for row, pair in enumerate(own)} for own in taken]
-            wanted = [text * width + row_of[text][pair] for text, own in enumerate(deep) for pair in own]
+            indices = [text * width + row_of[text][pair] for text, own in enumerate(deep) for pair in own]
             places = [start + pair + step + 1 for start, own in zip(texts.starts, deep, strict=False) for pair in own]
-            leaving = head.leaving(x.flatten(0, 1)[torch.tensor(wanted, device=device)])
+            leaving = head.leaving(x.flatten(0, 1)[torch.tensor(indices, device=device)])
             chains = [first + number for first, own in zip(firsts, deep, strict=False) for number in range(len(own))]
             yield UnrolledStep(leaving, *texts.behind(places), torch.tensor(chains, device=device))
 

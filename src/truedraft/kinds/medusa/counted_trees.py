@@ -111,9 +111,9 @@ def count_trees(heads: MedusaHeads, lm_head: LmHead, text: WrittenText) -> dict[
         coupled = None
         if temperature:
             some = traces[:: max(1, sum(trace.steps for trace in traces) // _COUPLED)]
-            heard = [HeadGuesses.coupled(heads, lm_head, some[first::2], MOST_RANKS, first) for first in range(2)]
-            worse = raw_is_kept(compare(heard), 0.0)  # coupled choices are as certain as greedy ones
-            coupled = None if worse else _survival(HeadGuesses.joined(heard))
+            guesses = [HeadGuesses.coupled(heads, lm_head, some[first::2], MOST_RANKS, first) for first in range(2)]
+            worse = raw_is_kept(compare(guesses), 0.0)  # coupled choices are as certain as greedy ones
+            coupled = None if worse else _survival(HeadGuesses.joined(guesses))
         found[kind] = _count(halves, temperature, coupled)
     return found
 

@@ -114,44 +114,44 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
     ) -> list[Proposal]:
         proposals = [Proposal.empty()] * len(batch)
         allowed = [Budget(each.depth, each.width, min(each.nodes, self.nodes)) for each in budgets]
-        wanted = [self.guess_trees.wanted(each.params, own) for each, own in zip(batch, allowed, strict=True)]
-        asked = [
+        sizes = [self.guess_trees.wanted(each.params, own) for each, own in zip(batch, allowed, strict=True)]
+        places = [
             place
-            for place, (request, own) in enumerate(zip(batch, wanted, strict=True))
+            for place, (request, own) in enumerate(zip(batch, sizes, strict=True))
             if self._vectors.get(request.id) is not None and not own.is_zero
         ]
-        if not asked:
+        if not places:
             return proposals
         # Seeded requests last, so that each kind is computed together; one transfer copies all guesses to the host.
-        asked.sort(key=lambda place: batch[place].params.seeded)
+        places.sort(key=lambda place: batch[place].params.seeded)
         guesses = self._guess(
-            [batch[place] for place in asked], [wanted[place] for place in asked], [noise[place] for place in asked]
+            [batch[place] for place in places], [sizes[place] for place in places], [noise[place] for place in places]
         )
-        trees = self.guess_trees.trees(guesses, [(batch[place].params, allowed[place]) for place in asked])
-        for place, tree in zip(asked, trees, strict=True):
+        trees = self.guess_trees.trees(guesses, [(batch[place].params, allowed[place]) for place in places])
+        for place, tree in zip(places, trees, strict=True):
             proposals[place] = Proposal.deterministic(tree)
         return proposals
 
-    def _guess(self, asked: Sequence[DraftRequest], wanted: Sequence[Budget], noise: Sequence[Noise]) -> TopK:
+    def _guess(self, requests: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> TopK:
         """Guesses `[depth, requests, ranks]` for requests, seeded ones last; on a device they stay there.
 
         Args:
-            wanted: number of heads, guesses and nodes of each request.
+            budgets: number of heads, guesses and nodes of each request.
         """
         guesses, target = self._running
-        depth = max(each.depth for each in wanted)
-        ranks = min(max(each.width for each in wanted), target.vocab_size)
-        alone = sum(not each.params.seeded for each in asked)
-        vectors = [vector for each in asked if (vector := self._vectors[each.id]) is not None]
+        depth = max(each.depth for each in budgets)
+        ranks = min(max(each.width for each in budgets), target.vocab_size)
+        split = sum(not each.params.seeded for each in requests)
+        vectors = [vector for each in requests if (vector := self._vectors[each.id]) is not None]
         found = []
         with torch.inference_mode():
             hidden = torch.stack(vectors)
-            drawn = transfers.upload([each.tokens[-1] for each in asked], hidden.device)
-            if alone:
-                found.append(guesses.likeliest(hidden[:alone], drawn[:alone], depth, ranks))
-            if alone < len(asked):
-                temperatures = [each.params.temperature for each in asked[alone:]]
-                found.append(guesses.coupled(hidden[alone:], drawn[alone:], temperatures, noise[alone:], depth, ranks))
+            drawn = transfers.upload([each.tokens[-1] for each in requests], hidden.device)
+            if split:
+                found.append(guesses.likeliest(hidden[:split], drawn[:split], depth, ranks))
+            if split < len(requests):
+                temperatures = [each.params.temperature for each in requests[split:]]
+                found.append(guesses.coupled(hidden[split:], drawn[split:], temperatures, noise[split:], depth, ranks))
             return found[0] if len(found) == 1 else _side_by_side(found)
 
 

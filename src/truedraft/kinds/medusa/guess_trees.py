@@ -160,10 +160,10 @@ class GuessTrees:
             found.update(zip(rows, (TokenTree(each, tree.shape) for each in tokens), strict=True))
         if alike:
             ids, log_probs = _on_host(guesses)
-            for (wanted, survival), rows in alike.items():
+            for (size, survival), rows in alike.items():
                 every = slice(None) if len(rows) == len(requests) else rows  # a view if all are alike
-                within = slice(wanted.depth), every, slice(wanted.width)
-                found.update(zip(rows, _likeliest(ids[within], log_probs[within], wanted.nodes, survival), strict=True))
+                within = slice(size.depth), every, slice(size.width)
+                found.update(zip(rows, _likeliest(ids[within], log_probs[within], size.nodes, survival), strict=True))
         return [found[row] for row in range(len(requests))]
 
     def counted(self, params: SamplingParams) -> RankTree | None:

@@ -135,9 +135,9 @@ def _described(heads: HeadReport) -> Iterator[str | Rows]:
         counted, about = trees["sampled" if each.temperature else "greedy"], each.about
         products = {promise["nodes"]: f"{promise['product']:.2f}" for promise in counted["promises"]}
         length = f"{each.stats.mean_acceptance_length:.2f}"
-        alone = products.get(about["nodes"], "") if about["trees"] == COUNTED else ""
+        by_products = products.get(about["nodes"], "") if about["trees"] == COUNTED else ""
         way, promised = _TREES[about["trees"]], f"{about['promised']:.2f}"
-        rows.append((f"{each.temperature:g}", str(about["nodes"]), way, length, promised, alone))
+        rows.append((f"{each.temperature:g}", str(about["nodes"]), way, length, promised, by_products))
     yield rows
     for kind, counted in trees.items():
         if counted["chosen"] == COUNTED:

@@ -95,8 +95,8 @@ class MtpRunner:
 
     def _run(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         tokens = torch.cat([each.tokens.to(self.device) for each in segments])
-        before, behind = self._layer.forward(segments, self._target.embed(tokens), vectors)
-        return {_BEHIND: behind, _BEFORE: before}, self._target.unembed(behind)
+        before, after = self._layer.forward(segments, self._target.embed(tokens), vectors)
+        return {_BEHIND: after, _BEFORE: before}, self._target.unembed(after)
 
     def _first_steps(self, own: _Own, vectors: Tensor) -> tuple[float, dict[str, Tensor]]:
         """Mean log probability of the target's tokens given its own hidden states, and the layer's output there."""
@@ -154,10 +154,10 @@ class Mtp(PairDrafter[MtpHead, MtpRunner]):
         layers = (target.shown_layers - 1,) if runner.reads == _BEFORE else ()
         self.features = Features("kept", layers=layers)
         self.facts |= {"reads": runner.reads, "returns": runner.returns, "log_probs": runner.scores}
-        told = ", ".join(f"{score:.2f} {place} it" for place, score in runner.scores["reads"].items())
+        scores = ", ".join(f"{score:.2f} {place} it" for place, score in runner.scores["reads"].items())
         self.note = (
             f"its MTP layer reads vectors {runner.reads} the final norm, and of its own those {runner.returns} the "
-            f"norm that follows: by {_WRITTEN} tokens of the target, whose log-probability was {told}"
+            f"norm that follows: by {_WRITTEN} tokens of the target, whose log-probability was {scores}"
         )
         return runner
 

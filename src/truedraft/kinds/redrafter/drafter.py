@@ -147,13 +147,13 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         proposals = [Proposal.empty()] * len(batch)
-        asked = [place for place, request in enumerate(batch) if self._can_draft(request, budgets[place])]
-        drawn = [place for place in asked if self._draws(batch[place].params, batch[place].judged)]
-        chosen = [place for place in asked if place not in drawn]
+        requested = [place for place, request in enumerate(batch) if self._can_draft(request, budgets[place])]
+        drawn = [place for place in requested if self._draws(batch[place].params, batch[place].judged)]
+        chosen = [place for place in requested if place not in drawn]
         for places, propose in ((chosen, self._choose), (drawn, self._draw)):
             if places:
-                asked_for = [batch[i] for i in places], [budgets[i] for i in places], [noise[i] for i in places]
-                made = propose(*asked_for)
+                inputs = [batch[i] for i in places], [budgets[i] for i in places], [noise[i] for i in places]
+                made = propose(*inputs)
                 for place, proposal in zip(places, made, strict=True):
                     proposals[place] = proposal
         return proposals

@@ -210,10 +210,10 @@ class RedrafterRunner:
             state: `[rows, state]`; None is the state before the first token.
             tokens: `[rows]`, int64, on the target's device.
         """
-        told = self._told(tokens) if self._table is None else embedding(tokens, self._table)
+        embedded = self._told(tokens) if self._table is None else embedding(tokens, self._table)
         if self._recurrent is None:
-            return told if state is None else state + told
-        return silu(told if state is None else told + _in_rows(self._recurrent, state))
+            return embedded if state is None else state + embedded
+        return silu(embedded if state is None else embedded + _in_rows(self._recurrent, state))
 
     def _told(self, tokens: Tensor) -> Tensor:
         """The recurrence's input for tokens `[rows]`: W e + b, or e itself if the state is a sum."""

@@ -228,11 +228,11 @@ def _noise_of(
     children: Sequence[Sequence[Child]], nodes: Sequence[Sequence[OpenNode]], depth: int, probs: Tensor
 ) -> list[list[float]]:
     """The Gumbel noise of each node's children, which the target shares; one transfer."""
-    wanted = []
+    gathered = []
     for drawn, node in zip(children, itertools.chain.from_iterable(nodes), strict=True):
         noise = node.noise.gumbel(depth, probs.shape[-1], probs.device)
-        wanted.append(noise[transfers.upload([token for token, _ in drawn], noise.device)])
-    return transfers.fetch(wanted)
+        gathered.append(noise[transfers.upload([token for token, _ in drawn], noise.device)])
+    return transfers.fetch(gathered)
 
 
 def _coupled_scores(

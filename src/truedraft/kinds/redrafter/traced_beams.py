@@ -195,8 +195,8 @@ def _fewest_nodes(
     merged = [0.0] * length
     device = runner.device
     scores = scores_for([survival], device)
-    for hidden, drawn, behind in chunks_of(traces, length, max(1, _ROWS // width)):
-        truth = behind.masked_fill(behind < 0, _UNDRAFTED).to(device)
+    for hidden, drawn, following in chunks_of(traces, length, max(1, _ROWS // width)):
+        truth = following.masked_fill(following < 0, _UNDRAFTED).to(device)
         growing = beam_search(runner, hidden.to(device), drawn.to(device), width, scores)
         steps: list[Beams] = []
         for number, longest in enumerate(itertools.islice(growing, length)):
@@ -222,8 +222,8 @@ def beam_survival(runner: RedrafterRunner, traces: Sequence[Trace], length: int)
     count = min(RANKS, runner.vocab_size)
     log_probs = [torch.zeros(length, 0, count)]
     ranks = [torch.zeros(0, length, dtype=torch.int64)]
-    for hidden, drawn, behind in chunks_of(traces, length, _ROWS):
-        tokens = torch.cat([drawn[:, None], behind], dim=1).to(runner.device)  # [rows, length + 1]
+    for hidden, drawn, following in chunks_of(traces, length, _ROWS):
+        tokens = torch.cat([drawn[:, None], following], dim=1).to(runner.device)  # [rows, length + 1]
         context, state = runner.context(hidden.to(runner.device)), None
         of_depth = []
         for depth in range(length):

@@ -83,8 +83,8 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
         check_share("self_fed", self.self_fed)
         if self.laws not in _LAWS:
             raise UnknownOptionError.nearest("kind of distributions", self.laws, _LAWS)
-        asks = self.distillation_loss.reads_target  # raises for an unknown loss
-        if self.laws == "stored" and not asks:
+        reads_target = self.distillation_loss.reads_target  # raises for an unknown loss
+        if self.laws == "stored" and not reads_target:
             raise OptionError(
                 f"need not be stored for the loss {self.loss!r}, which looks at tokens alone", field="laws"
             )

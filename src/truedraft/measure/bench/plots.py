@@ -277,9 +277,9 @@ def _draw_nodes(axes: Axes, tree: RankTree, places: list[float], scale: ScalarMa
         axes.scatter(*spot, s=size**2, color=[face], edgecolors=_EDGE, linewidths=0.6, zorder=2)
         axes.annotate(str(path[-1]), spot, fontsize=0.56 * size, color=ink, ha="center", va="center_baseline", zorder=3)
         if tree.survival and len(tree) <= _WITH_NUMBERS:
-            beside = (0.55 * across + 2, 0)
+            offset = (0.55 * across + 2, 0)
             number = f"{tree.survival[node]:.2f}"
-            axes.annotate(number, spot, xytext=beside, textcoords="offset points", fontsize=8, va="center")
+            axes.annotate(number, spot, xytext=offset, textcoords="offset points", fontsize=8, va="center")
 
 
 def _name_levels(axes: Axes, tree: RankTree) -> None:

@@ -161,7 +161,7 @@ def _all_identical(summary: Summary) -> bool | None:
 
 def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str, Any]:
     must_agree = circumstances.must_agree if summary.ours else circumstances.peers_agree
-    told = must_agree or (summary.ours and circumstances.tells_identical)
+    reported = must_agree or (summary.ours and circumstances.tells_identical)
     return {
         "name": summary.name,
         "note": circumstances.note,
@@ -185,8 +185,8 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "mbu": summary.mbu,
         "cpu_s_per_1000_tokens": summary.cpu_s_per_1000_tokens,
         "identical": _all_identical(summary) if must_agree else None,
-        "identical_groups": summary.identical_groups if told else None,
-        "compared_groups": summary.compared_groups if told else None,
+        "identical_groups": summary.identical_groups if reported else None,
+        "compared_groups": summary.compared_groups if reported else None,
         "lossless": not summary.lossy if summary.ours else None,
         "empty_answers": list(summary.empty_answers),
         "unsettled_steps": summary.unsettled,

@@ -78,8 +78,8 @@ class Group:
         """Options with as many tokens as the longest prompt leaves room for, so that all stop at the same length, and
         at most `most`."""
         room = context_length - max(map(len, self.prompts))
-        wanted = self.params.max_tokens if most is None else min(self.params.max_tokens, most)
-        return dataclasses.replace(self.params, max_tokens=max(1, min(wanted, room)))
+        limit = self.params.max_tokens if most is None else min(self.params.max_tokens, most)
+        return dataclasses.replace(self.params, max_tokens=max(1, min(limit, room)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +208,11 @@ def run_all(
         progress: called with the number of finished answers and the name of the next system.
     """
     results = Results()
-    turns = [(run, number, group) for run in range(runs) for number, group in enumerate(groups)]
+    rounds = [(run, number, group) for run in range(runs) for number, group in enumerate(groups)]
     done = 0
     try:
         _warm_up(systems, groups, context_length, progress)
-        for run, number, group in turns:
+        for run, number, group in rounds:
             cut = dataclasses.replace(group, params=group.cut(context_length))
             for place, system in enumerate(rotated(systems, run * len(groups) + number)):
                 progress(done, system.name)

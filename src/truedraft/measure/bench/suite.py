@@ -214,13 +214,15 @@ def _with_short_path(spec: str) -> str:
     return f"{kind}{colon}{Path(path).name if '/' in path else path}{comma}{options}"
 
 
-def _dtype_notes(asked: str, target: LanguageModel) -> list[str]:
+def _dtype_notes(requested: str, target: LanguageModel) -> list[str]:
     """Notes on a CPU without instructions for bfloat16."""
     if target.device.type != "cpu" or has_bfloat16(target.device):
         return []
     if str(target.dtype) != "torch.bfloat16":
         return (
-            [f"this CPU has no bfloat16 instructions, so {dtype_name(target.dtype)} is used"] if asked == "auto" else []
+            [f"this CPU has no bfloat16 instructions, so {dtype_name(target.dtype)} is used"]
+            if requested == "auto"
+            else []
         )
     if "native forward" in target.fast_paths:
         return ["this CPU has no bfloat16 instructions: weights are read in bfloat16, and products are made in float32"]

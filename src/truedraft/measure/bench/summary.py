@@ -163,12 +163,12 @@ def _speed_of(summary: Summary) -> str:
 
 def empty_answers(summaries: Sequence[Summary]) -> list[str]:
     """A sentence for each system with answers that ended before their first token; these have no speed and ratio."""
-    told = []
+    notes = []
     for each in summaries:
         if names := each.empty_answers:
             first = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
-            told.append(f"{each.name}: {len(names)} answers ended before their first token (prompt {first})")
-    return told
+            notes.append(f"{each.name}: {len(names)} answers ended before their first token (prompt {first})")
+    return notes
 
 
 def unsettled_steps(summaries: Sequence[Summary]) -> list[str]:

@@ -69,20 +69,20 @@ class DraftedTree:
     def describe(self) -> str:
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
         if self.chosen is None:
-            told = [f"{self.system}: a tree of {nodes}"]
+            parts = [f"{self.system}: a tree of {nodes}"]
         else:
-            told = [f"{self.system}: trees of {nodes}, chosen at each step"]
+            parts = [f"{self.system}: trees of {nodes}, chosen at each step"]
         if self.promised is not None:
-            told.append(f"promised {self.promised:.2f} tokens per target call{self._on}")
+            parts.append(f"promised {self.promised:.2f} tokens per target call{self._on}")
         if self.chosen is not None and self.counted is not None:
-            told.append(f"{self.counted:.2f} by the counted tree")
+            parts.append(f"{self.counted:.2f} by the counted tree")
         if self.product is not None:
-            told.append(f"{self.product:.2f} if heads erred independently")
+            parts.append(f"{self.product:.2f} if heads erred independently")
         if self.measured is not None:
-            told.append(f"measured {self.measured:.2f}")
+            parts.append(f"measured {self.measured:.2f}")
         if self.measured_over_promised is not None:
-            told.append(f"{self.measured_over_promised:.2f} of what was promised")
-        return ", ".join(told)
+            parts.append(f"{self.measured_over_promised:.2f} of what was promised")
+        return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -119,8 +119,8 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
         drafter, budgets = sized(each.engine.drafter, suite.target, params, requests=suite.batch, costs=costs)
         if budgets:
             suite.redraft(each, drafter)
-            told = [f"{member_title(each, name)}: {budget.describe()}" for name, budget in budgets.items()]
-            suite.notes += [*costs.warnings, *told]
+            notes = [f"{member_title(each, name)}: {budget.describe()}" for name, budget in budgets.items()]
+            suite.notes += [*costs.warnings, *notes]
 
 
 def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: SamplingParams) -> list[DraftedTree]:

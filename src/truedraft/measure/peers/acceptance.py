@@ -70,8 +70,8 @@ def served_acceptance(caller: Caller) -> ServedAcceptance:
             sums[kind] = value
         else:
             sums[kind] = sums.get(kind, 0.0) + value
-    drafts, told = sums.get("spec_decode_num_drafts", 0.0), sums.get("spec_accept_length")
-    if not drafts and not told:
+    drafts, reported = sums.get("spec_decode_num_drafts", 0.0), sums.get("spec_accept_length")
+    if not drafts and not reported:
         raise PeerError(
             f"the metrics of {caller.url} count no drafts; let it answer something with a drafter first, and see that "
             "its metrics are on"
@@ -82,7 +82,7 @@ def served_acceptance(caller: Caller) -> ServedAcceptance:
         sums.get("spec_decode_num_accepted_tokens", 0.0),
         tuple(count for _, count in sorted(positions.items())),
         {name: (drafted, accepted) for name, (drafted, accepted) in drafters.items()},
-        told,
+        reported,
     )
 
 

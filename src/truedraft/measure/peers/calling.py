@@ -231,9 +231,9 @@ class Caller:
                 continue
             if found.status not in _BUSY:
                 return found
-            asked = found.retry_after_s(self._clock.time())
-            at_once = asked == 0.0 and attempt >= self._patience.retries  # after repeated zero waits, the usual ones
-            wait_s = self._patience.wait_s(attempt) if asked is None or at_once else asked
+            retry_s = found.retry_after_s(self._clock.time())
+            at_once = retry_s == 0.0 and attempt >= self._patience.retries  # after repeated zero waits, the usual ones
+            wait_s = self._patience.wait_s(attempt) if retry_s is None or at_once else retry_s
             attempt += 1
             if waited + wait_s > self._patience.total_s:
                 raise PeerError(
@@ -245,8 +245,8 @@ class Caller:
     def _hold(self, wait_s: float, status: int) -> None:
         with self._guard:
             self._free_at = max(self._free_at, self._clock.monotonic() + wait_s)
-            told, self._told = self._told, True
-        if not told:
+            notified, self._told = self._told, True
+        if not notified:
             self._tell(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
 
     def _until_free(self, over: threading.Event) -> float:
@@ -272,8 +272,8 @@ class Caller:
                 else:  # a redirect changed the method
                     yield response.history[-1]
         except (httpx2.ConnectTimeout, httpx2.ConnectError) as error:
-            asked = error.request.url
-            at = self.url if asked.netloc == self._root.netloc else f"{asked.scheme}://{asked.netloc.decode()}"
+            target = error.request.url
+            at = self.url if target.netloc == self._root.netloc else f"{target.scheme}://{target.netloc.decode()}"
             raise PeerError(
                 f"nothing answers at {at} ({first_line(error)}); start the server, or correct the address"
             ) from error

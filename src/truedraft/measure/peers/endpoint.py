@@ -146,10 +146,10 @@ class Endpoint(Peer):
         body: dict[str, Any] = {"prompt": prompt} | self._dialect.fields(question.params)
         if self.model is not None:
             body["model"] = self.model
-        told = _read(self._caller, self._dialect, body, over)
-        if told.model is not None and self._names and not any(_is_model(told.model, name) for name in self._names):
-            raise PeerError(f"{self._caller.url} was asked for model {self.model!r}, and {told.model!r} answered")
-        return self._recovery.reply(told, question)
+        answer = _read(self._caller, self._dialect, body, over)
+        if answer.model is not None and self._names and not any(_is_model(answer.model, name) for name in self._names):
+            raise PeerError(f"{self._caller.url} was asked for model {self.model!r}, and {answer.model!r} answered")
+        return self._recovery.reply(answer, question)
 
     def _check(self, params: SamplingParams) -> None:
         """Refuse parameters that the engine would interpret differently."""
@@ -231,7 +231,7 @@ def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequen
         except PeerError:
             continue
         try:
-            told = [
+            answers = [
                 _read(caller, dialect, named | {"prompt": given} | dialect.fields(params), None)
                 for params in (SamplingParams(1, 1.0), SamplingParams(1, 0.5))
             ]
@@ -240,17 +240,17 @@ def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequen
                 raise
             refused = error
             continue
-        counted = told[0].prompt_count
+        counted = answers[0].prompt_count
         if dialect.takes_ids and counted and counted != len(prompt):
             continue  # it does not read numbers as token ids
-        tells_ids = told[0].token_ids is not None
-        return replace(dialect, facts=replace(dialect.facts, tells_ids=tells_ids, logprobs=_logprobs_mode(*told)))
+        returns_ids = answers[0].token_ids is not None
+        return replace(dialect, facts=replace(dialect.facts, tells_ids=returns_ids, logprobs=_logprobs_mode(*answers)))
     raise refused or PeerError(f"{caller.url} takes no token ids, and no text that encodes to them")
 
 
 def _logprobs_mode(plain: Told, halved: Told) -> str:
     """Whether logprobs are raw, from the likeliest first token at temperatures 1 and 0.5: raw ones do not change."""
-    tops = [max(told.top[0].values()) for told in (plain, halved) if told.top and told.top[0]]
+    tops = [max(answer.top[0].values()) for answer in (plain, halved) if answer.top and answer.top[0]]
     if len(tops) < 2 or tops[0] > _CERTAIN:
         return ""
     return "raw" if abs(tops[0] - tops[1]) <= _NOISE * abs(tops[0]) else "processed"

@@ -39,8 +39,8 @@ class Recovery:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = tokenizer.vocab_size if vocab_size is None and tokenizer is not None else vocab_size
-        told = () if tokenizer is None else tokenizer.eos_token_ids
-        self._eos = frozenset(told if eos_token_ids is None else eos_token_ids)
+        known = () if tokenizer is None else tokenizer.eos_token_ids
+        self._eos = frozenset(known if eos_token_ids is None else eos_token_ids)
 
     def prompt_text(self, prompt: Sequence[int]) -> str:
         """The text of prompt ids, for a server that takes only text.
@@ -96,35 +96,35 @@ class Recovery:
             known = "no model has such" if size is None else f"outside a vocabulary of {size}"
             raise PeerError(f"it answered token id {wrong}, {known}: its tokenizer is another one")
 
-    def _check_prompt(self, told: Told, question: Question) -> None:
+    def _check_prompt(self, answer: Told, question: Question) -> None:
         sent = question.prompt
-        if told.prompt_ids is not None and told.prompt_ids != sent:
+        if answer.prompt_ids is not None and answer.prompt_ids != sent:
             raise PeerError(
-                f"it read {len(told.prompt_ids)} token ids that are not the {len(sent)} of the prompt: its tokenizer "
+                f"it read {len(answer.prompt_ids)} token ids that are not the {len(sent)} of the prompt: its tokenizer "
                 "is another one, or it adds tokens"
             )
-        if told.prompt_count and told.prompt_count != len(sent):
+        if answer.prompt_count and answer.prompt_count != len(sent):
             raise PeerError(
-                f"it counts {told.prompt_count} tokens in a prompt of {len(sent)}: its tokenizer is another one, or it "
-                "adds or cuts off tokens"
+                f"it counts {answer.prompt_count} tokens in a prompt of {len(sent)}: its tokenizer is another one, or "
+                "it adds or cuts off tokens"
             )
 
-    def _ids(self, told: Told, question: Question) -> tuple[tuple[int, ...], str]:
+    def _ids(self, answer: Told, question: Question) -> tuple[tuple[int, ...], str]:
         """Ids, including the one that ended the answer if it was given, and why they may not be the drawn ones."""
-        if told.token_ids is not None:
-            self.check_ids(told.token_ids)
-            kept = self.without_end(told.token_ids, told.finish_reason, question)
-            readings = {told.token_ids, told.token_ids[:kept]}  # the text may include the stop token or not
-            if not any(self._says(ids, told, question) for ids in readings):
+        if answer.token_ids is not None:
+            self.check_ids(answer.token_ids)
+            kept = self.without_end(answer.token_ids, answer.finish_reason, question)
+            readings = {answer.token_ids, answer.token_ids[:kept]}  # the text may include the stop token or not
+            if not any(self._says(ids, answer, question) for ids in readings):
                 raise PeerError(
-                    f"its token ids do not mean the text that it wrote, {repr(told.text)[:60]}: its tokenizer differs"
+                    f"its token ids do not mean the text that it wrote, {repr(answer.text)[:60]}: its tokenizer differs"
                 )
-            return told.token_ids, ""
-        if told.names is not None:
-            named = self._named(told.names)
-            if named is not None and (told.text is None or self._says(named, told, question)):
+            return answer.token_ids, ""
+        if answer.names is not None:
+            named = self._named(answer.names)
+            if named is not None and (answer.text is None or self._says(named, answer, question)):
                 return named, ""
-        return self._encoded(told, question), _BY_TEXT
+        return self._encoded(answer, question), _BY_TEXT
 
     def _named(self, names: Sequence[str | int]) -> tuple[int, ...] | None:
         """Ids of tokens by their names; None where a name belongs to several tokens or to none."""
@@ -153,50 +153,50 @@ class Recovery:
             found[text] = token
         return {text: token for text, token in found.items() if text not in twice and REPLACEMENT not in text}
 
-    def _says(self, ids: tuple[int, ...], told: Told, question: Question) -> bool:
+    def _says(self, ids: tuple[int, ...], answer: Told, question: Question) -> bool:
         """Whether ids decode to the answer's text.
 
         A stop text cuts the text but not always the ids. Where bytes form no character, engines differ, so the text is
         compared up to there. Tokens may have another text at the beginning than in the middle: either is accepted.
         """
-        if self._tokenizer is None or told.text is None:
+        if self._tokenizer is None or answer.text is None:
             return True
         before = self._tokenizer.decode(question.prompt)
         within = self._tokenizer.decode((*question.prompt, *ids))
         readings = [self._tokenizer.decode(ids)]
         if within.startswith(before.rstrip(REPLACEMENT)):
             readings.append(within[len(before) :])
-        cut = bool(question.params.stop) and told.finish_reason == "stop"
-        return any(_same(reading, told.text, cut) for reading in readings)
+        cut = bool(question.params.stop) and answer.finish_reason == "stop"
+        return any(_same(reading, answer.text, cut) for reading in readings)
 
-    def _encoded(self, told: Told, question: Question) -> tuple[int, ...]:
-        if self._tokenizer is None or told.text is None:
+    def _encoded(self, answer: Told, question: Question) -> tuple[int, ...]:
+        if self._tokenizer is None or answer.text is None:
             raise PeerError(
                 "it hides the token ids of its answer, and there is no tokenizer, or no text, to find them by"
             )
-        if not told.text:
+        if not answer.text:
             return ()
-        if REPLACEMENT in told.text:
+        if REPLACEMENT in answer.text:
             raise PeerError(
                 "it hides the token ids of its answer, whose text has half a character, so they are unknown"
             )
         before = self._tokenizer.decode(question.prompt)
-        both = tuple(self._tokenizer.encode(before + told.text))
+        both = tuple(self._tokenizer.encode(before + answer.text))
         start = len(question.prompt)
-        if both[:start] != question.prompt or self._tokenizer.decode(both) != before + told.text:
+        if both[:start] != question.prompt or self._tokenizer.decode(both) != before + answer.text:
             raise PeerError("it hides the token ids of its answer, and its text merges with the prompt's when encoded")
         ids = both[start:]
-        ended = told.finish_reason == "stop"
-        if told.count is not None and told.count not in (len(ids), len(ids) + ended):
+        ended = answer.finish_reason == "stop"
+        if answer.count is not None and answer.count not in (len(ids), len(ids) + ended):
             raise PeerError(
-                f"it hides the token ids of its answer: {told.count} tokens by its count, {len(ids)} when encoded"
+                f"it hides the token ids of its answer: {answer.count} tokens by its count, {len(ids)} when encoded"
             )
         return ids
 
 
-def _same(reading: str, told: str, cut: bool) -> bool:
+def _same(reading: str, text: str, cut: bool) -> bool:
     """Whether two texts agree, up to bytes that form no character, or to a stop text."""
     whole, half, _ = reading.partition(REPLACEMENT)
     if half:
-        return told.startswith(whole) or (cut and whole.startswith(told.partition(REPLACEMENT)[0]))
-    return whole == told or (cut and whole.startswith(told))
+        return text.startswith(whole) or (cut and whole.startswith(text.partition(REPLACEMENT)[0]))
+    return whole == text or (cut and whole.startswith(text))

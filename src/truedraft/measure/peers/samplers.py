@@ -179,18 +179,18 @@ def _without(p: Tensor, tokens: Tensor) -> Tensor:
 
 def _chain(tokens: Tensor, stays: Tensor, left: Tensor, bonus: Tensor, uniforms: Tensor) -> Tensor:
     """Accepted tokens, then one drawn from `left` `[batch, k, vocab]` or `bonus` `[batch, vocab]`."""
-    behind = torch.cat([left, bonus[:, None]], dim=1).double()
-    reached = behind.cumsum(-1)
+    weights = torch.cat([left, bonus[:, None]], dim=1).double()
+    reached = weights.cumsum(-1)
     numbers = uniforms[:, tokens.shape[1] :, None] * reached[..., -1:]
-    drawn = (reached <= numbers).sum(-1).clamp_max(behind.shape[-1] - 1)
+    drawn = (reached <= numbers).sum(-1).clamp_max(weights.shape[-1] - 1)
     return _emitted(tokens, stays, drawn)
 
 
-def _emitted(tokens: Tensor, stays: Tensor, behind: Tensor) -> Tensor:
-    """Tokens before the first rejected one, then the token of `behind` `[batch, k + 1]` at that place."""
+def _emitted(tokens: Tensor, stays: Tensor, drawn: Tensor) -> Tensor:
+    """Tokens before the first rejected one, then the token of `drawn` `[batch, k + 1]` at that place."""
     kept = stays.long().cumprod(-1).sum(-1, keepdim=True)
-    places = torch.arange(behind.shape[1])
-    emitted = torch.where(places < kept, functional.pad(tokens, (0, 1)), behind)
+    places = torch.arange(drawn.shape[1])
+    emitted = torch.where(places < kept, functional.pad(tokens, (0, 1)), drawn)
     return emitted.masked_fill(places > kept, _FILL)
 
 

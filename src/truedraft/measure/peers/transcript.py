@@ -135,9 +135,9 @@ def _lines(file: Path) -> tuple[list[bytes], int]:
 
 
 def _head(facts: PeerFacts, about: Mapping[str, Any]) -> dict[str, Any]:
-    told = asdict(facts) | {"takes": sorted(facts.takes)}
-    more = told.pop("more")
-    return {_HEAD: _VERSION} | told | dict(more) | dict(about)
+    record = asdict(facts) | {"takes": sorted(facts.takes)}
+    more = record.pop("more")
+    return {_HEAD: _VERSION} | record | dict(more) | dict(about)
 
 
 def _words(question: Question) -> str:

@@ -108,8 +108,8 @@ class AloneBackend(Backend):
         """
         segment = part.segment
         own = [node - segment.written for node in run]
-        wanted = set(segment.rows)
-        places = [place for place, node in enumerate(own) if node in wanted] or [len(own) - 1]
+        requested = set(segment.rows)
+        places = [place for place, node in enumerate(own) if node in requested] or [len(own) - 1]
         past = PathCache(segment.cache, segment.shape.path(run[-1]), len(run))
         contiguous = own[-1] - own[0] == len(own) - 1
         ids = tokens[own[0] : own[-1] + 1] if contiguous else tokens[own]

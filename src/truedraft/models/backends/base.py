@@ -66,15 +66,15 @@ class Backend(ABC):
 
         Outputs are those of the requested rows; logits include padded ids of the embedding.
         """
-        alone = any(segment.inputs is not None for segment in segments)
-        if alone and len(segments) > 1:
-            return self._forward_apart(segments, device, layers)
-        plan = ForwardPlan.of(segments, device, 1 if alone else self.least_rows)
+        has_inputs = any(segment.inputs is not None for segment in segments)
+        if has_inputs and len(segments) > 1:
+            return self._forward_each(segments, device, layers)
+        plan = ForwardPlan.of(segments, device, 1 if has_inputs else self.least_rows)
         seen: dict[int, Tensor] = {}
         if layers:
             logits, hidden = self.run_watched(plan, layers, seen)
         else:
-            logits, hidden = self.run_inputs(plan) if alone else self.run(plan)
+            logits, hidden = self.run_inputs(plan) if has_inputs else self.run(plan)
         shown = tuple(seen[layer] for layer in layers)
         if logits.shape[0] == plan.wanted:  # a view of all takes a microsecond, which a small model feels
             return ForwardOutput(logits, hidden, shown)
@@ -82,7 +82,7 @@ class Backend(ABC):
             logits[: plan.wanted], hidden[: plan.wanted], tuple(layer[: plan.wanted] for layer in shown)
         )
 
-    def _forward_apart(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]) -> ForwardOutput:
+    def _forward_each(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]) -> ForwardOutput:
         """`forward`, with each prompt that has images or sound in a forward of its own."""
         numbers = range(len(segments))
         packed = [number for number in numbers if segments[number].inputs is None]

@@ -24,7 +24,7 @@ from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend, PathCache
 from truedraft.models.packing import SegmentPlan
 
-_MOST_BEHIND = 16
+_MOST_REREAD = 16
 """Most committed tokens that are read again with drafted ones, before they are read into the kept cache."""
 
 
@@ -139,13 +139,13 @@ class CopiedBackend(WholeTextBackend):
     ) -> Tensor:
         new, whole = ids.shape[1], text_of(ids, past)
         text, cache = whole[0].tolist(), past.cache
-        beside = cache.family.beside
-        copies = cache.family.beside = beside if isinstance(beside, _Copies) else _Copies()
-        if copies.kept is not None and cache.length - len(copies.kept.ids) > _MOST_BEHIND:
+        existing = cache.family.beside
+        copies = cache.family.beside = existing if isinstance(existing, _Copies) else _Copies()
+        if copies.kept is not None and cache.length - len(copies.kept.ids) > _MOST_REREAD:
             self._catch_up(copies, whole[:, : cache.length])
         read = copies.next_read(text, cache.length, len(text) - new, cache.uncommitted > 1)
-        wanted = places + len(text) - new - len(read.ids)
-        logits = self._go_on(read, whole, wanted)
+        requested = places + len(text) - new - len(read.ids)
+        logits = self._go_on(read, whole, requested)
         if len(logits) == len(places):
             return logits
         self._captured[-1] = self._captured[-1][:, -new:]
@@ -159,13 +159,13 @@ class CopiedBackend(WholeTextBackend):
             self._go_on(copies.kept, committed, torch.tensor([last], device=committed.device))
             self._captured.pop()
 
-    def _go_on(self, read: _Read, text: Tensor, wanted: Tensor) -> Tensor:
-        """Read the rest of a text `[1, tokens]`; its logits at the places in `wanted`, or at all."""
+    def _go_on(self, read: _Read, text: Tensor, requested: Tensor) -> Tensor:
+        """Read the rest of a text `[1, tokens]`; its logits at the places in `requested`, or at all."""
         known, end = len(read.ids), text.shape[1]
         given = {
             "position_ids": torch.arange(known, end, device=text.device)[None],
             "attention_mask": torch.ones_like(text),
-            "logits_to_keep": wanted,
+            "logits_to_keep": requested,
         }
         output = self._called(text[:, known:], given, use_cache=True, **{self._keyword: read.past})
         read.past, read.ids = getattr(output, self._keyword, None), text[0].tolist()

@@ -69,9 +69,9 @@ class ParallelBackend(StockBackend):
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         self._ranks.check()
-        told = [_told(part.segment) for part in plan.segments]
+        described = [_told(part.segment) for part in plan.segments]
         with self._ranks.in_step():
-            self._ranks.tell((self._taken(), told))
+            self._ranks.tell((self._taken(), described))
             return super().run(plan)
 
     def unembed(self, vectors: Tensor) -> Tensor:
@@ -129,13 +129,13 @@ def follow(backend: Backend, ranks: Ranks, device: torch.device, limit: int) -> 
     copies: dict[int, Entries] = {}
     with contextlib.suppress(RankLostError):
         while True:
-            notes, asked = ranks.told()
+            notes, request = ranks.told()
             for note in notes:
                 _repeat(note, caches, copies, limit)
-            if isinstance(asked, Tensor):
-                backend.unembed(asked.to(device))
+            if isinstance(request, Tensor):
+                backend.unembed(request.to(device))
             else:
-                backend.forward([_segment(each, caches, limit) for each in asked], device)
+                backend.forward([_segment(each, caches, limit) for each in request], device)
 
 
 def _repeat(note: _Note, caches: dict[int, RequestCache], copies: dict[int, Entries], limit: int) -> None:
@@ -159,12 +159,12 @@ def _told(segment: Segment) -> tuple[Any, ...]:
     cache = segment.cache
     if not isinstance(cache, _NotedCache):
         raise ModelError("a model in several processes has caches of its own; take one with new_cache()")
-    told = segment.tokens.tolist(), segment.shape.parents, tuple(segment.rows), segment.written, segment.prompt
-    return cache.number, *told
+    fields = segment.tokens.tolist(), segment.shape.parents, tuple(segment.rows), segment.written, segment.prompt
+    return cache.number, *fields
 
 
-def _segment(told: tuple[Any, ...], caches: dict[int, RequestCache], limit: int) -> Segment:
-    number, tokens, parents, rows, written, prompt = told
+def _segment(described: tuple[Any, ...], caches: dict[int, RequestCache], limit: int) -> Segment:
+    number, tokens, parents, rows, written, prompt = described
     cache = caches.setdefault(number, RequestCache(limit))
     return Segment(cache, torch.tensor(tokens, dtype=torch.int64), TreeShape(parents), rows, written, prompt)
 

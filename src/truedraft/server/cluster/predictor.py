@@ -65,17 +65,17 @@ class Predictor:
         if self._column not in batch:
             raise DataError(f"there is no column {self._column!r} of prompts; there are {', '.join(sorted(batch))}")
         count, own = len(batch[self._column]), sorted(_OPTIONS & batch.keys() - {self._column})
-        asked: dict[int, tuple[Prompt, SamplingParams]] = {}
+        requests: dict[int, tuple[Prompt, SamplingParams]] = {}
         answers: dict[int, Answer | TruedraftError] = {}
         for row in range(count):
             try:
                 params = self._params | {name: _plain(batch[name][row]) for name in own}
-                asked[row] = self._prompt(batch[self._column][row]), SamplingParams(**params)
+                requests[row] = self._prompt(batch[self._column][row]), SamplingParams(**params)
             except (TruedraftError, TypeError, ValueError) as error:
                 answers[row] = error if isinstance(error, TruedraftError) else PromptError(str(error))
-        if asked:
-            prompts, options = zip(*asked.values(), strict=True)
-            answers |= zip(asked, self._engine.generate(list(prompts), options), strict=True)
+        if requests:
+            prompts, options = zip(*requests.values(), strict=True)
+            answers |= zip(requests, self._engine.generate(list(prompts), options), strict=True)
         return batch | _columns([answers[row] for row in range(count)])
 
     def _prompt(self, given: Any) -> Prompt:
@@ -95,13 +95,13 @@ def _plain(value: Any) -> Any:
 
 def _columns(answers: Sequence[Answer | TruedraftError]) -> dict[str, Any]:
     ids = np.empty(len(answers), dtype=object)
-    told: dict[str, list[str]] = {"answer": [], "finish_reason": [], "error": []}
+    columns: dict[str, list[str]] = {"answer": [], "finish_reason": [], "error": []}
     for row, each in enumerate(answers):
         ids[row] = np.array(each.token_ids if isinstance(each, Answer) else [], dtype=np.int64)
-        told["answer"].append(each.text or "" if isinstance(each, Answer) else "")
-        told["finish_reason"].append(each.finish_reason if isinstance(each, Answer) else "error")
-        told["error"].append((each.error or "") if isinstance(each, Answer) else str(each))
-    return {"answer_ids": ids} | {name: np.array(values, dtype=object) for name, values in told.items()}
+        columns["answer"].append(each.text or "" if isinstance(each, Answer) else "")
+        columns["finish_reason"].append(each.finish_reason if isinstance(each, Answer) else "error")
+        columns["error"].append((each.error or "") if isinstance(each, Answer) else str(each))
+    return {"answer_ids": ids} | {name: np.array(values, dtype=object) for name, values in columns.items()}
 
 
 def answers_on_ray(

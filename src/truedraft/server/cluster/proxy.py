@@ -33,7 +33,7 @@ class WithErrors:
             await self._app(scope, receive, send)
             return
         began: Headers | None = None
-        over = refused = gone = False
+        over = refused = disconnected = False
 
         async def noting(message: Message) -> None:
             nonlocal began, over, refused
@@ -51,13 +51,13 @@ class WithErrors:
                 await send(message)
 
         async def listening() -> Message:
-            nonlocal gone
+            nonlocal disconnected
             message = await receive()
-            gone = gone or message["type"] == "http.disconnect"
+            disconnected = disconnected or message["type"] == "http.disconnect"
             return message
 
         await self._app(scope, listening, noting)
-        if over or gone:
+        if over or disconnected:
             return
         error = ApiError(503, "the replica ended before its answer did; ask again", headers={"Retry-After": "1"})
         if began is None:
@@ -69,9 +69,9 @@ class WithErrors:
 def _last_event(error: ApiError, path: str) -> str:
     """The error in the format of an endpoint's clients. The blank line before it ends an event that was cut off."""
     if path.startswith("/v1/messages"):
-        told = event(error.anthropic, "error")
+        text = event(error.anthropic, "error")
     elif path.startswith("/v1/responses"):
-        told = event(error.body["error"] | {"type": "error"}, "error")
+        text = event(error.body["error"] | {"type": "error"}, "error")
     else:
-        told = event(error.body)
-    return f"\n\n{told}"
+        text = event(error.body)
+    return f"\n\n{text}"

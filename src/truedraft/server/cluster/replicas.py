@@ -180,8 +180,8 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
     with bound_socket(server.host, server.port) as free:  # released for Ray's proxy
         port = free.getsockname()[1]
     with connected():
-        asked = size()
-        asked.check_room()
+        requested = size()
+        requested.check_room()
         if serve.status().proxies:
             raise OptionError(
                 "needs Ray Serve for itself, which runs on this cluster already: deploy truedraft.deploy.ray:app there "
@@ -193,7 +193,7 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
         serve.start(http_options={"host": server.host, "port": port} | given)
         try:
             try:
-                serve.run(application(make, server, asked), name=NAME, route_prefix="/")
+                serve.run(application(make, server, requested), name=NAME, route_prefix="/")
             except RuntimeError as error:
                 raise _cause(str(error)) from error
             host = f"[{server.host}]" if ":" in server.host else server.host
@@ -218,12 +218,12 @@ def serve_replicas(make: Make, server: ServerOptions, size: Callable[[], Size], 
             pass
 
 
-def _cause(told: str) -> TruedraftError:
+def _cause(message: str) -> TruedraftError:
     """The library's error in Ray's report of a failed start; a general one with Ray's text if there is none."""
     deployments = serve.status().applications[NAME].deployments
-    told = "\n".join(each.message for each in deployments.values()) or told
-    found = _CAUSE.search(told)
+    message = "\n".join(each.message for each in deployments.values()) or message
+    found = _CAUSE.search(message)
     if found is None:
-        return TruedraftError(f"Ray cannot run the replicas: {told.strip()}")
+        return TruedraftError(f"Ray cannot run the replicas: {message.strip()}")
     kind: type[TruedraftError] = getattr(truedraft.errors, found[1], TruedraftError)
     return kind(found[2])

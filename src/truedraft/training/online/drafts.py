@@ -33,7 +33,7 @@ from truedraft.training.texts.tokenizer import save_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_STRETCH, _CONTEXT = 32, 256  # learned tokens of an answer, and most tokens read before them
+_SPAN, _CONTEXT = 32, 256  # learned tokens of an answer, and most tokens read before them
 _CHECKED_TOKENS = 4
 
 
@@ -105,8 +105,8 @@ class LearnableDrafts(Learnable[Any]):
         narrowed = Narrowed.of(self._lm_head, self._loss, ids)
         spans = []
         for each in chosen:
-            first = chance.randrange(max(len(each) - _STRETCH, 0) + 1)
-            spans.append((each, first, min(first + _STRETCH, len(each))))
+            first = chance.randrange(max(len(each) - _SPAN, 0) + 1)
+            spans.append((each, first, min(first + _SPAN, len(each))))
         total = sum(end - first for _, first, end in spans)
         for each, first, end in spans:
             logits = self._logits(shadow, each, first, end, ids, _CONTEXT)

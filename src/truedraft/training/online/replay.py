@@ -37,17 +37,17 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
         return [Score(0, 0, 0)] * len(heads)
     like = next(heads[0].parameters())
     hidden = answer.vectors[:places].to(like.device, like.dtype)
-    behind = torch.cat([tokens, tokens.new_full((reach,), -1)])  # no guess agrees there
-    embedded = lm_head.embed(behind[torch.arange(places)[:, None] + torch.arange(reach)].clamp_min(0).T)
+    padded = torch.cat([tokens, tokens.new_full((reach,), -1)])  # no guess agrees there
+    embedded = lm_head.embed(padded[torch.arange(places)[:, None] + torch.arange(reach)].clamp_min(0).T)
     vectors = torch.stack([head.unroll(hidden, embedded) for head in heads])  # [heads, reach, places, exit width]
     kept = torch.zeros(len(heads), places, dtype=torch.int64)
     alive = torch.ones(len(heads), places, dtype=torch.bool)
     for place in range(reach):
-        labels = behind[1 + place : 1 + place + places].expand(len(heads), -1)
+        labels = padded[1 + place : 1 + place + places].expand(len(heads), -1)
         alive &= labels >= 0
-        alone = heads[0].outputs[place] is not None  # otherwise all use the target's, in one product
-        for number, head in enumerate(heads if alone else heads[:1]):
-            some_heads = slice(number, number + 1) if alone else slice(None)
+        separate = heads[0].outputs[place] is not None  # otherwise all use the target's, in one product
+        for number, head in enumerate(heads if separate else heads[:1]):
+            some_heads = slice(number, number + 1) if separate else slice(None)
             own = torch.zeros_like(alive)
             own[some_heads] = alive[some_heads]
             rows = zip(vectors[:, place][own].split(_ROWS), labels[own].split(_ROWS), strict=True)

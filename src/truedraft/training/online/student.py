@@ -146,14 +146,14 @@ class Student:
 
     def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
         fresh, old = self.traffic.answers(self.traffic.held)
-        wanted: list[tuple[Answered, list[Candidate]]] = []
+        pending: list[tuple[Answered, list[Candidate]]] = []
         if self._winner is not None:
             compared = [self._winner.now, self.served, self.origin]
-            wanted = [(answer, compared) for some in self._winner.among([*old, *fresh]) for answer in some]
+            pending = [(answer, compared) for some in self._winner.among([*old, *fresh]) for answer in some]
         for comparison in self._comparisons():
             both = [comparison.new, comparison.old]
-            wanted += [(answer, both) for answer in reversed(comparison.waiting(fresh))]  # the newest say most
-        for answer, candidates in wanted:
+            pending += [(answer, both) for answer in reversed(comparison.waiting(fresh))]  # the newest say most
+        for answer, candidates in pending:
             left = {each.number: each for each in candidates if each.number not in answer.scores}
             if left:
                 yield answer, list(left.values())

@@ -31,7 +31,7 @@ from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistilla
 from truedraft.training.workspace import TimeBudget, duration
 
 _TRIED_STEPS = 25  # timed together
-_TRIED_TURNS = 3
+_TRIED_ROUNDS = 3
 _LEAST_CUT = 16  # least tokens of an answer that is cut
 _PACED = 32  # steps before the remaining time is reported
 
@@ -174,10 +174,10 @@ def _write_elsewhere(
     watch: Watch,
 ) -> None:
     """Let other machines answer the remaining prompts until it must stop; the vectors are recomputed here."""
-    wanted = [(prompt, config.params(number)) for number, prompt in enumerate(prompts)][len(files.records) :]
-    if not wanted or watch.over():
+    remaining = [(prompt, config.params(number)) for number, prompt in enumerate(prompts)][len(files.records) :]
+    if not remaining or watch.over():
         return
-    for (prompt, params), (ids, stopped) in zip(wanted, elsewhere(wanted), strict=True):
+    for (prompt, params), (ids, stopped) in zip(remaining, elsewhere(remaining), strict=True):
         answer = [*ids, target.eos_token_ids[0]] if stopped else ids
         record = WrittenAnswer(prompt, answer, float(params.temperature), stopped)
         files.append(record, hidden_of(target, record)[:, :width] if width else torch.empty(len(answer), 0))
@@ -205,7 +205,7 @@ class ThreadTrial:
         self._all = torch.get_num_threads()
         self._clock = clock
         self._times: dict[int, list[float]] = {self._all: [], 1: []}
-        self._turns = [self._all, 1] * _TRIED_TURNS if device.type == "cpu" and self._all > 1 else []
+        self._turns = [self._all, 1] * _TRIED_ROUNDS if device.type == "cpu" and self._all > 1 else []
         self._spent = 0.0
         self._steps = 0
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from truedraft.training.texts.self_distillation import WrittenAnswer
 
 _ANSWERS = "answers"  # name of the files of the target's answers
-_ASKED = 0.25 * WRITTEN  # share of the time until which the target writes questions
+_QUESTIONS_WRITTEN = 0.25 * WRITTEN  # share of the time until which the target writes questions
 _SHORT = 0.95  # share of the requested prompts that counts as all
 
 
@@ -74,19 +74,19 @@ class Writing:
     def ask(self, model: LanguageModel, count: int) -> list[list[int]]:
         """Questions that the target writes itself; none are added once answers are written."""
         begun = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
-        watch = Watch("asking", "questions", self.told, self.budget, _ASKED, begun)
+        watch = Watch("asking", "questions", self.told, self.budget, _QUESTIONS_WRITTEN, begun)
         how = self.how
         return ask_itself(model, count, self.folder, seed=how.seed + 2, watch=watch, elsewhere=how.elsewhere)
 
     def answers(self, model: LanguageModel, prompts: Sequence[Sequence[int]], asks: bool) -> list[WrittenAnswer]:
         """The target's answers to prompts and, with `asks`, to its own questions: as many as are missing, at least half
         of all."""
-        wanted = -(-self.tokens // self.how.answer_tokens)
+        count = -(-self.tokens // self.how.answer_tokens)
         if asks:
-            prompts = [*prompts, *self.ask(model, max(wanted // 2, wanted - len(prompts)))]
-        prompts = shuffled(prompts, self.how.seed)[:wanted] if asks or self.budget.limited else prompts[:wanted]
-        if len(prompts) < _SHORT * wanted:
-            self.told.on_note(f"there are {len(prompts):,} prompts, and {wanted:,} are asked for with --tokens")
+            prompts = [*prompts, *self.ask(model, max(count // 2, count - len(prompts)))]
+        prompts = shuffled(prompts, self.how.seed)[:count] if asks or self.budget.limited else prompts[:count]
+        if len(prompts) < _SHORT * count:
+            self.told.on_note(f"there are {len(prompts):,} prompts, and {count:,} are asked for with --tokens")
         watch = Watch(told=self.told, budget=self.budget, share=WRITTEN, begun=self.begun)
         written = write_answers(model, prompts, self.folder, _ANSWERS, self.how, watch=watch, width=0)
         if len(written.records) < len(prompts):

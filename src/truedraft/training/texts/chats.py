@@ -48,7 +48,9 @@ class ChatTexts:
         Raises:
             DataError: it is no chat, there is no template, or the template refuses it.
         """
-        return self._written(record, place, lambda tokenizer, turns, tools: tokenizer.conversation_text(turns, tools))
+        return self._written(
+            record, place, lambda tokenizer, messages, tools: tokenizer.conversation_text(messages, tools)
+        )
 
     def prompt(self, record: object, place: str) -> list[int] | None:
         """The token ids of a prompt: an object with "prompt", or a chat that ends with a question; None for a document.
@@ -59,20 +61,20 @@ class ChatTexts:
             DataError: as in `text`, or the prompt is empty, or neither a text nor token ids.
         """
         if isinstance(record, Mapping) and "prompt" in record and "text" not in record:
-            told = record["prompt"]
-            if told and isinstance(told, list) and all(type(token) is int for token in told):
-                return told
-            if not isinstance(told, str) or not told.strip():
+            content = record["prompt"]
+            if content and isinstance(content, list) and all(type(token) is int for token in content):
+                return content
+            if not isinstance(content, str) or not content.strip():
                 raise DataError(f'{place}: "prompt" must be a text that is not empty, or a list of token ids')
             if self._tokenizer is not None and not self._tokenizer.chat_template:
-                return self._tokenizer.encode(told)
-            record = [{"role": "user", "content": told}]
-        turns = _turns(record)
-        last = turns[-1] if isinstance(turns, list) and turns else None
+                return self._tokenizer.encode(content)
+            record = [{"role": "user", "content": content}]
+        messages = _turns(record)
+        last = messages[-1] if isinstance(messages, list) and messages else None
         role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
         if not isinstance(role, str) or ROLES.get(role, "assistant") == "assistant":
             return None
-        return self._written(record, place, lambda tokenizer, turns, tools: tokenizer.chat(turns, tools=tools))
+        return self._written(record, place, lambda tokenizer, messages, tools: tokenizer.chat(messages, tools=tools))
 
     def _written(
         self,
@@ -87,11 +89,11 @@ class ChatTexts:
                 "has one"
             )
         more: Mapping[str, Any] = record if isinstance(record, Mapping) else {}
-        turns = _turns(record)
-        if not isinstance(turns, list) or not turns:
-            raise DataError(f"{place}: the messages of a chat are a list of at least one, got {_shown(turns)}")
+        given = _turns(record)
+        if not isinstance(given, list) or not given:
+            raise DataError(f"{place}: the messages of a chat are a list of at least one, got {_shown(given)}")
         try:
-            messages = [_message(turn, f"{place}, message {number}") for number, turn in enumerate(turns, start=1)]
+            messages = [_message(turn, f"{place}, message {number}") for number, turn in enumerate(given, start=1)]
             if isinstance(more.get("system"), str) and more["system"] and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": more["system"]})
             tools = self._form.tools(_read(more.get("tools")) or ())
@@ -144,12 +146,12 @@ def _call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": _read(function.get("arguments"))}}
 
 
-def _read(told: Any) -> Any:
+def _read(value: Any) -> Any:
     """The value of a JSON text; anything else as it is."""
     try:
-        return json.loads(told) if isinstance(told, str) else told
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        return told
+        return value
 
 
 def _shown(value: object) -> str:

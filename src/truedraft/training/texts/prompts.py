@@ -183,18 +183,18 @@ def keep_back(texts: Sequence[str], share: float) -> tuple[list[str], list[str]]
 def _divide(texts: Sequence[str], place: int) -> tuple[list[str], list[str]]:
     """Texts before and after a character of all of them; the text with it is cut at the start of a line."""
     before: list[str] = []
-    behind: list[str] = []
+    after: list[str] = []
     for text in texts:
         if place >= len(text):
             before.append(text)
         elif place <= 0:
-            behind.append(text)
+            after.append(text)
         else:
             cut = _line_start(text, place) or place
             before.append(text[:cut])
-            behind.append(text[cut:])
+            after.append(text[cut:])
         place -= len(text)
-    return before, behind
+    return before, after
 
 
 def _characters(texts: Sequence[str]) -> int:

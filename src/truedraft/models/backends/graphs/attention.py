@@ -56,14 +56,14 @@ def gathered_attention(inputs: Inputs, pages: Pages) -> Look:
     """
     numbers, bucket = inputs.numbers, inputs.bucket
     masks: dict[tuple[int, int], Tensor] = {}  # by pattern, and query heads of a key head
-    behind = torch.arange(bucket.span, device=numbers.end.device) >= numbers.end[:, None]  # [requests, span]
+    past_end = torch.arange(bucket.span, device=numbers.end.device) >= numbers.end[:, None]  # [requests, span]
     source = rows_of_requests(inputs)
     place = torch.arange(bucket.rows, device=source.device) - numbers.start[numbers.request]
     place += numbers.request * bucket.tokens  # the reverse of `source`, among `requests * tokens`
 
     def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
         keys, values = (
-            each[numbers.table].flatten(1, 2).masked_fill_(behind[..., None, None], 0.0).transpose(1, 2)
+            each[numbers.table].flatten(1, 2).masked_fill_(past_end[..., None, None], 0.0).transpose(1, 2)
             for each in pages.entries(call)
         )  # [requests, kv_heads, span, width]
         group = query.shape[1] // keys.shape[1]

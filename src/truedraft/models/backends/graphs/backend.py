@@ -177,9 +177,9 @@ class PagedForward:
         Raises:
             CacheError: a cache is not in these pages, or there are no free pages.
         """
-        beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
+        inputs = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         with self.pages.lock, _on(self.pages.device):
-            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, beside, strict=True)]
+            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, inputs, strict=True)]
             for segment in segments:
                 segment.cache.reserve(len(segment.shape), segment.written)
             self._rotary.reach(max(part.end for part in parts) - 1 + self._start)
@@ -211,9 +211,9 @@ class PagedForward:
             numbers: `[requests, ...]` each, further inputs.
             vectors: `[total, width]`, inputs in addition to the segments' tokens.
         """
-        beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
+        inputs = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         with self.pages.lock, _on(self.pages.device):
-            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, beside, strict=True)]
+            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, inputs, strict=True)]
             for segment in segments:
                 segment.cache.reserve(len(segment.shape) + (levels - 1) * beams, segment.written)
             self._rotary.reach(max(part.end for part in parts) + (levels - 1) * beams - 1 + self._start)

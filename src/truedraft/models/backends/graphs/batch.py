@@ -193,8 +193,8 @@ class PagedBatch:
     @classmethod
     def exact(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
         """A batch without padding."""
-        sizes, wanted = _sizes(parts), sum(len(part.segment.rows) for part in parts)
-        return cls(parts, patterns, sizes, Bucket.exact(*_most(parts, sizes), wanted=wanted))
+        sizes, requested = _sizes(parts), sum(len(part.segment.rows) for part in parts)
+        return cls(parts, patterns, sizes, Bucket.exact(*_most(parts, sizes), wanted=requested))
 
     @classmethod
     def levels(
@@ -265,20 +265,20 @@ class PagedBatch:
         numbers.target[:rows] = numbers.table[request, places // PAGE].astype(np.int64) * PAGE + places % PAGE
         for pattern, first in zip(self.patterns, numbers.first, strict=True):
             first[:rows] = pattern.first(positions)
-        self._write_wanted(numbers.wanted, start, rows)
+        self._write_requested(numbers.wanted, start, rows)
         _write_tiles(numbers.tiles, start, counts, self.bucket.tile)
         numbers.tile_end[:] = numbers.end[numbers.tiles[:, 0]] * (numbers.tiles[:, 2] > 0)
         for number, part in enumerate(self.parts if self.bucket.words and not self.level else ()):
             if part.nodes:
                 self._write_tree(part, numbers, slice(start[number], start[number] + part.count))
 
-    def _write_wanted(self, wanted: HostNumbers, start: HostNumbers, rows: int) -> None:
+    def _write_requested(self, requested: HostNumbers, start: HostNumbers, rows: int) -> None:
         if self.level:
-            wanted[:rows] = np.arange(rows)
+            requested[:rows] = np.arange(rows)
             return
-        asked = [part.segment.rows for part in self.parts]
-        flat = np.fromiter(itertools.chain.from_iterable(asked), np.int64)
-        wanted[: len(flat)] = flat + np.repeat(start, [len(rows) for rows in asked])
+        per_part = [part.segment.rows for part in self.parts]
+        flat = np.fromiter(itertools.chain.from_iterable(per_part), np.int64)
+        requested[: len(flat)] = flat + np.repeat(start, [len(rows) for rows in per_part])
 
     def _write_tree(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
         """Overwrite positions by depth, and set the bits of visible nodes."""
@@ -371,9 +371,9 @@ class Inputs:
         sizes = [sum(_sizes_of(_shapes(bucket, patterns))) for bucket in buckets]
         block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         parts = zip(buckets, block.split(sizes), strict=True)
-        besides = itertools.chain([vectors], itertools.repeat(None))
+        per_bucket = itertools.chain([vectors], itertools.repeat(None))
         return [
-            cls(bucket, patterns, device, one, memory) for (bucket, memory), one in zip(parts, besides, strict=False)
+            cls(bucket, patterns, device, one, memory) for (bucket, memory), one in zip(parts, per_bucket, strict=False)
         ]
 
     def load(self, batch: PagedBatch) -> None:
@@ -400,8 +400,8 @@ class Inputs:
         for tokens, start in elsewhere:
             self.numbers.tokens[start : start + len(tokens)].copy_(tokens)
         if self.vectors is not None:
-            beside = torch.cat([part.vectors for part in batch.parts if part.vectors is not None])
-            self.vectors[: len(beside)].copy_(beside)
+            vectors = torch.cat([part.vectors for part in batch.parts if part.vectors is not None])
+            self.vectors[: len(vectors)].copy_(vectors)
 
 
 def load_in_a_row(inputs: Sequence[Inputs], batches: Sequence[PagedBatch]) -> None:

@@ -50,7 +50,7 @@ from truedraft.models.threads import forward_threads
 _CPU = torch.device("cpu")
 _MOST_HEAD = 256
 _GATES = {"silu": 2, "gelu": 3, "clipped": 4}  # kinds of decoder.c
-_WORTH_A_COPY = 0.7  # most bytes of a copy with fewer bits, as a fraction of those of its weights
+_MOST_COPY_SHARE = 0.7  # most bytes of a copy with fewer bits, as a fraction of those of its weights
 _NOTHING = torch.empty(0)
 _NO_BLOCKS = (CLinear * 0)()
 
@@ -154,7 +154,7 @@ class NativeBackend(Backend):
 
     def quantized(self, bits: int) -> NativeBackend:
         fewer = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
-        if self.weight_bytes and fewer > _WORTH_A_COPY * self.weight_bytes:
+        if self.weight_bytes and fewer > _MOST_COPY_SHARE * self.weight_bytes:
             raise UnsupportedModelError(
                 f"its own are quantised, and such a copy has {fewer / self.weight_bytes:.0%} of their bytes"
             )
@@ -180,7 +180,7 @@ class NativeBackend(Backend):
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # such as a column of a matrix
             tokens = tokens.to(torch.int64).contiguous()
-        total, wanted = tokens.shape[1], plan.rows.shape[0]
+        total, requested = tokens.shape[1], plan.rows.shape[0]
         positions = plan.positions[0]
         for table in self._rotaries:
             table.reach(plan.furthest)
@@ -192,15 +192,15 @@ class NativeBackend(Backend):
         threads = forward_threads()
         shown = sorted(set(layers))
         numbers = (ctypes.c_int64 * len(shown))(*shown)
-        vectors = torch.empty(len(shown), wanted, self._width, dtype=self._dtype, device=_CPU) if shown else _NOTHING
+        vectors = torch.empty(len(shown), requested, self._width, dtype=self._dtype, device=_CPU) if shown else _NOTHING
         batch = CBatch(
-            total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
+            total, len(segments), requested, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
             ctypes.addressof(tables), first.data_ptr(), segments,
             len(shown), ctypes.addressof(numbers), vectors.data_ptr(), *pairs,
         )  # fmt: skip
-        logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
-        hidden = torch.empty(wanted, self._width, dtype=self._dtype, device=_CPU)
-        scratch = self._scratch.of(max(total, wanted), keys, threads)
+        logits = torch.empty(requested, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
+        hidden = torch.empty(requested, self._width, dtype=self._dtype, device=_CPU)
+        scratch = self._scratch.of(max(total, requested), keys, threads)
         refused = self._forward(
             ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
             ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
@@ -217,10 +217,10 @@ class NativeBackend(Backend):
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         if not self._model.coded.bits:
             return super().embed(tokens, table)
-        wanted = tokens.to(_CPU, torch.int64).contiguous()
-        found = torch.empty(len(wanted), self._width, dtype=self._dtype, device=_CPU)
+        ids = tokens.to(_CPU, torch.int64).contiguous()
+        found = torch.empty(len(ids), self._width, dtype=self._dtype, device=_CPU)
         self._library.truedraft_look_up(
-            ctypes.byref(self._model.coded), ctypes.c_void_p(wanted.data_ptr()), ctypes.c_int64(len(wanted)),
+            ctypes.byref(self._model.coded), ctypes.c_void_p(ids.data_ptr()), ctypes.c_int64(len(ids)),
             ctypes.c_void_p(found.data_ptr()),
         )  # fmt: skip
         return found
@@ -412,16 +412,16 @@ def _linear(layers: Linears, weights: Weights) -> CLinear:
 def _gate_up(layers: Linears, weights: Weights) -> CLinear:
     gate, up = [layer.weight for layer in layers] if len(layers) > 1 else in_halves(layers[0].weight)
     bias = _bias(layers)
-    made = weights.linear([gate, up], None if bias is None else _in_turns(bias, len(gate)), turns=True)
+    made = weights.linear([gate, up], None if bias is None else _alternating(bias, len(gate)), turns=True)
     for layer in layers:
         release(layer)
     return made
 
 
-def _in_turns(bias: Tensor, inner: int) -> Tensor:
+def _alternating(bias: Tensor, inner: int) -> Tensor:
     """Biases of gates, then of ups, `inner` each, in alternating blocks."""
-    turns = torch.stack([bias[:inner].view(-1, LANES), bias[inner : 2 * inner].view(-1, LANES)], dim=1)
-    return pad(turns.flatten(), (0, -2 * inner % UNIT))
+    blocks = torch.stack([bias[:inner].view(-1, LANES), bias[inner : 2 * inner].view(-1, LANES)], dim=1)
+    return pad(blocks.flatten(), (0, -2 * inner % UNIT))
 
 
 def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLinear]:
@@ -431,7 +431,7 @@ def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLin
     gates = down_bias = router_bias = None
     if experts.gate_bias is not None and experts.up_bias is not None and experts.down_bias is not None:
         of_each = [padded_bias([experts.gate_bias[e], experts.up_bias[e]], [inner, inner]) for e in each]
-        gates = torch.cat([_in_turns(bias, inner) for bias in of_each if bias is not None])
+        gates = torch.cat([_alternating(bias, inner) for bias in of_each if bias is not None])
         of_downs = [padded_bias([bias], [width]) for bias in experts.down_bias]
         down_bias = torch.cat([bias for bias in of_downs if bias is not None])
     if experts.router_bias is not None:
@@ -531,9 +531,9 @@ class NativeLmHead:
         values = torch.empty(total, count, dtype=torch.float32, device=_CPU)
         ids = torch.empty(total, count, dtype=torch.int64, device=_CPU)
         memory = (each.data_ptr() for each in (hidden, logits, values, ids))
-        asked = CAsked(rows, vocab, count, factor, *memory)
+        request = CAsked(rows, vocab, count, factor, *memory)
         scratch, stride = self._scratch.of(total, 1, threads), ctypes.c_int64(self._model.stride)
-        self._run(ctypes.byref(heads), ctypes.byref(asked), ctypes.byref(scratch), stride, threads)
+        self._run(ctypes.byref(heads), ctypes.byref(request), ctypes.byref(scratch), stride, threads)
         return logits[:, :outputs], TopK(ids, values)
 
     def forget(self) -> None:

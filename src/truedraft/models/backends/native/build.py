@@ -44,7 +44,7 @@ _OF_SMOLLM2 = ((4, 1), (8, 0), (4, 0))  # forms of its file, 4 bits with shifts 
 _TRIES = ("-march=native", "-mcpu=native")
 _TIMEOUT_S = 120.0
 _ROOM = 1 << 24  # free bytes that the compiler needs in a folder
-_OURS_ALONE = 0o700
+_OWNER_ONLY = 0o700
 _WRITABLE_BY_OTHERS = 0o022
 
 
@@ -152,9 +152,9 @@ def _folder() -> Path | None:
     """The cache folder; None where it cannot be created, or others could write to it."""
     folder = cache_folder() / "native"
     try:
-        folder.mkdir(mode=_OURS_ALONE, parents=True, exist_ok=True)
+        folder.mkdir(mode=_OWNER_ONLY, parents=True, exist_ok=True)
         if folder.stat().st_mode & _WRITABLE_BY_OTHERS:
-            folder.chmod(_OURS_ALONE)
+            folder.chmod(_OWNER_ONLY)
         return folder if _is_ours(folder) else None
     except OSError:
         return None
@@ -196,10 +196,10 @@ def _checksum(path: Path) -> str:
 
 
 def _key(compiler: Sequence[str], defines: Sequence[str]) -> str:
-    asked = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
-    told = (*compiler[1:], *defines, str(_PLAIN), str(_TRIES), platform.machine(), _processor())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
+    settings = (*compiler[1:], *defines, str(_PLAIN), str(_TRIES), platform.machine(), _processor())
     read = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    return hashlib.sha256(b"\0".join((*read, asked.stdout, *map(str.encode, told)))).hexdigest()[:24]
+    return hashlib.sha256(b"\0".join((*read, version.stdout, *map(str.encode, settings)))).hexdigest()[:24]
 
 
 def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
@@ -213,13 +213,13 @@ def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
         tiles: whether this process may use AMX.
     """
     processor = _processor()
-    told = {
+    flags = {
         "BF16": narrow,
         "PAIRED": narrow and "avx512_bf16" in processor and "AuthenticAMD" in processor,
         "TILES": tiles,
         "ASKS_AHEAD": "GenuineIntel" in processor,
     }
-    return tuple(f"-D{name}={int(value)}" for name, value in told.items())
+    return tuple(f"-D{name}={int(value)}" for name, value in flags.items())
 
 
 def _processor() -> str:
@@ -228,8 +228,8 @@ def _processor() -> str:
     if not cpuinfo.is_file():
         return f"{platform.processor()} of {platform.node()}"
     lines = cpuinfo.read_text(errors="replace").splitlines()
-    told = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in told)
+    fields = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in fields)
 
 
 def _load_compiled(
@@ -246,7 +246,7 @@ def _load_compiled(
         path = Path(work) / "decoder.so"
         _compile([*compiler, *_PLAIN], [*defines, "-shared", str(SOURCE), "-o", str(path)])
         if folder is not None and keeping:
-            path.chmod(_OURS_ALONE)
+            path.chmod(_OWNER_ONLY)
             # Atomically, because another process may be doing the same.
             kept = folder / f"decoder-{key}-{_checksum(path)}.so"
             take_place(path, kept)

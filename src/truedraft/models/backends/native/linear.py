@@ -93,7 +93,7 @@ def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, Nati
     if reason:
         raise UnsupportedModelError(reason)
     head = model.get_output_embeddings()
-    linears = native_linears([each for each in model.modules() if each is head or _is_alone(each)], bits, model.dtype)
+    linears = native_linears([each for each in model.modules() if each is head or _is_linear(each)], bits, model.dtype)
     others = [each for each in model.modules() if each not in linears and not isinstance(each, nn.Embedding)]
     left = sum(weight.numel() for each in others for weight in each.parameters(recurse=False))
     taken = sum(linear.in_features * linear.out_features for linear in linears.values())
@@ -121,7 +121,7 @@ def native_linears(found: Iterable[object], bits: int, dtype: torch.dtype) -> Ma
     return {each: NativeLinear(each, bits, scratch, stride) for each in sources}
 
 
-def _is_alone(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     return any(is_plain(module, kind) for kind in (PackedLinear, nn.Linear, Conv1D))
 
 

@@ -157,21 +157,21 @@ class Weights:
         cells = self.keep(packed(self._library, layers, turns=turns))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
 
-    def _coded(self, parts: Sequence[StoredWeight], bias: Tensor | None, turns: bool) -> CLinear:
+    def _coded(self, parts: Sequence[StoredWeight], bias: Tensor | None, alternate: bool) -> CLinear:
         alike = [list(each) for _, each in itertools.groupby(parts, lambda part: part.form)]
         outputs, inputs, order = _outputs_of(parts), parts[0].shape[1], parts[0].order
         kept = None if order is None else self.keep(order)
         linear: CLinear | None = None
         for some in reversed(alike):
             linear = CLinear(
-                self._laid_out(some, turns), None, inputs, outputs, inputs, some[0].form[0], some[0].form[1].value,
+                self._laid_out(some, alternate), None, inputs, outputs, inputs, some[0].form[0], some[0].form[1].value,
                 -(-_outputs_of(some) // UNIT), None if linear is None else self._point_at(linear), kept,
             )  # fmt: skip
         assert linear is not None
         linear.bias = None if bias is None else self.keep(bias)
         return linear
 
-    def _laid_out(self, parts: Sequence[StoredWeight], turns: bool) -> int:
+    def _laid_out(self, parts: Sequence[StoredWeight], alternate: bool) -> int:
         """The address of weights of one form, in the layout of quantized.h."""
         (bits, scheme), (_, inputs), outputs = parts[0].form, parts[0].shape, _outputs_of(parts)
         self._library.need_form(bits, scheme.value)
@@ -179,13 +179,13 @@ class Weights:
         linear.own = -(-outputs // UNIT)
         memory = _huge(self.bytes_of(linear), torch.uint8)
         linear.weights = memory.data_ptr()
-        apart, place = len(parts) if turns else 1, 0
+        stride, place = len(parts) if alternate else 1, 0
         jobs: list[tuple[StoredWeight, slice, int]] = []
         for number, part in enumerate(parts):
-            place = number if turns else place
+            place = number if alternate else place
             for rows in part.pieces():
                 jobs.append((part, rows, place))
-                place += (rows.stop - rows.start) // LANES * apart
+                place += (rows.stop - rows.start) // LANES * stride
 
         def run(job: tuple[StoredWeight, slice, int]) -> None:
             piece = job[0].rows(job[1])
@@ -193,7 +193,7 @@ class Weights:
             held = [None if each is None else each.contiguous() for each in tensors]
             coded = CCoded(*(None if each is None else each.data_ptr() for each in held))
             self._library.truedraft_lay_out(
-                ctypes.byref(linear), ctypes.byref(coded), c_int64(len(piece)), c_int64(job[2]), c_int64(apart)
+                ctypes.byref(linear), ctypes.byref(coded), c_int64(len(piece)), c_int64(job[2]), c_int64(stride)
             )
 
         with ThreadPoolExecutor(min(len(jobs), forward_threads())) as pool:
@@ -262,7 +262,7 @@ def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = Fa
     parts = layers[0]
     outputs, inputs, dtype = sum(map(len, parts)), parts[0].shape[1], parts[0].dtype
     per_cell = 2 if dtype is torch.bfloat16 else 1
-    cells, apart = inputs // per_cell, len(parts) if turns else 1
+    cells, stride = inputs // per_cell, len(parts) if turns else 1
     blocks = -(-outputs // UNIT) * (UNIT // LANES)
     target = _huge(len(layers) * blocks * LANES * inputs, dtype).view(-1, cells, LANES, per_cell)
     jobs: list[tuple[Tensor, Tensor]] = []
@@ -270,14 +270,14 @@ def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = Fa
         place = layer * blocks
         for number, part in enumerate(parts):
             for first in range(0, len(part), _PACKED_ROWS):
-                block = place + first // LANES * apart
+                block = place + first // LANES * stride
                 jobs.append((part[first : first + _PACKED_ROWS].detach(), target[block:]))
             place = layer * blocks + number + 1 if turns else place + len(part) // LANES
 
     def run(job: tuple[Tensor, Tensor]) -> None:
         rows, where = job[0].contiguous(), job[1]
         library.truedraft_pack(
-            c_void_p(rows.data_ptr()), c_int64(len(rows)), c_int64(cells), c_void_p(where.data_ptr()), c_int64(apart)
+            c_void_p(rows.data_ptr()), c_int64(len(rows)), c_int64(cells), c_void_p(where.data_ptr()), c_int64(stride)
         )
 
     with ThreadPoolExecutor(min(len(jobs), forward_threads())) as pool:  # ctypes releases the GIL
@@ -335,7 +335,7 @@ class Scratch:
     def of(self, rows: int, keys: int, threads: int) -> CScratch:
         """Enough memory for the given numbers of rows, keys of a request, and threads."""
         threads = min(threads, _MOST_THREADS)
-        if any(asked > there for asked, there in zip((rows, keys, threads), self._room, strict=True)):
+        if any(required > there for required, there in zip((rows, keys, threads), self._room, strict=True)):
             # Keys by doubling: a context that grows by a token per step would reallocate at every step.
             keys = max(keys, 2 * self._room[1]) if keys > self._room[1] else self._room[1]
             rows, threads = max(rows, self._room[0]), max(threads, self._room[2])
