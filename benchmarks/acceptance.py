@@ -29,7 +29,7 @@ from truedraft.machine import dtype_name
 from truedraft.measure.bench.prompts import read_questions, spread
 from truedraft.measure.predictions import ratio_over_prompts
 from truedraft.models.base import LanguageModel
-from truedraft.training.evaluate import foretold
+from truedraft.training.evaluate import predicted
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 LONGEST = 1500
@@ -61,7 +61,7 @@ def main() -> None:
         for temperature in options.temperatures:
             engine = Engine(target, drafter, controller="fixed", entropy=options.entropy)
             found = measured(engine, asked, SamplingParams(options.max_tokens, temperature))
-            promised = foretold(target, texts[temperature], temperature, drafter) if options.foretell else None
+            promised = predicted(target, texts[temperature], temperature, drafter) if options.foretell else None
             if promised is not None:
                 found["foretold"] = asdict(promised)
             how = {"prompts": options.limit, "max_tokens": options.max_tokens, "entropy": options.entropy}

@@ -17,7 +17,7 @@ Progress: TypeAlias = Callable[[float, str], None]
 """Called with the finished amount (a share, unless a total is defined) and a remark shown after the bar."""
 
 
-def told_stage(stage: str) -> None:
+def log_stage(stage: str) -> None:
     """Log the start of something that may take seconds; users who wait for it listen to this logger."""
     STAGES.info(stage)
 

@@ -22,7 +22,7 @@ from truedraft.certify.statistics import FALSE_ALARM, Statistics, joint_result
 from truedraft.core.theory import holm
 from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.engine.policy import Goodput, InTurn
+from truedraft.engine.policy import Goodput, RoundRobin
 from truedraft.verification import SpeculativeSampling
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
@@ -73,7 +73,7 @@ def test_engines_of_one_stack_have_controllers_of_their_own() -> None:
     made = stack(controller=Goodput())
     one, other = made.engine(1), made.engine(4)
     assert one.controller is not other.controller
-    assert isinstance(stack().engine(1).controller, InTurn)
+    assert isinstance(stack().engine(1).controller, RoundRobin)
 
 
 def state_of(drafter: Drafter) -> dict[str, Finding]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from truedraft.cli import session
 from truedraft.cli.streams import say
 from truedraft.cli.terminal import Terminal
-from truedraft.progress import STAGES, told_stage
+from truedraft.progress import STAGES, log_stage
 
 
 def on_a_terminal() -> tuple[Terminal, io.StringIO]:
@@ -70,7 +70,7 @@ def test_what_takes_long_is_said_in_a_line_where_no_terminal_shows_it(
     assert capsys.readouterr() == ("", "truedraft: loading x\n")
     monkeypatch.setattr(session, "_PATIENCE_S", 3600.0)
     with session.waiting(Console(file=io.StringIO()), "loading x"):
-        told_stage("compiling")
+        log_stage("compiling")
     assert capsys.readouterr() == ("", "")
 
 
@@ -81,14 +81,14 @@ def test_each_stage_is_said_that_takes_long_and_shown_on_a_terminal(monkeypatch:
     monkeypatch.setattr(session, "_PATIENCE_S", 3600.0)
     with session.waiting(Console(file=io.StringIO()), "loading x") as show:
         monkeypatch.setattr(session, "_PATIENCE_S", 0.0)
-        for say_stage in (told_stage, show):
+        for say_stage in (log_stage, show):
             there.clear()
             say_stage(f"stage {len(said)}")
             assert there.wait(60.0)
     assert said == ["stage 0", "stage 1"], "what it began with took no time"
-    told_stage("unheard")
+    log_stage("unheard")
     assert len(said) == 2 and not STAGES.handlers
     screen = io.StringIO()
     with session.waiting(Console(file=screen, force_terminal=True), "loading x") as show:
-        told_stage("compiling y")
+        log_stage("compiling y")
     assert "compiling y" in screen.getvalue()

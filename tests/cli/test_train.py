@@ -17,7 +17,7 @@ from truedraft.drafters import registry
 from truedraft.training import evaluate
 from truedraft.training.drafts import StreamObjective
 from truedraft.training.loop import checkpoint_of
-from truedraft.training.workspace import alone_in
+from truedraft.training.workspace import exclusive_access
 
 SMALL = ("--steps", "4", "--length", "16", "--decay-length", "32", "--tokens-per-step", "64", "--width", "16")
 
@@ -100,7 +100,7 @@ def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(
 def test_a_second_training_in_one_folder_is_refused(run: Run, target: str, text: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     busy = f"truedraft: error: process {os.getpid()} is training in {str(out)!r}: wait until it ends, end it, or name"
-    with alone_in(out / "work"):
+    with exclusive_access(out / "work"):
         (out / "work" / "log.jsonl").touch()
         for more in ((), ("--resume",), ("--clean",)):
             result = run("train", "draft", "--model", target, "--data", text, "--out", str(out), *SMALL, *more)

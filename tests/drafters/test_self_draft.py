@@ -19,14 +19,14 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, SelfDraft, from_spec, specs
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.registry import write_record
-from truedraft.engine.policy import InTurn
+from truedraft.engine.policy import RoundRobin
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
 from truedraft.models import huggingface
-from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.copied import WholeTextBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Weights
+from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
@@ -161,7 +161,7 @@ def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> N
         SelfDraft(other, target.quantized(4))
 
 
-@pytest.mark.parametrize("kind", [AloneBackend, WholeTextBackend])
+@pytest.mark.parametrize("kind", [SequentialBackend, WholeTextBackend])
 def test_forwards_that_run_all_layers_are_refused_in_a_sentence(kind: Callable[[PreTrainedModel], Backend]) -> None:
     alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", kind)
     for word in ("self:int8", "self:int4"):
@@ -180,10 +180,10 @@ def test_auto_falls_back_on_it_where_it_could_pay(target: HuggingFaceModel, monk
     assert list(drafter.members) == ["self", "prompt-lookup"]
     assert [each.model.note for each in drafter.members.values() if each.model is not None] == [None]
     assert not made
-    answer = Engine(target, drafter, controller=InTurn()).generate(list(PROMPTS[0]), SamplingParams(max_tokens=30))
+    answer = Engine(target, drafter, controller=RoundRobin()).generate(list(PROMPTS[0]), SamplingParams(max_tokens=30))
     assert made and answer.stats.by_drafter["self"].accepted_tokens > 0
     assert answer.token_ids == Engine(target).generate(list(PROMPTS[0]), SamplingParams(max_tokens=30)).token_ids
-    alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", AloneBackend)
+    alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", SequentialBackend)
     monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
     assert list(from_spec("auto", alone).members) == ["prompt-lookup"]
 
@@ -251,7 +251,7 @@ def test_a_copy_that_could_not_be_made_is_not_tried_again(
     drafter = from_spec("auto", target)
     if why == "memory went":
         monkeypatch.setattr(huggingface, "free_memory", lambda device: tries.append(1) or 10)
-    engine = Engine(target, drafter, controller=InTurn())
+    engine = Engine(target, drafter, controller=RoundRobin())
     params = SamplingParams(max_tokens=30)
     plain = Engine(target).generate(list(PROMPTS[0]), params)
     first = engine.generate(list(PROMPTS[0]), params)

@@ -141,7 +141,7 @@ def emitted_by(rule: Rule, chains: int, length: int, tokens: int) -> tuple[dict[
                     continue
                 accepted += share * outcome.accepted * first
                 whole = (*prefix, *outcome.tokens)
-                if outcome.goes_on:
+                if outcome.continues:
                     below = sum(draw.token == whole[-1] for draw in rows[-1].draws)
                     go(whole, drafted + len(rows), below, share, first)
                 elif len(prefix) < tokens:

@@ -272,7 +272,7 @@ def hold_to_a_budget(
     Engine(model, max_cache_bytes=1 << 40)  # learns what a token takes
     pool = model.pool
     assert pool is not None
-    begun, whole = pool.bytes_alone(40), pool.bytes_alone(max(map(len, prompts)) + params.max_tokens)
+    begun, whole = pool.bytes_for_one(40), pool.bytes_for_one(max(map(len, prompts)) + params.max_tokens)
     most = max(2 * begun, whole + begun // 2)
     engine, running, used = Engine(model, max_cache_bytes=most), list[int](), list[int]()
     engine.listeners.append(lambda _: running.append(len(engine._scheduler.running)))

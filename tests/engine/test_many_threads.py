@@ -14,7 +14,7 @@ import pytest
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel
 from truedraft.engine import StepRecord
-from truedraft.engine.loop import Turns
+from truedraft.engine.loop import FairLock
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel, ScriptedDrafter
@@ -52,11 +52,11 @@ def in_thread(act: Callable[[], object]) -> bool:
 
 
 @pytest.fixture
-def turns() -> Iterator[Turns]:
-    yield Turns()
+def turns() -> Iterator[FairLock]:
+    yield FairLock()
 
 
-def test_turns_come_in_the_order_in_which_threads_asked(turns: Turns) -> None:
+def test_turns_come_in_the_order_in_which_threads_asked(turns: FairLock) -> None:
     order: list[int] = []
 
     def take(number: int) -> None:
@@ -80,7 +80,7 @@ def test_turns_come_in_the_order_in_which_threads_asked(turns: Turns) -> None:
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_who_gives_up_waiting_does_not_stop_the_others(turns: Turns, handed: bool) -> None:
+def test_who_gives_up_waiting_does_not_stop_the_others(turns: FairLock, handed: bool) -> None:
     """Ctrl-C while waiting, and at the very moment when the turn came."""
 
     class Place:

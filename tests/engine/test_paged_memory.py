@@ -55,7 +55,7 @@ def test_requests_wait_for_pages_and_answers_are_those_of_each_alone(drafted: bo
     params = SamplingParams(max_tokens=40, ignore_eos=True, **options)  # type: ignore[arg-type]
     alone = [Engine(target).generate(prompt, params).token_ids for prompt in prompts]
     drafter = DraftModel(graphs(0.1), 3) if drafted else None
-    limit = pool_of(target).bytes_alone(CONTEXT) * (2 if drafted else 1)
+    limit = pool_of(target).bytes_for_one(CONTEXT) * (2 if drafted else 1)
     engine = Engine(target, drafter, controller="fixed", max_cache_bytes=limit, max_batch=8)
     pages, records = pool_of(target)._pages, list[StepRecord]()
     assert pool_of(target).most_bytes == (limit // 2 if drafted else limit)
@@ -73,7 +73,7 @@ def test_who_wrote_further_than_there_is_room_for_gives_it_back_and_goes_on() ->
     target = HuggingFaceModel(weights("grouped heads"), None, "graphs", recorded)
     prompts, params = [text(number, 30) for number in range(3)], SamplingParams(max_tokens=300, ignore_eos=True)
     alone = [Engine(target).generate(prompt, params).token_ids for prompt in prompts]
-    engine = Engine(target, max_cache_bytes=pool_of(target).bytes_alone(620))
+    engine = Engine(target, max_cache_bytes=pool_of(target).bytes_for_one(620))
     assert [answer.token_ids for answer in engine.generate(prompts, params)] == alone
     assert engine.preemptions > 0
 
@@ -81,7 +81,7 @@ def test_who_wrote_further_than_there_is_room_for_gives_it_back_and_goes_on() ->
 def test_a_request_that_could_never_fit_is_refused_by_what_its_models_pages_hold() -> None:
     """The draft's pages have their share of the bytes."""
     target = graphs()
-    engine = Engine(target, DraftModel(graphs(0.1), 3), max_cache_bytes=pool_of(target).bytes_alone(160))
+    engine = Engine(target, DraftModel(graphs(0.1), 3), max_cache_bytes=pool_of(target).bytes_for_one(160))
     with pytest.raises(PromptError, match=r"need [\d,]+ bytes of cache and max_cache_bytes is"):
         engine.generate(text(1, 100), SamplingParams(max_tokens=40))
     assert len(engine.generate(text(1, 40), SamplingParams(max_tokens=20, ignore_eos=True)).token_ids) == 20
@@ -92,7 +92,7 @@ def test_requests_that_begin_alike_hold_those_pages_once() -> None:
     system, params = text(1, 10 * PAGE), SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [[*system, *text(number, 9)] for number in range(2, 6)]
     alone = [Engine(target, prefix_cache_bytes=0).generate(prompt, params).token_ids for prompt in prompts]
-    limit = 3 * pool_of(target).bytes_alone(CONTEXT)
+    limit = 3 * pool_of(target).bytes_for_one(CONTEXT)
     engine, held = Engine(target, max_cache_bytes=limit, prefix_cache_bytes=limit), []
     pages = pool_of(target)._pages
     engine.listeners.append(lambda _: held.append((len(engine._scheduler.running), pages.held)))
@@ -121,7 +121,7 @@ def test_pages_of_heads_are_reserved_beside_the_targets(name: str, options: dict
     engine = Engine(target, drafter, controller="fixed", max_cache_bytes=room * (CONTEXT + 64), max_batch=8)
     pages, moved, seen = heads.pool._pages, heads.pool._pages.generation, list[tuple[int, int]]()
     assert pages.reserved == 1
-    assert heads.pool.most_bytes == heads.pool.bytes_alone(CONTEXT + 64), "its share, by what a token takes"
+    assert heads.pool.most_bytes == heads.pool.bytes_for_one(CONTEXT + 64), "its share, by what a token takes"
     engine.listeners.append(lambda _: seen.append((drafter.held.n_bytes, pages.held * pages.page_bytes)))
     answers = engine.generate(prompts, params)
     assert [answer.token_ids for answer in answers] == alone
@@ -158,7 +158,7 @@ def test_pages_are_no_more_than_all_requests_can_need() -> None:
     target = graphs()
     _engine = Engine(target, max_cache_bytes=1 << 34, max_batch=2)
     most = pool_of(target).most_bytes
-    assert most is not None and most <= pool_of(target).bytes_alone(2 * (CONTEXT + 256) + PAGE)
+    assert most is not None and most <= pool_of(target).bytes_for_one(2 * (CONTEXT + 256) + PAGE)
 
 
 def test_what_a_gpu_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_what_a_gpu_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu_cache_bytes(device, 0.25)
     target, draft = graphs(), graphs(0.1)
     engine = Engine(target, DraftModel(draft, 3), gpu_memory_utilization=0.5, max_batch=2)
-    measured = sum(pool_of(model).bytes_alone(most_held(target)) for model in (target, draft))
+    measured = sum(pool_of(model).bytes_for_one(most_held(target)) for model in (target, draft))
     assert 1 << 20 < measured < GIB
     assert engine.max_cache_bytes == (40 - 20) * GIB - 3 * GIB // 2 - measured
     assert Engine(graphs(), max_cache_bytes=4096 * 40, gpu_memory_utilization=0.5).max_cache_bytes == 4096 * 40
@@ -183,7 +183,7 @@ def test_what_a_gpu_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_and_what_is_measured_are_within_the_share_together(monkeypatch: pytest.MonkeyPatch) -> None:
     target = graphs()
     pool = pool_of(target)
-    most, beside = pool.bytes_alone(CONTEXT // 2), pool.bytes_alone(most_held(target))
+    most, beside = pool.bytes_for_one(CONTEXT // 2), pool.bytes_for_one(most_held(target))
     monkeypatch.setattr(memory, "_WORKSPACE", 0)
     monkeypatch.setattr(memory, "gpu_memory", lambda _: (0, beside + most))
     engine = Engine(target, gpu_memory_utilization=1.0)

@@ -177,7 +177,7 @@ def expected_calls(big: MarkovModel, small: MarkovModel, prompt: list[int], toke
             row = JudgedRow(p, tuple(DrawnToken(token, 0, q, kind) for token in made))
             for outcome in RULE.outcomes([row]):
                 token, weight = outcome.tokens[0], mass * outcome.probability
-                if outcome.goes_on:
+                if outcome.continues:
                     longer = (*path, made.index(token))
                     found += weight * going([*text, token], left - 1, longer, depth, below(longer, made))
                 else:

@@ -21,8 +21,8 @@ from support.tiny_models import CONTEXT, DRAFTED, PROMPTS, VOCAB, build, drafter
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.backends.alone import AloneBackend, runs_of
 from truedraft.models.backends.copied import WholeTextBackend
+from truedraft.models.backends.sequential import SequentialBackend, runs_of
 from truedraft.models.base import Segment
 from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
@@ -75,7 +75,7 @@ def random_model(family: str) -> PreTrainedModel:
 
 def run(model: PreTrainedModel, family: str) -> HuggingFaceModel:
     """As `load_model` makes it, checked."""
-    kind = WholeTextBackend if family in WHOLE else AloneBackend
+    kind = WholeTextBackend if family in WHOLE else SequentialBackend
     return run_alone(model, None, family, UnsupportedModelError("asked so"), kind)
 
 
@@ -118,7 +118,7 @@ def test_greedy_equals_transformers(family: str, drafted: str) -> None:
 def test_it_loads_and_says_how_it_runs(family: str, tmp_path: Path) -> None:
     random_model(family).save_pretrained(tmp_path)
     loaded = load_model(tmp_path, dtype="float32")
-    assert isinstance(loaded._backend, AloneBackend) != (family in PACKED)
+    assert isinstance(loaded._backend, SequentialBackend) != (family in PACKED)
     if family in PACKED:
         answers = Engine(loaded).generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=COUNT))
         assert [list(answer.token_ids) for answer in answers] == by_transformers(family)

@@ -141,7 +141,7 @@ def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
     prompts = [list(prompt) for prompt in PROMPTS]
     free = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed").generate(prompts, params)
     Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=1 << 40)
-    limit = int(1.2 * model.pool.bytes_alone(64))
+    limit = int(1.2 * model.pool.bytes_for_one(64))
     short = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=limit)
     assert [each.token_ids for each in short.generate(prompts, params)] == [each.token_ids for each in free]
     assert short.check_idle() == []

@@ -235,7 +235,7 @@ def test_where_a_source_ends(start: int, end: int) -> None:
     assert layout.length(text) == 3 and layout.length(text[:3]) is None
     assert layout.length([*text, 7, start, end, start]) == 3
     assert layout.length(layout.opening) == 4
-    assert layout.text([*text, 8], goes_on=True) == [*text, 8]
+    assert layout.text([*text, 8], continues=True) == [*text, 8]
     with pytest.raises(PromptError, match="cannot tell where the encoder's ends"):
         layout.text(text)
     with pytest.raises(PromptError, match="9 tokens, and the encoder reads at most 8"):

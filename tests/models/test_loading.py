@@ -38,8 +38,8 @@ from truedraft.errors import ModelError, ModelNotFoundError, OptionError, Unknow
 from truedraft.machine import pick_device, pick_dtype
 from truedraft.models import HuggingFaceModel, loading
 from truedraft.models.architecture import load_causal_lm
-from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.native.build import built
+from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.loading import fastest_backend, load_reader
 
@@ -533,7 +533,7 @@ def test_a_head_in_float32_beside_bfloat16_runs_one_text_at_a_time(llama: Path) 
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
     head = model.get_output_embeddings().float()
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-    target = HuggingFaceModel(model, None, "mixed", AloneBackend)
+    target = HuggingFaceModel(model, None, "mixed", SequentialBackend)
     prompt = [3, 1, 4, 1, 5]
     expected = stock_greedy(model, prompt, 12)
     answer = Engine(target, "prompt-lookup", controller="fixed").generate(prompt, SamplingParams(max_tokens=12))

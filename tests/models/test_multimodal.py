@@ -19,8 +19,8 @@ from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.errors import ModelError, PromptError, TruedraftError
 from truedraft.models import HuggingFaceModel, LanguageModel, MultimodalPrompt, Segment
-from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend
+from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.backends.stock import StockBackend
 
 GREEDY = SamplingParams(max_tokens=20)
@@ -81,7 +81,7 @@ def test_answers_are_those_of_generate(family: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("backend", [StockBackend, AloneBackend])
+@pytest.mark.parametrize("backend", [StockBackend, SequentialBackend])
 @pytest.mark.parametrize("family", PACKED)
 def test_positions_go_on_behind_the_image(family: str, backend: type[Backend]) -> None:
     """Those of PaliGemma begin at 1, those of Qwen's images have more than one axis."""
@@ -119,7 +119,7 @@ def test_the_image_matters(family: str) -> None:
 
 @pytest.mark.parametrize("family", PACKED)
 def test_one_text_at_a_time(family: str) -> None:
-    target = HuggingFaceModel(FAMILIES[family].model(), None, family, AloneBackend)
+    target = HuggingFaceModel(FAMILIES[family].model(), None, family, SequentialBackend)
     prompts = [FAMILIES[family].prompt(seed) for seed in range(2)]
     answers = Engine(target, PromptLookup(), controller="fixed").generate(prompts, GREEDY)
     assert [answer.token_ids for answer in answers] == [generated(family, prompt) for prompt in prompts]

@@ -15,11 +15,11 @@ from support.pairwise import pairwise
 from support.tiny_models import build
 from truedraft.core.tree import chain_shape
 from truedraft.errors import OptionError, UnsupportedModelError
-from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import native_linears
 from truedraft.models.backends.native.memory import PER_SCALE, UNIT, CModel, Scratch, Weights
+from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.packed_linear import PackedLinear, can_pack
@@ -216,7 +216,7 @@ def test_its_bytes_are_fewer_and_it_says_what_it_is() -> None:
 
 
 def test_other_forwards_are_refused_in_one_sentence() -> None:
-    alone = HuggingFaceModel(build(LlamaConfig(**SIZES), seed=3), None, "tiny", AloneBackend)
+    alone = HuggingFaceModel(build(LlamaConfig(**SIZES), seed=3), None, "tiny", SequentialBackend)
     with pytest.raises(
         UnsupportedModelError, match=r"^tiny cannot draft for itself with weights of 8 bits \(.*another"
     ):

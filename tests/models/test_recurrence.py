@@ -341,7 +341,7 @@ def test_short_memory_makes_requests_wait_and_changes_no_token(family: str) -> N
     free = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed").generate(prompts, params)
     # It learns what a token takes, and how many are drafted.
     Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=1 << 30)
-    least = model.pool.bytes_alone(320)
+    least = model.pool.bytes_for_one(320)
     short = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=int(1.4 * least))
     answers = short.generate(prompts, params)
     assert [each.token_ids for each in answers] == [each.token_ids for each in free]

@@ -300,4 +300,4 @@ def test_forwards_of_the_draft_that_are_recorded_are_counted() -> None:
 def test_a_cache_of_a_translated_draft_lies_in_the_pages_of_its_own() -> None:
     pool = PagePool(Pages(1, 1, 4, torch.float32, torch.device("cpu")), 64)
     cache = _SpelledCache(pool.acquire())
-    assert pool.bytes_for([(20, cache)]) == pool.bytes_alone(20)
+    assert pool.bytes_for([(20, cache)]) == pool.bytes_for_one(20)

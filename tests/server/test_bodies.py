@@ -199,7 +199,7 @@ def test_one_client_takes_few_of_the_threads(
     """What many long bodies of one client take holds nobody else up."""
     file = tmp_path / "keys"
     file.write_text("a secret-a\nb secret-b\n")
-    begun, goes_on = itertools.count(), threading.Event()
+    begun, continues = itertools.count(), threading.Event()
     with (
         serving(make_engine(), chat_template=template_file, api_key_file=file) as running,
         pytest.MonkeyPatch.context() as patch,
@@ -209,7 +209,7 @@ def test_one_client_takes_few_of_the_threads(
         def slow(self: Tokenizer, messages: Any, **how: Any) -> list[int]:
             if "slow" in messages[0]["content"]:
                 next(begun)
-                goes_on.wait(60)
+                continues.wait(60)
             return chat(self, messages, **how)
 
         patch.setattr(Tokenizer, "chat", slow)
@@ -226,6 +226,6 @@ def test_one_client_takes_few_of_the_threads(
             assert ask("quick", "secret-b") == 200
             assert repr(begun) == "count(2)", "the others of that client wait"
         finally:
-            goes_on.set()
+            continues.set()
             for thread in threads:
                 thread.join(60)

@@ -32,7 +32,7 @@ from truedraft.engine.policy.decisions import Decisions
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
-from truedraft.server.service import Answering, Service, Stream
+from truedraft.server.service import ResponseHandle, Service, Stream
 
 PROMPT = "def f("
 
@@ -271,7 +271,7 @@ def test_clients_take_turns(make_engine: Callable[..., Engine]) -> None:
         for client, count in ((Client("many"), 4), (Client("few"), 2)):
             for _ in range(count):
                 request = service.engine.prepare(PROMPT, SamplingParams(max_tokens=2))
-                answering = Answering(service)
+                answering = ResponseHandle(service)
                 answering.start([request], client)
                 answerings.append(answering)
         service.start()
@@ -299,9 +299,9 @@ def test_a_request_that_follows_an_answer_joins_the_next_step(
 
     monkeypatch.setattr(service.engine, "step", counted)
 
-    def ask(count: int) -> Answering:
+    def ask(count: int) -> ResponseHandle:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
-        answering = Answering(service)
+        answering = ResponseHandle(service)
         answering.start([service.engine.prepare(PROMPT, params)], Client("a"))
         return answering
 
@@ -358,7 +358,7 @@ def test_of_a_step_nothing_is_kept_but_counts(make_engine: Callable[..., Engine]
     service.engine.listeners.append(lambda record: alive.append(weakref.ref(record)))
 
     async def run() -> Stream:
-        answering = Answering(service)
+        answering = ResponseHandle(service)
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         answering.start([service.engine.prepare(PROMPT, params)], Client("a"))
         service.start()
@@ -378,7 +378,7 @@ def test_a_reader_that_was_slow_gets_a_bounded_part_at_once(make_engine: Callabl
     service = Service(make_engine())
 
     async def run() -> list[int]:
-        answering = Answering(service)
+        answering = ResponseHandle(service)
         params = SamplingParams(max_tokens=300, ignore_eos=True)
         requests = [service.engine.prepare(PROMPT, params, sample=sample) for sample in range(2)]
         answering.start(requests, Client("a"))
@@ -409,9 +409,9 @@ def test_limits_of_a_client(make_engine: Callable[..., Engine]) -> None:
     service = Service(make_engine(), max_per_client=2)
 
     async def run() -> None:
-        def ask(client: Client, samples: int) -> Answering:
+        def ask(client: Client, samples: int) -> ResponseHandle:
             requests = [service.engine.prepare(PROMPT, SamplingParams(max_tokens=2)) for _ in range(samples)]
-            answering = Answering(service)
+            answering = ResponseHandle(service)
             answering.start(requests, client)
             return answering
 
@@ -533,7 +533,7 @@ def test_clients_that_come_back_do_not_pass_one_that_waits(make_engine: Callable
 
     def ask(name: str) -> None:
         request = service.engine.prepare(PROMPT, SamplingParams(max_tokens=2))
-        Answering(service).start([request], clients[name])
+        ResponseHandle(service).start([request], clients[name])
 
     async def run() -> str:
         for name in "cccccab":
@@ -569,7 +569,7 @@ def _steps_of(engine: Engine) -> list[int]:
     return steps
 
 
-async def _begun(service: Service, answering: Answering) -> None:
+async def _begun(service: Service, answering: ResponseHandle) -> None:
     while any(stream.request.cache is None for stream in answering.streams):
         await asyncio.sleep(0.001)
 
@@ -594,7 +594,7 @@ def test_a_client_of_whom_nothing_runs_takes_a_place(drafter: Drafter, short: st
     steps = _steps_of(engine)
 
     async def run() -> list[list[int]]:
-        many = Answering(service)
+        many = ResponseHandle(service)
         many.start([engine.prepare(prompt, params) for prompt in prompts], Client("many"))
         pieces: list[list[int]] = [[] for _ in prompts]
         service.start()
@@ -609,7 +609,7 @@ def test_a_client_of_whom_nothing_runs_takes_a_place(drafter: Drafter, short: st
                 await _begun(service, many)
             while steps[0] < 4:
                 await asyncio.sleep(0.001)
-            few, before = Answering(service), steps[0]
+            few, before = ResponseHandle(service), steps[0]
             few.start([engine.prepare(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))], Client("few"))
             await few.answers()
             assert steps[0] - before < 64 and all(stream.answer is None for stream in many.streams)
@@ -633,24 +633,24 @@ def test_places_are_not_taken_at_each_step(make_engine: Callable[..., Engine]) -
     long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
     async def run() -> None:
-        own = Answering(service)
+        own = ResponseHandle(service)
         own.start([engine.prepare(PROMPT, long) for _ in range(2)], Client("many"))
         service.start()
         await _begun(service, own)
         held = [stream.request for stream in own.streams]
         for number in range(5):
-            few = Answering(service)
+            few = ResponseHandle(service)
             few.start([engine.prepare(PROMPT, SamplingParams(max_tokens=1))], Client(f"few{number}"))
             await few.answers()
         assert 1 <= sum(request.preemptions for request in held) <= 2 + 2 * steps[0] // 32
-        single = Answering(service)
+        single = ResponseHandle(service)
         own.close()
         single.start([engine.prepare(PROMPT, long)], Client("a"))
-        other = Answering(service)
+        other = ResponseHandle(service)
         other.start([engine.prepare(PROMPT, long)], Client("b"))
         await _begun(service, single)
         await _begun(service, other)
-        third = Answering(service)
+        third = ResponseHandle(service)
         third.start([engine.prepare(PROMPT, SamplingParams(max_tokens=1))], Client("c"))
         await third.answers()
         assert not single.streams[0].request.preemptions and not other.streams[0].request.preemptions
@@ -668,12 +668,12 @@ def test_who_gave_its_place_and_leaves_is_forgotten(make_engine: Callable[..., E
     long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
 
     async def run() -> None:
-        many, over = Answering(service), list[Stream]()
+        many, over = ResponseHandle(service), list[Stream]()
         service.listeners.append(over.append)
         many.start([engine.prepare(PROMPT, long) for _ in range(2)], Client("many"))
         service.start()
         await _begun(service, many)
-        few = Answering(service)
+        few = ResponseHandle(service)
         few.start([engine.prepare(PROMPT, long)], Client("few"))
         await _begun(service, few)
         assert sum(stream.waits for stream in many.streams) == 1

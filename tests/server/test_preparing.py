@@ -24,13 +24,13 @@ class SlowTrial:
     """Takes until the test lets it go, or until it is cancelled."""
 
     def __init__(self) -> None:
-        self.goes_on = threading.Event()
+        self.continues = threading.Event()
         self.cancelled = False
 
     def run(self, *_: Any) -> int:
         running.append(self)
         most.append(len(running))
-        self.goes_on.wait(60)
+        self.continues.wait(60)
         running.remove(self)
         if self.cancelled:
             raise CancelledError
@@ -38,7 +38,7 @@ class SlowTrial:
 
     def cancel(self) -> None:
         self.cancelled = True
-        self.goes_on.set()
+        self.continues.set()
 
 
 running: list[SlowTrial] = []
@@ -78,8 +78,8 @@ def test_nobody_waits_for_forms_of_others(make_engine: Callable[..., Engine]) ->
         assert get(server.url, "/health")[0] == 200
         for _ in asked:
             wait_for(lambda: len(running) == 1)
-            running[0].goes_on.set()
-            wait_for(lambda: not running or not running[0].goes_on.is_set())
+            running[0].continues.set()
+            wait_for(lambda: not running or not running[0].continues.is_set())
         assert [each.result()[0] for each in asked] == [200] * 8
         assert max(most) == 1, "one at a time"
         assert post(server.url, hostile(3))[0] == 200 and len(most) == 8, "it is kept"
@@ -99,7 +99,7 @@ def test_who_waits_for_a_form_has_a_place_in_the_queue(make_engine: Callable[...
 def release(asked: list[Future[Any]]) -> None:
     while not all(each.done() for each in asked):
         for each in running:
-            each.goes_on.set()
+            each.continues.set()
 
 
 @pytest.mark.parametrize("end", ["deadline", "client", "abort"])

@@ -31,7 +31,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.server import pictures as server_pictures
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import ANYONE
-from truedraft.server.service import Answering, Service
+from truedraft.server.service import ResponseHandle, Service
 
 QUESTION = "What is in this picture?"
 TEMPLATE = (
@@ -293,7 +293,7 @@ def test_pixels_that_wait_are_bounded(seeing: LanguageModel) -> None:
     service = Service(engine, max_waiting_bytes=2 * size - 1)
 
     def begin(*prompts: Any) -> None:
-        Answering(service).start([engine.prepare(each, SamplingParams(max_tokens=2)) for each in prompts], ANYONE)
+        ResponseHandle(service).start([engine.prepare(each, SamplingParams(max_tokens=2)) for each in prompts], ANYONE)
 
     begin(prompt, prompt)  # samples share it
     begin("Text")

@@ -38,7 +38,7 @@ class FaultyPeer(Peer):
         self.planted = planted
         self._models = models or embedded_models()
         self._engines: dict[tuple[float, int, float, float], Engine] = {}
-        self.facts = PeerFacts("truedraft", "", planted.filters, TAKES, tells_ids=True, logprobs="raw")
+        self.facts = PeerFacts("truedraft", "", planted.filters, TAKES, gives_ids=True, logprobs="raw")
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         groups: dict[tuple[float, int, float, float], list[int]] = {}

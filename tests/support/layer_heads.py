@@ -15,15 +15,15 @@ from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import CutShortError, DraftRequest
-from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.native.build import built
+from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 
 GREEDY = SamplingParams(max_tokens=24)
 _BACKENDS = {
     "stock": StockBackend,
-    "alone": AloneBackend,
+    "alone": SequentialBackend,
     "native": native_backend,
     "graphs": lambda model: graph_backend(model, HostRecorder()),
 }

@@ -29,7 +29,7 @@ from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
 from truedraft.kinds.p_eagle.training import PEagleTrainingConfig
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective
-from truedraft.training.evaluate import foretold
+from truedraft.training.evaluate import predicted
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.losses import loss_from_spec
@@ -227,7 +227,7 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: d
     ]
     head = random_head(*(SHAPES | MASKED)[name])
     made: Any = {DFlashHead: DFlash, DSparkHead: DSpark, PEagleHead: PEagle}[type(head)]
-    found = foretold(model, text(*records), 0.0, made(head, **shape))
+    found = predicted(model, text(*records), 0.0, made(head, **shape))
     counted = [each.stats for each in Engine(model, made(head, **shape), controller="fixed").generate(prompts, params)]
     calls = sum(each.target_calls for each in counted)
     assert found is not None and found.value == pytest.approx(3 * 23 / calls)
@@ -252,7 +252,7 @@ def test_what_is_foretold_of_draws_follows_each_draft_along_the_answer(name: str
     records = [
         WrittenAnswer(prompt, list(each.token_ids), 1.0, False) for prompt, each in zip(prompts, answers, strict=True)
     ]
-    found = foretold(model, text(*records), 1.0, made)
+    found = predicted(model, text(*records), 1.0, made)
     calls = 0.0
     for prompt, answer in ((each.prompt, each.answer) for each in records):
         whole, places = [*prompt, *answer], len(answer) - 1

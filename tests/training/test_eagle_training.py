@@ -22,7 +22,7 @@ from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective, likeliest_ids
-from truedraft.training.evaluate import foretold
+from truedraft.training.evaluate import predicted
 from truedraft.training.heads import HeadJob, lm_head_of, starting_head, train_heads
 from truedraft.training.losses import ForwardKL
 from truedraft.training.texts.answer_writer import WritingConfig
@@ -161,12 +161,12 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(shape: dict[str, in
     ]
     kept = SelfDistillationData(records, np.zeros((0, 48), dtype=np.uint16))
     head = random_eagle(replace(SIZES, draft_vocab=0))
-    found = foretold(target, kept, 0.0, Eagle3(head, **shape))
+    found = predicted(target, kept, 0.0, Eagle3(head, **shape))
     engine = Engine(target, Eagle3(head, **shape), controller="fixed")
     counted = [each.stats for each in engine.generate(prompts, SamplingParams(max_tokens=24))]
     calls = sum(each.target_calls for each in counted)
     assert found is not None and found.value == pytest.approx(3 * 23 / calls)
-    assert foretold(target, kept, 1.0, Eagle3(head, **shape)) is None
+    assert predicted(target, kept, 1.0, Eagle3(head, **shape)) is None
 
 
 def test_the_likeliest_ids_are_filled_up_by_the_lowest() -> None:

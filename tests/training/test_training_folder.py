@@ -12,13 +12,13 @@ import pytest
 from filelock import FileLock, Timeout
 
 from truedraft.errors import OptionError
-from truedraft.training.workspace import alone_in, clear_work, finish_work, free_bytes, log_of, refuse_busy
+from truedraft.training.workspace import clear_work, exclusive_access, finish_work, free_bytes, log_of, refuse_busy
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from truedraft.training.workspace import alone_in
-with alone_in(Path(sys.argv[1])):
+from truedraft.training.workspace import exclusive_access
+with exclusive_access(Path(sys.argv[1])):
     (Path(sys.argv[1]) / "log.jsonl").write_text("{}")
     print("holds", flush=True)
     time.sleep(600)
@@ -39,7 +39,7 @@ def test_a_second_process_is_refused_by_name_and_the_lock_goes_with_the_first(ho
     out = tmp_path / "out"
     message = rf"process {holder.pid} is training in '{out}': wait until it ends"
     for attempt in (1, 2):  # the first attempt leaves the name of the owner as it is
-        with pytest.raises(OptionError, match=message), alone_in(out / "work"):
+        with pytest.raises(OptionError, match=message), exclusive_access(out / "work"):
             raise AssertionError(f"attempt {attempt} was let in")
     with pytest.raises(OptionError, match=message):
         refuse_busy(out / "work")
@@ -49,7 +49,7 @@ def test_a_second_process_is_refused_by_name_and_the_lock_goes_with_the_first(ho
     holder.kill()
     holder.wait()
     refuse_busy(out / "work")
-    with alone_in(out / "work"):
+    with exclusive_access(out / "work"):
         pass
     assert clear_work(out) > 2 and not out.exists()
 
@@ -61,7 +61,7 @@ def test_a_lock_whose_file_is_removed_has_one_owner(tmp_path, monkeypatch):
     first.acquire(timeout=0)
 
     def late(opened, how):
-        """Between a waiter's opening and locking the file goes, as `alone_in` removes it, and its lock is free."""
+        """The file is removed between opening and locking, as `exclusive_access` does, and its lock is free."""
         if threading.current_thread() is not threading.main_thread() and first.is_locked and how & fcntl.LOCK_EX:
             path.unlink()
             first.release()
@@ -86,7 +86,7 @@ def test_a_lock_whose_file_is_removed_has_one_owner(tmp_path, monkeypatch):
 
 
 def test_a_training_that_begins_nothing_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="no"), alone_in(tmp_path / "out" / "work"):
+    with pytest.raises(ValueError, match="no"), exclusive_access(tmp_path / "out" / "work"):
         raise ValueError("no")
     assert not (tmp_path / "out").exists()
 
@@ -123,7 +123,7 @@ def test_a_finished_training_leaves_its_log_alone(tmp_path):
 
 
 def test_of_a_given_up_training_nothing_stays(tmp_path):
-    with alone_in(tmp_path / "out" / "work"):
+    with exclusive_access(tmp_path / "out" / "work"):
         (tmp_path / "out" / "work" / "train.jsonl").write_text("[]")
     clear_work(tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -156,7 +156,7 @@ def by_kernel(rule: BlockVerification, world: World) -> dict[tuple[Prefix, int],
             group = [JudgedRow(world.target.dist(prefix), ())]
         for end in rule.outcomes(group):
             bonus = enumerate(world.target.dist(prefix).tolist())
-            finals = {(token,): share for token, share in bonus} if end.goes_on else {(): 1.0}
+            finals = {(token,): share for token, share in bonus} if end.continues else {(): 1.0}
             for final, share in finals.items():
                 key = (*end.tokens, *final), end.accepted
                 dist[key] = dist.get(key, 0.0) + float(probability) * end.probability * share

@@ -106,7 +106,7 @@ def kernel_probs(rule: Rule, case: Case) -> VerdictProbs:
             below = path
             for judged, token in zip(group, outcome.tokens[: outcome.accepted], strict=False):
                 below = (*below, next(draw.child for draw in draws[judged] if ids[draw.child] == token))
-            if outcome.goes_on:
+            if outcome.continues:
                 visit(below[-1] + 1, below, share)
                 continue
             end = below[-1] + 1 if below else 0

@@ -17,9 +17,9 @@ from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality, EqualityInFloat32
 from truedraft.certify.exact import Exact
 from truedraft.certify.faults import SHARED_BY_TOKENS
-from truedraft.certify.foretold import foretold
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.lossy import LossyDivergence
+from truedraft.certify.predicted_time import predicted_time
 from truedraft.certify.report import Report, option_words
 from truedraft.certify.statistics import FALSE_ALARM, Statistics
 from truedraft.core.params import SamplingParams
@@ -64,7 +64,7 @@ def certify(
     try:
         if announce is not None and stack.rule.lossless:
             with suppress(DrafterError):  # the checks meet it, too, and report it
-                announce(foretold(whole, min(shared_s, most_seconds)))
+                announce(predicted_time(whole, min(shared_s, most_seconds)))
         findings = _findings(checks, whole, tell)
     finally:  # drafters follow the target of their last check: restore the user's
         stack.drafter.check(stack.target)

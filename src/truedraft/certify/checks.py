@@ -16,7 +16,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters import Drafter
 from truedraft.engine import Answer, Engine, Request
-from truedraft.engine.policy import Controller, InTurn
+from truedraft.engine.policy import Controller, RoundRobin
 from truedraft.errors import DrafterError, ModelError, OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
@@ -86,7 +86,7 @@ class Stack:
         rule: for requests with a temperature.
         coupled_rule: for greedy and seeded requests; None verifies by comparison, as engines do.
         controller: each engine gets a copy. None drafts up to the limits, with all drafters of a portfolio in turn
-            (`InTurn`).
+            (`RoundRobin`).
         entropy: of the first engine. Later ones count up, so that drafters that learn from answers meet new noise.
     """
 
@@ -103,7 +103,7 @@ class Stack:
             self.target,
             self.drafter,
             self.rule,
-            InTurn() if self.controller is None else copy.deepcopy(self.controller),
+            RoundRobin() if self.controller is None else copy.deepcopy(self.controller),
             max_batch=batch,
             coupled_rule=self.coupled_rule,
             entropy=self.entropy + next(self._engines) if entropy is None else entropy,
@@ -116,11 +116,11 @@ class Stack:
         return replace(self, **parts)  # type: ignore[arg-type]
 
 
-Tell = Callable[[float], None]
+ReportProgress = Callable[[float], None]
 """Callback with the completed fraction."""
 
 
-def share_of(tell: Tell, number: int, of: int) -> Tell:
+def share_of(tell: ReportProgress, number: int, of: int) -> ReportProgress:
     """The callback for job `number` of several, scaled so that `tell` gets the fraction of all jobs."""
     return lambda done: tell((number + done) / of)
 
@@ -144,7 +144,7 @@ class Context:
     params: SamplingParams
     batch: int = 1
     seconds: float = math.inf
-    tell: Tell = field(default=lambda done: None)
+    tell: ReportProgress = field(default=lambda done: None)
     earlier: Sequence[Finding] = ()
     ends: float = math.inf
 
@@ -243,7 +243,11 @@ class Deadline:
 
 
 def one_by_one(
-    items: Sequence[_Item], context: Context, share: float, work: Callable[[_Item, Deadline], None], tell: Tell
+    items: Sequence[_Item],
+    context: Context,
+    share: float,
+    work: Callable[[_Item, Deadline], None],
+    tell: ReportProgress,
 ) -> None:
     """Process one item after another for a share of the context's time; the first may take several times as long.
 

@@ -36,7 +36,7 @@ from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
-from truedraft.engine.policy import InTurn
+from truedraft.engine.policy import RoundRobin
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import FEW, RequestCache
 from truedraft.testing import altered
@@ -169,7 +169,7 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
     members = stack.drafter.members
     original = Guesses(members[name], checks_caches=True)
     together = with_members(stack.drafter, {**members, name: original.drafter})
-    engine = stack.but(drafter=together, controller=InTurn(whole=True)).engine(context.batch)
+    engine = stack.but(drafter=together, controller=RoundRobin(whole=True)).engine(context.batch)
     answers = answers_in_time(engine, group, [options] * len(group), deadline)
     found.caches += original.caches
     fresh = Guesses(members[name])

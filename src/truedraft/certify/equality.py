@@ -27,9 +27,9 @@ from truedraft.certify.checks import (
     Deadline,
     Finding,
     Part,
+    ReportProgress,
     Stack,
     Status,
-    Tell,
     answers_in_time,
     numbered,
     one_by_one,
@@ -172,7 +172,7 @@ class _Answers:
         self.comparisons = {size: Comparison() for size in self._engines}
         self.texts: list[list[int]] = []
 
-    def compare(self, share: float, tell: Tell) -> None:
+    def compare(self, share: float, tell: ReportProgress) -> None:
         numbers = range(len(self._prompts))
         groups = [numbers[i : i + self._batch] for i in numbers[:: self._batch]]
         one_by_one(groups, self._context, share, self._compare_group, tell)

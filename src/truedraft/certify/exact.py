@@ -21,7 +21,7 @@ from truedraft.certify.cells import (
     probs_of,
     step_probs,
 )
-from truedraft.certify.checks import Check, Context, Finding, Part, Status, Tell, share_of
+from truedraft.certify.checks import Check, Context, Finding, Part, ReportProgress, Status, share_of
 from truedraft.certify.coupled_cells import JudgedCase, answer_probs, disagreements, judged_cases, wide_cases
 from truedraft.certify.worlds import Case, World, worlds_for
 from truedraft.core.proposal import DrawKind
@@ -55,7 +55,7 @@ class Exact(Check):
         own = kinds if DrawKind.COUPLED in rule.judges else kinds - {DrawKind.COUPLED}
         rule.check(own, "to be certified")
         worlds = worlds_for(own)
-        jobs: list[Callable[[Tell], list[Finding]]] = []
+        jobs: list[Callable[[ReportProgress], list[Finding]]] = []
         if rule.coupled:
             comparing: Rule | None = rule
         else:
@@ -78,7 +78,7 @@ class Exact(Check):
 # ---------------------------------------------------------------------------------------- kernels
 
 
-def _kernel(rule: Rule, worlds: Sequence[World], report: Tell, prefix: str = "") -> Finding:
+def _kernel(rule: Rule, worlds: Sequence[World], report: ReportProgress, prefix: str = "") -> Finding:
     """Whole answers, step after step, by recursion over the kernels."""
     answers, worst = 0, _Largest()
     for number, world in enumerate(worlds):
@@ -140,7 +140,7 @@ class _Judged:
     distances: list[float] = field(default_factory=list)
     compared: int = 0
 
-    def worlds(self, worlds: Sequence[World], tell: Tell) -> Iterator[int]:
+    def worlds(self, worlds: Sequence[World], tell: ReportProgress) -> Iterator[int]:
         """Judge batch after batch; yields the number of finished worlds."""
         done = 0
         for batch in _batches(worlds):
@@ -181,7 +181,7 @@ class _Judged:
         }
 
 
-def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, report: Tell) -> Finding:
+def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, report: ReportProgress) -> Finding:
     """Compare shipped verdicts with the kernels, and answers with the target's distribution; stops at a failure."""
     name, judged = "batched code, every decision cell", _Judged(rule, device)
     parts = (judged.kernel, judged.target, judged.moved)
@@ -225,7 +225,7 @@ def _composes(rule: Rule, case: Case) -> bool:
 # ---------------------------------------------------------------------------------------- lossy rules
 
 
-def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: Tell) -> Finding:
+def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: ReportProgress) -> Finding:
     """Distance of shipped answers from the target's distribution; verdicts must match the kernels."""
     name, judged = "distance on tiny worlds", _Judged(rule, device)
     drafted = [world for world in worlds if world.plans] or worlds
@@ -247,7 +247,7 @@ def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: Te
 # ---------------------------------------------------------------------------------------- coupled and greedy
 
 
-def _coupled(rule: Rule, device: torch.device, report: Tell) -> list[Finding]:
+def _coupled(rule: Rule, device: torch.device, report: ReportProgress) -> list[Finding]:
     """Compare the rule with argmax(log p + G), case by case and in distribution, and with argmax without noise."""
     sampled, greedy = _Followed("coupled walks"), _Followed("greedy walks")
     for number, cases in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch

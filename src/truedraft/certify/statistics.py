@@ -24,9 +24,9 @@ from truedraft.certify.checks import (
     Deadline,
     Finding,
     Part,
+    ReportProgress,
     Stack,
     Status,
-    Tell,
     check_sound,
     numbered,
     open_ended,
@@ -228,7 +228,7 @@ class JointResult:
         return smallest_detectable(self.probs, self.answers, -math.log(false_alarm), POWER)
 
 
-def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResult | None:
+def joint_result(context: Context, deadline: Deadline, tell: ReportProgress) -> JointResult | None:
     """Count answers over a reduced vocabulary until the time is over; None if no prompt leaves any choice.
 
     It continues beyond the deadline until there are a few hundred answers, or the context's end is reached.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED, warn
-from truedraft.cli.prompts import Asked, read_prompts
+from truedraft.cli.prompts import PromptRequest, read_prompts
 from truedraft.cli.session import sampling_of_each
 from truedraft.cli.streams import say, visible
 from truedraft.core.params import SamplingParams
@@ -209,7 +209,7 @@ def _load(options: GenerateOptions, terminal: Terminal) -> tuple[BeamSearch, Bea
 
 
 def _answer(
-    request: Asked,
+    request: PromptRequest,
     plain: BeamSearch,
     search: BeamSearch,
     options: GenerateOptions,

@@ -126,7 +126,7 @@ def engine(options: EngineOptions) -> int:
     """
     from truedraft.certify import Part
     from truedraft.certify.engines import certify_engine
-    from truedraft.cli.engines_asked import asking
+    from truedraft.cli.engine_options import asking
     from truedraft.cli.session import set_threads, waiting
 
     _check_one(options)
@@ -152,7 +152,7 @@ def compare(options: CompareOptions) -> int:
     """
     from truedraft.certify import Part
     from truedraft.certify.engines import compare_engines
-    from truedraft.cli.engines_asked import asking
+    from truedraft.cli.engine_options import asking
 
     with asking("compare", options) as session:
         session.add_servers(endpoint=options.endpoint, against=options.against)

@@ -43,7 +43,7 @@ from truedraft.measure.bench import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from truedraft.cli.prompts import Asked, NamedPrompt
+    from truedraft.cli.prompts import NamedPrompt, PromptRequest
     from truedraft.cli.terminal import Terminal
 
 _SPECULATIVE = "speculative"
@@ -144,7 +144,7 @@ class Comparison:
         return self.identical_prompts == len(self.pairs) if self.must_agree else None
 
     @property
-    def tells_identical(self) -> bool:
+    def compares_tokens(self) -> bool:
         """Whether identical tokens are informative: they are guaranteed, or only a lossy rule can make them differ."""
         return self.must_agree or not (self.lossless or any(not pair.group.params.greedy for pair in self.pairs))
 
@@ -155,7 +155,7 @@ class Comparison:
         return statistics.mean(shares) if shares else None
 
     def as_dict(self) -> dict[str, Any]:
-        comparable, sides = self.tells_identical, self.all.as_dict()
+        comparable, sides = self.compares_tokens, self.all.as_dict()
         return {
             "tokens_per_s": sides[_SPECULATIVE]["tokens_per_s"],
             "speedup": self.all.ratio.mean,
@@ -172,7 +172,7 @@ class Comparison:
 
 
 def compare(
-    engine: Engine, options: GenerateOptions, prompts: Sequence[Asked], terminal: Terminal
+    engine: Engine, options: GenerateOptions, prompts: Sequence[PromptRequest], terminal: Terminal
 ) -> tuple[int, dict[str, Any]]:
     """Measure both ways in alternation, and print; returns the exit status and the comparison's part of the record.
 
@@ -353,7 +353,7 @@ def _print_table(comparison: Comparison, to: Console) -> None:
 
 
 def _verdict(comparison: Comparison) -> str:
-    if not comparison.tells_identical:
+    if not comparison.compares_tokens:
         return "same distribution; tokens differ" if comparison.lossless else "lossy: another distribution"
     if not comparison.lossless:
         return f"lossy: {comparison.identical_prompts} of {len(comparison.pairs)} answers identical to plain decoding"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from truedraft.cli.streams import visible
 from truedraft.cli.terminal import print_table
 from truedraft.core.stats import PROBE
-from truedraft.engine.policy.decisions import PLAIN, Decisions, Stretch
+from truedraft.engine.policy.decisions import PLAIN, Decisions, StepWindow
 from truedraft.measure.bench import decisions_table
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ def marks_of(names: Sequence[str]) -> Mapping[str, str]:
     return marks
 
 
-def _most_frequent(column: Stretch) -> str:
+def _most_frequent(column: StepWindow) -> str:
     return max(column.decisions, key=lambda name: column.decisions[name])
 
 
-def _digit(tokens: int, column: Stretch) -> str:
+def _digit(tokens: int, column: StepWindow) -> str:
     """Mean tokens per step and request as one character; a blank if nothing was drafted."""
     mean = tokens / column.requests
     if not tokens:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
-from truedraft.cli.prompts import Asked, PromptOptions, read_prompts
+from truedraft.cli.prompts import PromptOptions, PromptRequest, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cli.streams import from_escapes, say, typed_text, visible
 from truedraft.core.params import SamplingParams
@@ -62,7 +62,7 @@ def generate(options: GenerateOptions) -> int:
     return _run(options, [(each, params) for each in prompts])
 
 
-def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
+def _run(options: GenerateOptions, prompts: Sequence[PromptRequest]) -> int:
     from truedraft.cli.compare import compare
     from truedraft.cli.report import circumstances_record
     from truedraft.cli.session import (
@@ -127,7 +127,7 @@ class _Answered:
 
 
 def _answer(
-    engine: Engine, options: GenerateOptions, prompts: Sequence[Asked], terminal: Terminal
+    engine: Engine, options: GenerateOptions, prompts: Sequence[PromptRequest], terminal: Terminal
 ) -> tuple[int, dict[str, Any]]:
     """Answer the prompts; returns the exit status and the answers' part of the record."""
     from truedraft.cli.explain import explain
@@ -170,7 +170,7 @@ def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
         engine.listeners.remove(decisions)
 
 
-def _answer_one(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, show_drafts: bool) -> _Answered:
+def _answer_one(engine: Engine, prompts: Sequence[PromptRequest], terminal: Terminal, show_drafts: bool) -> _Answered:
     """Stream the answer.
 
     Raises:
@@ -181,7 +181,7 @@ def _answer_one(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, sh
     return _Answered([prompt.name], [answer], [params], answer.timing.total_s, answer.finish_reason == "cancelled")
 
 
-def _answer_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, show_drafts: bool) -> _Answered:
+def _answer_many(engine: Engine, prompts: Sequence[PromptRequest], terminal: Terminal, show_drafts: bool) -> _Answered:
     """Answer in batches; the answers of a finished batch are written after a line with their prompt's name."""
     answered = _Answered()
     started = time.perf_counter()
@@ -219,7 +219,7 @@ def _write(heading: str, answer: Answer, engine: Engine, terminal: Terminal, sho
     terminal.end_line()
 
 
-def write_answer(engine: Engine, asked: Asked, terminal: Terminal, show_drafts: bool) -> Answer:
+def write_answer(engine: Engine, asked: PromptRequest, terminal: Terminal, show_drafts: bool) -> Answer:
     """Answer a prompt and write each piece at once.
 
     Ctrl-C cancels the request; its answer so far is returned with the finish reason "cancelled".

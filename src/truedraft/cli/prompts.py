@@ -75,7 +75,7 @@ class PromptOptions:
     trust_control_tokens: bool = flag("With --chat, read control tokens that it spells, as <|im_end|>, as the tokens.")
 
 
-Asked: TypeAlias = tuple[NamedPrompt, SamplingParams]
+PromptRequest: TypeAlias = tuple[NamedPrompt, SamplingParams]
 """A prompt and its sampling options."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from truedraft.cli.failures import warn
-from truedraft.cli.prompts import Asked, NamedPrompt
+from truedraft.cli.prompts import NamedPrompt, PromptRequest
 from truedraft.cli.streams import say
 from truedraft.core.params import SamplingParams
 from truedraft.engine.policy.specs import controller_from_spec, controller_help
@@ -104,7 +104,7 @@ def named_model(typed: str) -> str:
     return "embedded:target"
 
 
-def sampling_of_each(prompts: Sequence[Asked]) -> list[Asked]:
+def sampling_of_each(prompts: Sequence[PromptRequest]) -> list[PromptRequest]:
     """Each prompt with the command's sampling options, overridden by its own."""
     return [(prompt, replace(params, **dict(prompt.options))) for prompt, params in prompts]
 
@@ -297,7 +297,9 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def as_chat(target: LanguageModel, prompts: Sequence[Asked], *, trust_control_tokens: bool) -> list[Asked]:
+def as_chat(
+    target: LanguageModel, prompts: Sequence[PromptRequest], *, trust_control_tokens: bool
+) -> list[PromptRequest]:
     """Format each prompt as one user message by the model's chat template; those with pictures are unchanged.
 
     Args:
@@ -308,7 +310,7 @@ def as_chat(target: LanguageModel, prompts: Sequence[Asked], *, trust_control_to
     """
     if target.tokenizer is None:
         raise PromptError(f"--chat needs a tokenizer with a chat template, and {target.name!r} has no tokenizer")
-    chats: list[Asked] = []
+    chats: list[PromptRequest] = []
     for prompt, params in prompts:
         if prompt.images:
             chats.append((prompt, params))
@@ -321,7 +323,7 @@ def as_chat(target: LanguageModel, prompts: Sequence[Asked], *, trust_control_to
     return chats
 
 
-def with_pictures(target: LanguageModel, prompts: Sequence[Asked], *, chat: bool) -> list[Asked]:
+def with_pictures(target: LanguageModel, prompts: Sequence[PromptRequest], *, chat: bool) -> list[PromptRequest]:
     """The prompts; those with pictures are converted by the model's processor.
 
     Args:
@@ -349,7 +351,7 @@ def _seeing(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedProm
     return replace(prompt, seen=processor.chat([{"role": "user", "content": content}], pictures))
 
 
-def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tuple[list[Group], list[Failure]]:
+def encoded(target: LanguageModel, prompts: Sequence[PromptRequest], batch: int) -> tuple[list[Group], list[Failure]]:
     """Prompts as token ids, so that all systems get the same, in groups; and those that the target refuses."""
     from truedraft.engine.prompts import encode_prompt
     from truedraft.measure.bench import Failure, grouped
@@ -372,7 +374,7 @@ def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tupl
 def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
     """Show a message on a terminal during the block; yields a function that changes it.
 
-    Stages that are reported inside the block (see `told_stage`) replace the message. Without a terminal, each message
+    Stages that are reported inside the block (see `log_stage`) replace the message. Without a terminal, each message
     is printed as a line once it has lasted some seconds.
     """
     with contextlib.ExitStack() as held:

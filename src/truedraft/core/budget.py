@@ -66,7 +66,7 @@ class Budget:
         """Whether the drafter's probabilities determine where drafting stops."""
         return self.min_probability > 0.0 or self.floor > 0.0
 
-    def goes_on(self, probability: float, survival: float) -> bool:
+    def continues(self, probability: float, survival: float) -> bool:
         """Whether to draft below a token of this probability, on a path with this survival."""
         return probability >= self.min_probability and survival >= self.floor
 

@@ -134,7 +134,7 @@ class TreeBuilder:
                     self._ranks.append((*self._ranks[parent + 1], rank))
                 draws.append(Draw(node, -1 if probs is None else dist, self.drawing.kind))
                 # A too unlikely token is kept because it was drawn; nothing is drafted below it.
-                if node == first and (not self.budget.looks or self._goes_on(parent, probability)):
+                if node == first and (not self.budget.looks or self._continues(parent, probability)):
                     opened.append(node)
             self._draws[parent + 1] = tuple(draws)
         self._dists += len(self._open)
@@ -150,11 +150,11 @@ class TreeBuilder:
         self._draws.append(())
         return len(self._tokens) - 1
 
-    def _goes_on(self, parent: int, probability: float) -> bool:
+    def _continues(self, parent: int, probability: float) -> bool:
         survival = self._survival[parent + 1] * self.budget.chance(probability)
         self._confidence.append(probability)
         self._survival.append(survival)
-        return self.budget.goes_on(probability, survival)
+        return self.budget.continues(probability, survival)
 
     def segment(self) -> Segment:
         written, self._fed = self._fed, len(self._tokens)

@@ -140,7 +140,7 @@ class BeamSearch:
         common = _common(search.running)
         for reader in (target, draft):
             if reader is not None:
-                reader.goes_on(common)
+                reader.continues(common)
         tree = GrowingTree()
         nodes = [tree.add(beam[len(common) :]) for beam in search.running]
         own = len(tree.tokens)
@@ -202,7 +202,7 @@ class _Reader:
         self._tree = GrowingTree()
         self._chain = 0  # uncommitted tokens of the text, before those of the tree
 
-    def goes_on(self, common: Sequence[int]) -> None:
+    def continues(self, common: Sequence[int]) -> None:
         """Commit the answer's new common prefix except its last token, as far as it was read, and drop the tree."""
         path = list(range(self._chain))
         node: int | None = -1

@@ -102,12 +102,12 @@ class Drafting:
             if name not in request.no_room:
                 member.begin(request)
 
-    def give_room(self, request: Request, name: str) -> None:
+    def release_cache(self, request: Request, name: str) -> None:
         """Release what a drafter holds for a request; the other drafters continue."""
         self._members[name].end(request)
         request.no_room.add(name)
 
-    def take_room(self, request: Request, name: str) -> None:
+    def restore_cache(self, request: Request, name: str) -> None:
         """Let a drafter draft for a request again, as if it were new with the answer so far."""
         request.no_room.discard(name)
         self._begin_anew(request, name)
@@ -240,7 +240,7 @@ class Drafting:
                 return False
         return True
 
-    def disown(self, item: StepItem, rows: Collection[int]) -> Proposal:
+    def drop_invalid_draws(self, item: StepItem, rows: Collection[int]) -> Proposal:
         """Remove draws that do not match the proposal's probabilities; their drafters no longer draft for this request.
 
         Earlier levels of the tree are kept: dropping them because of later draws would bias the answer's distribution.

@@ -26,7 +26,7 @@ from truedraft.engine.batch import Batch
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.learner import EngineLearner
-from truedraft.engine.loop import Loop, Turns
+from truedraft.engine.loop import FairLock, Loop
 from truedraft.engine.memory import GPU_MEMORY_UTILIZATION, CacheMemory
 from truedraft.engine.policy import Controller, Goodput, RunningTimes, StepCosts
 from truedraft.engine.policy.specs import controller_from_spec
@@ -158,7 +158,7 @@ class Engine:
         self._scheduler = Scheduler(max_batch, reading_on(target.device, self._drafting.features))
         tokenizer = target.tokenizer
         self.forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
-        self._turns = Turns()  # for the threads that step
+        self._turns = FairLock()  # for the threads that step
         self._loop = Loop(self.step, self._turns)
         self._leaving: deque[Request] = deque()  # cancelled but not closed
         self._open: dict[int, Request] = {}  # started but not closed
@@ -628,7 +628,7 @@ class Engine:
         admitted = self._scheduler.admit(self._memory.fits)
         taken, free = self._memory.share(self._scheduler.running, admitted)
         for each in taken:
-            self._drafting.give_room(each.request, each.drafter)
+            self._drafting.release_cache(each.request, each.drafter)
         self._memory.trim()
         for request in grown:
             self._or_fail(request, self._memory.extend)
@@ -638,7 +638,7 @@ class Engine:
             self._or_fail(request, self._sharing.go_on)
         for each in free:
             if not each.request.closed:
-                self._drafting.take_room(each.request, each.drafter)
+                self._drafting.restore_cache(each.request, each.drafter)
                 self._memory.bound_drafter(each.request, each.drafter)
 
     def _start(self, request: Request) -> None:
@@ -710,7 +710,7 @@ class Engine:
                     self._close(request)  # immediately, because the next one may lack memory too
                 self._memory.give_back()
                 return
-            self._failures.asked_again(requests, "the step", error)
+            self._failures.count_retry(requests, "the step", error)
             for half in batch.halves():
                 self._run(half)
             return

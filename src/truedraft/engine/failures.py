@@ -63,10 +63,10 @@ class Failures:
             if len(items) == 1:
                 give_up(items[0].request, error)
                 return [None]
-            self.asked_again([item.request for item in items], who, error)
+            self.count_retry([item.request for item in items], who, error)
             return [found for item in items for found in self.together(who, [item], work, give_up)]
 
-    def asked_again(self, requests: Sequence[Request], who: str, error: Exception) -> None:
+    def count_retry(self, requests: Sequence[Request], who: str, error: Exception) -> None:
         """Log that something failed for several requests together, and is now tried separately."""
         self.log(who, error)
         for request in requests:

@@ -99,7 +99,7 @@ class GuardedDrafter:
             if len(seen) == 1:
                 self.give_up(seen[0][0], error)
                 return
-            self._failures.asked_again([request for request, _ in seen], self._who, error)
+            self._failures.count_retry([request for request, _ in seen], self._who, error)
             for request, outcome in seen:
                 # It is unknown which outcomes it processed, so its state of all of them is rebuilt.
                 self.end(request)

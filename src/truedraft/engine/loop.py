@@ -13,7 +13,7 @@ from types import TracebackType
 from truedraft.errors import TruedraftError
 
 
-class Turns:
+class FairLock:
     """A fair lock: the longest waiting thread gets it before the releasing thread can acquire it again.
 
     Python's own locks are not fair: mostly the thread that just released one gets it again. Not re-entrant.
@@ -99,7 +99,7 @@ class Loop:
         turns: lock of the threads that step, which a user's own calls of `step` also acquire.
     """
 
-    def __init__(self, step: Callable[[], bool], turns: Turns) -> None:
+    def __init__(self, step: Callable[[], bool], turns: FairLock) -> None:
         self._step = step
         self._turns = turns
         self._news = threading.Condition()

@@ -132,7 +132,7 @@ class CacheMemory:
                 pool.expect(1 + drafted)  # most tokens that a step adds
             spare = max(map(most_held, models))
             if self._limited_by == "gpu_memory_utilization":
-                self.limit = _less_measured(self.limit, sum(pool.bytes_alone(spare) for pool in distinct))
+                self.limit = _less_measured(self.limit, sum(pool.bytes_for_one(spare) for pool in distinct))
             self._reserve(distinct, requests, spare)
         self._distinct_pools = distinct
         # Prefixes in a reserved block are evicted by the pool when a request needs the room.
@@ -148,11 +148,11 @@ class CacheMemory:
         kept = sum(store.most_bytes for store in self._stores)
         for pool in pools:
             share = self.limit * pool.position_bytes // of_all
-            most = share if requests is None else requests * pool.bytes_alone(self._longest) + kept
+            most = share if requests is None else requests * pool.bytes_for_one(self._longest) + kept
             try:
                 pool.reserve(min(share, most), spare)
             except torch.OutOfMemoryError:
-                requested, free = min(share, most) + pool.bytes_alone(spare), free_memory(self._target.device) or 0
+                requested, free = min(share, most) + pool.bytes_for_one(spare), free_memory(self._target.device) or 0
                 raise OptionError(
                     f"asks for {in_bytes(requested)} for keys and values at once, and {in_bytes(free)} are free; lower "
                     "gpu_memory_utilization or max_cache_bytes",
@@ -180,7 +180,7 @@ class CacheMemory:
             return
         request.granted = _grant(request)
         pool = self._pools[id(self._target)]
-        needed, most = pool.bytes_alone(request.most_tokens), pool.most_bytes
+        needed, most = pool.bytes_for_one(request.most_tokens), pool.most_bytes
         most = self.limit if most is None else min(most, self.limit)
         if needed > most:
             answer = request.most_tokens - request.prompt_tokens
@@ -349,7 +349,7 @@ class CacheMemory:
             return requests * whole
         pool = self._pools[id(self._target)]
         most = self.limit if pool.most_bytes is None else min(pool.most_bytes, self.limit)
-        return most * whole // max(pool.bytes_alone(whole), 1)
+        return most * whole // max(pool.bytes_for_one(whole), 1)
 
     def share_taken(self, running: Sequence[Request], requests: int) -> float:
         """Share of that room granted to running requests, or used by them if unlimited; reclaimable memory is free."""

@@ -125,7 +125,7 @@ def encode_prompt(target: Reader, prompt: TextPrompt) -> list[int]:
     if not ids:
         raise PromptError("the prompt has no tokens; give at least one")
     _check_ids(target, ids)
-    return _within_context(target, ids if target.sources is None else target.sources.text(ids, goes_on=not is_text))
+    return _within_context(target, ids if target.sources is None else target.sources.text(ids, continues=not is_text))
 
 
 def encode_chat(target: Reader, chat: Chat) -> list[int]:

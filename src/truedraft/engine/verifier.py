@@ -133,7 +133,7 @@ class Verifier:
                 item.rows = slice(item.rows.start, item.judged_rows.start + 1)
                 item.drafted, item.proposal, item.probs = NOTHING_DRAFTED, NOTHING_DRAFTED.proposal, item.probs[:1]
             elif number in unsound:
-                item.proposal = self._drafting.disown(item, unsound[number])
+                item.proposal = self._drafting.drop_invalid_draws(item, unsound[number])
             else:
                 continue
             changed.append(item)

@@ -28,7 +28,7 @@ from truedraft.measure.predictions import (
     WhatIf,
     options_of,
 )
-from truedraft.measure.traces import AnswerTrace, Asked, trace_answers
+from truedraft.measure.traces import AnswerTrace, PromptRequest, trace_answers
 from truedraft.measure.walks import Walk, walk_along
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.padding import unpadded_name
@@ -176,7 +176,7 @@ PLAN_FILE = "plan.json"
 def make_plan(
     target: LanguageModel,
     drafters: Sequence[str],
-    prompts: Sequence[Asked],
+    prompts: Sequence[PromptRequest],
     params: SamplingParams,
     *,
     batch: int = 1,

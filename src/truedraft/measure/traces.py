@@ -67,7 +67,7 @@ class AnswerTrace:
         return self.limit - len(self.prompt) - place - 1
 
 
-Asked: TypeAlias = tuple[str, TextPrompt, SamplingParams]
+PromptRequest: TypeAlias = tuple[str, TextPrompt, SamplingParams]
 """A prompt: its name, its text or token ids, and how its answer is drawn."""
 
 
@@ -78,7 +78,7 @@ def is_drawn(params: SamplingParams) -> bool:
 
 def trace_answers(
     target: LanguageModel,
-    prompts: Sequence[Asked],
+    prompts: Sequence[PromptRequest],
     drafters: Iterable[Drafter] = (),
     *,
     batch: int = _BATCH,
@@ -129,7 +129,7 @@ def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
     return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
 
 
-def _trace(item: Asked, request: Request, watcher: StepWatcher, ends: frozenset[int]) -> AnswerTrace:
+def _trace(item: PromptRequest, request: Request, watcher: StepWatcher, ends: frozenset[int]) -> AnswerTrace:
     name, _, params = item
     if request.error is not None:
         raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error

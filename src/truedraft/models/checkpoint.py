@@ -16,7 +16,7 @@ from truedraft.files import cache_folder, could_not_be_kept, object_of, written_
 from truedraft.machine import versions
 from truedraft.models.padding import recorded_fingerprint
 from truedraft.models.quantized import quantized_of
-from truedraft.progress import told_stage
+from truedraft.progress import log_stage
 
 _log = logging.getLogger("truedraft.models")
 
@@ -52,7 +52,7 @@ class Checkpoint:
         record = record if record.get("state") == self._state else {"state": self._state}
         if isinstance(known := record.get(what), str):
             return known
-        told_stage(f"loading: reading weights for their {what}, once")
+        log_stage(f"loading: reading weights for their {what}, once")
         found = find()
         if self._state["files"] and self._now() == self._state:
             try:

@@ -40,7 +40,7 @@ from truedraft.files import cache_folder, could_not_be_kept, written_whole
 from truedraft.models.gguf_config import Said, hold_positions, read_config
 from truedraft.models.gguf_header import Header, StoredTensor, parts_of, read_header
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
-from truedraft.progress import told_stage
+from truedraft.progress import log_stage
 from truedraft.text.gguf_tokenizer import read_tokenizer
 
 INDEX = "gguf.json"
@@ -234,7 +234,7 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 def _convert(path: Path, folder: Path) -> None:
-    told_stage(f"loading: converting what {path.name} says of its model and tokenizer, once")
+    log_stage(f"loading: converting what {path.name} says of its model and tokenizer, once")
     header = _header(path)
     said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}

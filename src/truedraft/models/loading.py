@@ -45,7 +45,6 @@ from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device
 from truedraft.models import gguf, quantized_folder, smollm2
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
-from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.copied import CopiedBackend, WholeTextBackend
 from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
@@ -54,6 +53,7 @@ from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.parallel import follow, parallel_backend
+from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.checkpoint import Checkpoint
@@ -63,7 +63,7 @@ from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.mapped import read_in, return_freed_memory
 from truedraft.models.mtp_names import without_mtp
-from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
+from truedraft.models.packed_linear import can_pack, multiplies_only_packed, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import (
     check_against_stock,
@@ -76,7 +76,7 @@ from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
 from truedraft.options import BITS
-from truedraft.progress import told_stage
+from truedraft.progress import log_stage
 from truedraft.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def load_model(
         ModelError: its files cannot be read, or an adapter does not fit it.
         MissingExtraError: an adapter is given and peft is not installed, or a GGUF file and gguf is not.
     """
-    told_stage(f"loading {name}")
+    log_stage(f"loading {name}")
     if weights is not None and weights not in BITS:
         raise UnknownOptionError.nearest("weights", weights, tuple(BITS))
     if tensor_parallel != 1:
@@ -291,7 +291,7 @@ def _run_unpacked(
     checkpoint: Checkpoint,
 ) -> HuggingFaceModel:
     """A model that cannot run packed: one text at a time, our cache or a copied one, else no cache."""
-    for kind in (AloneBackend, CopiedBackend):
+    for kind in (SequentialBackend, CopiedBackend):
         with contextlib.suppress(UnsupportedModelError):
             return run_alone(read(), tokenizer, name, why, kind, fast_paths, checkpoint)
     return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, checkpoint)
@@ -330,7 +330,7 @@ def run_alone(
     tokenizer: Tokenizer | None,
     name: str,
     reason: UnsupportedModelError,
-    kind: type[AloneBackend] = AloneBackend,
+    kind: type[SequentialBackend] = SequentialBackend,
     fast_paths: bool = True,
     checkpoint: Checkpoint | None = None,
 ) -> HuggingFaceModel:
@@ -338,7 +338,7 @@ def run_alone(
 
     Args:
         reason: why it cannot run packed.
-        kind: `AloneBackend`, if that fails `CopiedBackend` or `WholeTextBackend`; for an encoder-decoder its own.
+        kind: `SequentialBackend`, if that fails `CopiedBackend` or `WholeTextBackend`; for an encoder-decoder its own.
         fast_paths: pack weights where that is faster.
 
     Raises:
@@ -402,7 +402,7 @@ def packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool
     def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
         known = probe_patterns(model) if patterns is None else patterns  # before anything is packed
         backend = _after_packing(lambda model: StockBackend(model, known, beside), fast_paths)(model)
-        if backend.fast_paths and multiplies_packed_alone(model):
+        if backend.fast_paths and multiplies_only_packed(model):
             backend.least_rows = 4  # another row costs nothing there, and from two on all have the same bits
             backend.any_threads = model.dtype is torch.float32  # see FusedBackend
         if beside and model.device.type == "cuda":

@@ -203,7 +203,7 @@ def pack_weights(model: PreTrainedModel) -> int:
     return count
 
 
-def multiplies_packed_alone(model: nn.Module) -> bool:
+def multiplies_only_packed(model: nn.Module) -> bool:
     """Whether all weights that vectors are multiplied by are packed; only embeddings, norms and biases are not."""
     return all(
         isinstance(module, nn.Embedding) or all(weight.dim() < 2 for weight in module.parameters(recurse=False))

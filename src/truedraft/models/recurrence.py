@@ -136,7 +136,7 @@ class _Layer:
         hidden = torch.linspace(-1.0, 1.0, 9 * width, device=weight.device).sin_().view(1, 9, width).to(weight.dtype)
         with torch.inference_mode():
             self._places = self._places_of_vectors(hidden)
-            self._goes_on = self._can_go_on(hidden)
+            self._continues = self._can_go_on(hidden)
             self._products = _Products(module, self._door.shift, lambda: self._run(hidden, {})[0], hidden)
         module.forward = self.mix
 
@@ -186,7 +186,7 @@ class _Layer:
 
         with self._products.of(hidden_states, self._before(hidden_states), self._run):
             for part, start, end in order.pieces:
-                whole = self._goes_on or part.length + start == 0
+                whole = self._continues or part.length + start == 0
                 for first, last in [(start, end)] if whole else _singles(start, end):
                     before = self._behind((part, first), states)
                     known = {} if before is None else dict(before.alone().states)

@@ -114,12 +114,12 @@ class Sources:
         except ValueError:
             return None
 
-    def text(self, source: Sequence[int], *, goes_on: bool = False) -> list[int]:
+    def text(self, source: Sequence[int], *, continues: bool = False) -> list[int]:
         """The first tokens of a request with a text source.
 
         Args:
             source: the encoder's tokens, with the end token of its tokenizer.
-            goes_on: whether the source may already be followed by the decoder's first tokens.
+            continues: whether the source may already be followed by the decoder's first tokens.
 
         Raises:
             PromptError: there is none, it is too long, or its end is ambiguous.
@@ -129,7 +129,7 @@ class Sources:
         if length is None:
             ids = [*ids, self.start, *self.forced]
             length = self.length(ids)
-        elif not goes_on:
+        elif not continues:
             raise PromptError(
                 f"the prompt holds token id {self.start}, with which the decoder's text begins, so that one cannot "
                 "tell where the encoder's ends; take it out"

@@ -1,8 +1,8 @@
 """Run stateful modules (recurrences, short convolutions) with an explicit state, one class for each way of passing it.
 
 Most modules keep the state in transformers' cache for linear attention. RWKV and xLSTM take it as an argument and
-return it; Recurrent Gemma keeps it in the module. A `Door` runs the module from given states, one for each text of a
-batch, and returns the states after the last token.
+return it; Recurrent Gemma keeps it in the module. A `StateAdapter` runs the module from given states, one
+for each text of a batch, and returns the states after the last token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEYWORDS = ("cache", "cache_params", "past_key_values")  # the last two until t
 _UPDATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
-class Door(ABC):
+class StateAdapter(ABC):
     """Runs one module from given states.
 
     Attributes:
@@ -46,8 +46,8 @@ class Door(ABC):
         the states after the last token."""
 
 
-def door_of(module: nn.Module) -> type[Door] | None:
-    """The `Door` class of a module, or None if it carries no state.
+def door_of(module: nn.Module) -> type[StateAdapter] | None:
+    """The `StateAdapter` class of a module, or None if it carries no state.
 
     Raises:
         UnsupportedModelError: it keeps keys and values too.
@@ -63,7 +63,7 @@ def door_of(module: nn.Module) -> type[Door] | None:
             f"{type(module).__name__} is attention and carries a state in one module, which truedraft cannot take "
             "back; use another model"
         )
-    return _CacheDoor
+    return _CacheAdapter
 
 
 def carries_states(model: nn.Module) -> bool:
@@ -133,7 +133,7 @@ class _StateCache:
         self.states["recurrent0"] = linear_cache
 
 
-class _CacheDoor(Door):
+class _CacheAdapter(StateAdapter):
     """Modules that take transformers' cache. Other required arguments are None: they matter for padded texts only."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -149,7 +149,7 @@ class _CacheDoor(Door):
         return self._forward(hidden, **self._nothing | {self._keyword: cache}), cache.states
 
 
-class _RecurrentGemmaDoor(Door):
+class _RecurrentGemmaAdapter(StateAdapter):
     """The state is in the block and its recurrence. Its own code skips the convolution's state for several tokens at
     once. Positions only mark whether a text begins."""
 
@@ -186,7 +186,7 @@ class _RecurrentGemmaDoor(Door):
             module.conv1d_state = module.rg_lru.recurrent_states = None
 
 
-class _XLSTMDoor(Door):
+class _XLSTMAdapter(StateAdapter):
     """The state is an argument and is returned after the output; `generate` keeps it in the model's dtype. Without a
     state, transformers' chunked code multiplies two dtypes and fails in bfloat16, so a text begins with zeros."""
 
@@ -214,7 +214,7 @@ class _Slot:
         self.value = value
 
 
-class _RwkvDoor(Door):
+class _RwkvAdapter(StateAdapter):
     """One list has the states of all layers: five tensors, the first for the input of the feed-forward part."""
 
     shift = "shift"
@@ -242,16 +242,16 @@ class _RwkvDoor(Door):
         }
 
 
-class _RwkvFeedForwardDoor(_RwkvDoor):
+class _RwkvFeedForwardAdapter(_RwkvAdapter):
     _slot = 0
 
     def _begin(self, hidden: Tensor) -> States:
         return {"shift": hidden.new_zeros(len(hidden), hidden.shape[-1])}
 
 
-_OWN_WAYS: dict[str, type[Door]] = {
-    "RecurrentGemmaRecurrentBlock": _RecurrentGemmaDoor,
-    "RwkvSelfAttention": _RwkvDoor,
-    "RwkvFeedForward": _RwkvFeedForwardDoor,
-    "xLSTMLayer": _XLSTMDoor,
+_OWN_WAYS: dict[str, type[StateAdapter]] = {
+    "RecurrentGemmaRecurrentBlock": _RecurrentGemmaAdapter,
+    "RwkvSelfAttention": _RwkvAdapter,
+    "RwkvFeedForward": _RwkvFeedForwardAdapter,
+    "xLSTMLayer": _XLSTMAdapter,
 }

@@ -20,9 +20,9 @@ from truedraft.core.stats import Counters
 from truedraft.engine import Answer
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.server.errors import ApiError
-from truedraft.server.events import EventStream, unless_gone
+from truedraft.server.events import EventStream, cancel_on_disconnect
 from truedraft.server.front import Front
-from truedraft.server.service import Answering, News, Stream
+from truedraft.server.service import ResponseHandle, Stream, StreamUpdate
 from truedraft.server.tools import ToolUse
 from truedraft.server.traces import trace_of
 from truedraft.text.calls import Call, CallDelta, Reasoning, parsed
@@ -47,7 +47,7 @@ class Part:
     """
 
     stream: Stream
-    news: News
+    news: StreamUpdate
     found: Sequence[str | Reasoning | CallDelta]
     ending: Ending | None
 
@@ -111,7 +111,7 @@ class Answers:
     def __init__(
         self,
         front: Front,
-        answering: Answering,
+        answering: ResponseHandle,
         readers: Sequence[AnswerReader] | None = None,
         use: ToolUse | None = None,
     ) -> None:
@@ -133,13 +133,13 @@ class Answers:
         """
         if stream:
             return EventStream(self._events(http, view), self.answering.close, view.failed)
-        await unless_gone(http.receive, self.answering.answers())
+        await cancel_on_disconnect(http.receive, self.answering.answers())
         return await self._apart(
-            http, lambda: JSONResponse(view.whole([self._part(News.of(each)) for each in self.streams]))
+            http, lambda: JSONResponse(view.whole([self._part(StreamUpdate.of(each)) for each in self.streams]))
         )
 
     async def _events(self, http: HttpRequest, view: View) -> AsyncIterator[str]:
-        def read(output: News) -> list[str]:
+        def read(output: StreamUpdate) -> list[str]:
             return list(view.read(self._part(output)))
 
         for each in await self._apart(http, lambda: list(view.begun())):
@@ -162,7 +162,7 @@ class Answers:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.front.writer, work)
 
-    def _part(self, output: News) -> Part:
+    def _part(self, output: StreamUpdate) -> Part:
         text = "".join(piece.text for piece in output.pieces)
         reader = None if self._readers is None else self._readers[output.number]
         found = [text] if reader is None else reader.push(text, last=output.answer is not None)

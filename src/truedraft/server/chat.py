@@ -19,11 +19,11 @@ from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, event, plain_failure
 from truedraft.server.fields import (
     Items,
+    LenientModel,
     ResponseFormat,
     SamplingFields,
     SeenContent,
     Thinking,
-    Told,
     checked_logprobs,
     parts_of,
 )
@@ -32,14 +32,14 @@ from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, Too
 from truedraft.text.calls import CallDelta
 
 
-class CalledFunction(Told):
+class CalledFunction(LenientModel):
     """A function that was called."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class CalledTool(Told):
+class CalledTool(LenientModel):
     """A call of an earlier answer."""
 
     id: str | None = None
@@ -51,7 +51,7 @@ class CalledTool(Told):
         return called(self.id, self.function.name, self.function.arguments or {})
 
 
-class Message(Told):
+class Message(LenientModel):
     """A part of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -116,7 +116,7 @@ class ChatRequest(SamplingFields):
         return Thinking.of(self.reasoning_budget, self.thinking, self.reasoning, self.reasoning_effort)
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         """Number of top logprobs per token; None for none."""
         if not self.logprobs:
             if self.top_logprobs is not None:
@@ -185,7 +185,7 @@ def chat_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         talk = await front.apart(http, talk_of, body, http)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        answers = await talk.answers(body, max_tokens, body.wanted_logprobs)
+        answers = await talk.answers(body, max_tokens, body.requested_logprobs)
         return await answers.reply(http, _Chat(answers, body), stream=body.stream)
 
     def talk_of(body: ChatRequest, http: HttpRequest) -> Conversation:

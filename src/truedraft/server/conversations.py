@@ -134,7 +134,7 @@ class Conversation:
         how = {
             "parallel": use.parallel,
             "reasoning_open": front.reasons(use.notation, prompt),
-            "calls_alone": use.forced is not None,
+            "calls_only": use.forced is not None,
         }
         readers = [AnswerReader(use.notation, schemas, **how) for _ in answering.streams]
         return Answers(front, answering, readers, use)

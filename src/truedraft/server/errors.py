@@ -152,7 +152,7 @@ async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     kind = request.headers.get("content-type", "")
     if error.body is not None and not isinstance(error.body, dict | list) and not is_json(kind):
-        message = f"the header Content-Type is {told_back(kind) if kind else 'missing'}; send JSON as application/json"
+        message = f"the header Content-Type is {quoted(kind) if kind else 'missing'}; send JSON as application/json"
         return ApiError(400, message, param="Content-Type").response(request.scope["path"])
     return unreadable(list(error.errors()), error.body).response(request.scope["path"])
 
@@ -181,12 +181,12 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     if not place:
         message = "it is missing; send a JSON object" if kind == "missing" else message
         return ApiError(400, f"the body cannot be used: {message}")
-    shown = f", got {told_back(first.get('input'))}"
+    shown = f", got {quoted(first.get('input'))}"
     if kind == "value_error":  # raised by this library
         text = f"{named} {context['error']}"
     elif kind == "union_tag_invalid":
         named += ".type"
-        text = f"{named} is {told_back(context['tag'])}, which is not known here; known are {context['expected_tags']}"
+        text = f"{named} is {quoted(context['tag'])}, which is not known here; known are {context['expected_tags']}"
     elif kind == "union_tag_not_found":
         text = f"{named} must be an object with a type{shown}"
     elif kind == "missing":
@@ -228,7 +228,7 @@ def _is_about_a_file(error: BaseException | None) -> bool:
     return False
 
 
-def told_back(given: object) -> str:
+def quoted(given: object) -> str:
     """A client's value, shortened for an error message."""
     text = ""
     for part in _written(given):

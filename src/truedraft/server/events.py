@@ -65,7 +65,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ApiError, OSError):  # the client has disconnected
-                await unless_gone(receive, self._send(send))
+                await cancel_on_disconnect(receive, self._send(send))
         finally:
             if hasattr(self._events, "aclose"):
                 await self._events.aclose()
@@ -102,7 +102,7 @@ async def _kept_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
             coming.cancel()
 
 
-async def unless_gone(receive: Receive, work: Awaitable[_Value]) -> _Value:
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[_Value]) -> _Value:
     """The result of `work`, which is cancelled when the client closes the connection.
 
     Raises:

@@ -1,7 +1,7 @@
 """The fields that requests of all endpoints share, and their conversion to the library's options.
 
 An unknown field is refused, as by OpenAI's server; known ones without effect are in `Ignored`. In the messages of a
-conversation (`Told`) unknown fields are ignored, because each client adds its own.
+conversation (`LenientModel`) unknown fields are ignored, because each client adds its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from truedraft.core.budget import Speculation
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.errors import OptionError
-from truedraft.server.errors import ApiError, told_back
+from truedraft.server.errors import ApiError, quoted
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _MOST_STOPS = 64
@@ -61,7 +61,7 @@ class Fields(BaseModel):
         return {name: value for name, value in given.items() if name in kept} if unknown[1:] else given
 
 
-class Told(Fields):
+class LenientModel(Fields):
     """A part of a conversation; fields that are not known say nothing to a model."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -119,14 +119,14 @@ class SpeculationFields(Fields):
         return Speculation(None if names is None else tuple(names), self.num_speculative_tokens)
 
 
-class TextPart(Told):
+class TextPart(LenientModel):
     """A part of a message that is text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(Told):
+class RefusalPart(LenientModel):
     """A part of an earlier answer that declined."""
 
     type: Literal["refusal"]
@@ -160,14 +160,14 @@ class Prediction(Fields):
         return text_of(self.content)
 
 
-class ImageUrl(Told):
+class ImageUrl(LenientModel):
     """Where a picture is."""
 
     url: str
     detail: str | None = None  # no effect: the model's processor decides
 
 
-class ImagePart(Told):
+class ImagePart(LenientModel):
     """A part of a chat's message that is a picture."""
 
     type: Literal["image_url"]
@@ -178,7 +178,7 @@ class ImagePart(Told):
         return self.image_url.url
 
 
-class InputImagePart(Told):
+class InputImagePart(LenientModel):
     """The same as the newer endpoint has it."""
 
     type: Literal["input_image"]
@@ -190,7 +190,7 @@ class InputImagePart(Told):
         return self.image_url
 
 
-class Source(Told):
+class Source(LenientModel):
     """Where a picture is, as Anthropic's clients say it."""
 
     type: Literal["base64", "url"]
@@ -199,7 +199,7 @@ class Source(Told):
     url: str | None = None
 
 
-class ImageBlock(Told):
+class ImageBlock(LenientModel):
     """A picture from these."""
 
     type: Literal["image"]
@@ -322,7 +322,7 @@ def _check_thinking(field: str, given: Mapping[str, Any]) -> None:
         if name not in known:
             raise ApiError(400, f"unrecognized request argument: {param}", param=param)
         if value is not None and not known[name](value):
-            raise ApiError(400, f"{param} cannot be {told_back(value)}", param=param)
+            raise ApiError(400, f"{param} cannot be {quoted(value)}", param=param)
 
 
 @dataclass(frozen=True, slots=True)

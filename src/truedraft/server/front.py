@@ -24,12 +24,12 @@ from truedraft.engine import Request
 from truedraft.engine.prompts import Chat, Prompt, check_max_tokens
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.server.errors import ApiError, told_back
-from truedraft.server.events import unless_gone
+from truedraft.server.errors import ApiError, quoted
+from truedraft.server.events import cancel_on_disconnect
 from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
-from truedraft.server.service import Answering, Service, Stream
+from truedraft.server.service import ResponseHandle, Service, Stream
 from truedraft.text.forms import Prepared
 from truedraft.text.histories import HistoryForm
 from truedraft.text.notations import Notation, notation_of
@@ -93,7 +93,7 @@ class Front:
             served = ", ".join(map(repr, self.served))
             raise ApiError(
                 404,
-                f"there is no model {told_back(name)} here; served is {served}",
+                f"there is no model {quoted(name)} here; served is {served}",
                 param="model",
                 code="model_not_found",
             )
@@ -193,7 +193,7 @@ class Front:
         http: HttpRequest,
         samples: int | None = None,
         notation: Notation | None = None,
-    ) -> Answering:
+    ) -> ResponseHandle:
         """Queue all samples of all prompts, prompt by prompt.
 
         Args:
@@ -218,7 +218,7 @@ class Front:
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         names = fields.called
-        answering = Answering(self.service, deadline, names)
+        answering = ResponseHandle(self.service, deadline, names)
         try:
             check_max_tokens(self.service.engine.target, params.max_tokens)
             if params.max_tokens > self.max_new_tokens:
@@ -248,7 +248,9 @@ class Front:
         """Prepare a form, with places in the queue reserved while the request waits for it."""
         if getattr(http.state, "reserved", None) is None:
             self.reserve(http, count)
-        return await unless_gone(http.receive, self.service.forms.prepared(structured, deadline, self._scope(http)))
+        return await cancel_on_disconnect(
+            http.receive, self.service.forms.prepared(structured, deadline, self._scope(http))
+        )
 
     def _scope(self, http: HttpRequest) -> Client | None:
         """The client within which prefixes and forms are shared; None is all clients."""
@@ -322,7 +324,7 @@ class Front:
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:
             allowed = ", ".join(map(repr, self.rules)) or "none but the server's own, which needs no asking"
-            message = f"rule {told_back(words)} is not allowed here; allowed is {allowed}"
+            message = f"rule {quoted(words)} is not allowed here; allowed is {allowed}"
             raise ApiError(400, f"speculation.{message}", param="speculation.rule")
         return self.rules[words]
 
@@ -347,7 +349,7 @@ class Front:
 
     def log(self, http: HttpRequest, status: int) -> None:
         """Log one line about an HTTP request, without its content."""
-        answering: Answering | None = getattr(http.state, "answering", None)
+        answering: ResponseHandle | None = getattr(http.state, "answering", None)
         client: Client = getattr(http.state, "client", ANYONE)
         parts = [f"{quote(http.method)} {quote(http.scope['path'])} {status}", f"client={client.name}"]
         began = getattr(http.state, "began", None)

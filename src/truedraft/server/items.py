@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from truedraft.server.errors import ApiError, told_back
-from truedraft.server.fields import Items, SeenContent, Told, by_type, parts_of
+from truedraft.server.errors import ApiError, quoted
+from truedraft.server.fields import Items, LenientModel, SeenContent, by_type, parts_of
 from truedraft.server.tools import FunctionFields, NamedFunction, called
 from truedraft.text.calls import parsed
 
@@ -44,7 +44,7 @@ def _is_hosted(kind: str) -> bool:
     return any(kind == name or kind.startswith(f"{name}_") for name in HOSTED)
 
 
-class InputMessage(Told):
+class InputMessage(LenientModel):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
@@ -52,7 +52,7 @@ class InputMessage(Told):
     content: SeenContent | None = None
 
 
-class InputCall(Told):
+class InputCall(LenientModel):
     """A call that an earlier answer made."""
 
     type: Literal["function_call"]
@@ -66,7 +66,7 @@ class InputCall(Told):
         return self.arguments
 
 
-class InputCustomCall(Told):
+class InputCustomCall(LenientModel):
     """A call of a custom tool that an earlier answer made."""
 
     type: Literal["custom_tool_call"]
@@ -81,7 +81,7 @@ class InputCustomCall(Told):
         return json.dumps({_TEXT: self.input}, ensure_ascii=False)
 
 
-class InputResult(Told):
+class InputResult(LenientModel):
     """What a call gave."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -89,14 +89,14 @@ class InputResult(Told):
     output: SeenContent
 
 
-class ReasoningText(Told):
+class ReasoningText(LenientModel):
     """A part of earlier reasoning."""
 
     type: str | None = None
     text: str
 
 
-class InputReasoning(Told):
+class InputReasoning(LenientModel):
     """What an earlier answer reasoned; a summary, or what is encrypted, says nothing to a model."""
 
     type: Literal["reasoning"]
@@ -122,7 +122,7 @@ class FlatTool(FunctionFields):
         return FunctionFields(name=self.name, description=about, parameters=schema, strict=self.strict)
 
 
-class CustomFormat(Told):
+class CustomFormat(LenientModel):
     """What the input of a custom tool is like."""
 
     type: Literal["text", "grammar"] = "text"
@@ -130,7 +130,7 @@ class CustomFormat(Told):
     definition: str | None = None
 
 
-class CustomTool(Told):
+class CustomTool(LenientModel):
     """A tool that is called with a text."""
 
     type: Literal["custom"]
@@ -149,7 +149,7 @@ class CustomTool(Told):
         return FunctionFields(name=self.name, description="\n\n".join(filter(None, parts)) or None, parameters=schema)
 
 
-class Hosted(Told):
+class Hosted(LenientModel):
     """A tool that runs at OpenAI, what it was asked or gave, or the choice of it."""
 
     type: str
@@ -163,7 +163,7 @@ def _kind(given: Any) -> str | None:
 _Callable = Annotated[FlatTool | CustomTool, Field(discriminator="type")]
 
 
-class Namespace(Told):
+class Namespace(LenientModel):
     """Tools under one name."""
 
     type: Literal["namespace"]
@@ -181,7 +181,7 @@ Tool: TypeAlias = Annotated[
 ]
 
 
-class AdditionalTools(Told):
+class AdditionalTools(LenientModel):
     """Tools that came with a part of the conversation."""
 
     type: Literal["additional_tools"]
@@ -217,14 +217,14 @@ Input: TypeAlias = Annotated[
 ]
 
 
-class NamedChoice(Told):
+class NamedChoice(LenientModel):
     """The function or custom tool that must be called."""
 
     type: Literal["function", "custom"]
     name: str
 
 
-class AllowedChoice(Told):
+class AllowedChoice(LenientModel):
     """Those of the tools that may be called, or must."""
 
     type: Literal["allowed_tools"]
@@ -310,9 +310,7 @@ class Toolbox:
         for each in tool.tools if isinstance(tool, Namespace) else (tool,):
             flat = flat_name(namespace, each.name)
             if flat in self.callables:
-                raise ApiError(
-                    400, f"{place} has the name {told_back(flat)} of a tool before it; rename one", param=place
-                )
+                raise ApiError(400, f"{place} has the name {quoted(flat)} of a tool before it; rename one", param=place)
             function = each.function.model_copy(update={"name": flat})
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
 

@@ -21,11 +21,11 @@ from truedraft.server.fields import (
     Fields,
     ImageBlock,
     Items,
+    LenientModel,
     SamplingFields,
     TextPart,
     Texts,
     Thinking,
-    Told,
     parts_of,
     text_or_parts,
 )
@@ -45,7 +45,7 @@ _Shown = Items[Annotated[TextPart | ImageBlock, Field(discriminator="type")]]
 Shown: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Shown, Tag("parts")], text_or_parts]
 
 
-class ToolUseBlock(Told):
+class ToolUseBlock(LenientModel):
     """A call that an earlier answer made."""
 
     type: Literal["tool_use"]
@@ -54,7 +54,7 @@ class ToolUseBlock(Told):
     input: dict[str, Any]
 
 
-class ToolResultBlock(Told):
+class ToolResultBlock(LenientModel):
     """What a call gave."""
 
     type: Literal["tool_result"]
@@ -62,14 +62,14 @@ class ToolResultBlock(Told):
     content: Shown | None = None
 
 
-class ThinkingBlock(Told):
+class ThinkingBlock(LenientModel):
     """What an earlier answer reasoned."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedBlock(Told):
+class RedactedBlock(LenientModel):
     """Reasoning that is encrypted, which says nothing to a model."""
 
     type: Literal["redacted_thinking"]
@@ -81,7 +81,7 @@ _Block = Annotated[
 _Blocks = Items[_Block]
 
 
-class InputMessage(Told):
+class InputMessage(LenientModel):
     """A part of the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -111,7 +111,7 @@ class InputMessage(Told):
         return [*found, said]
 
 
-class MessageTool(Told):
+class MessageTool(LenientModel):
     """A function that may be called; without a schema it is one that Anthropic's models know, or servers run."""
 
     name: FunctionName
@@ -124,7 +124,7 @@ class MessageTool(Told):
         return FunctionFields(name=self.name, description=self.description, parameters=self.input_schema)
 
 
-class MessageChoice(Told):
+class MessageChoice(LenientModel):
     """Whether a function is called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -138,7 +138,7 @@ class MessageChoice(Told):
         return "required" if self.type == "any" else self.type
 
 
-class OutputConfig(Told):
+class OutputConfig(LenientModel):
     """About the answer."""
 
     effort: str | None = None

@@ -106,7 +106,7 @@ class ResponseRequest(SamplingFields):
             raise ApiError(400, f"a response is one answer, n must be 1, got {self.n}", param="n")
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         """Number of top logprobs per token; None for none."""
         requested = "message.output_text.logprobs" in (self.include or ())
         return checked_logprobs("top_logprobs", self.top_logprobs or 0) if requested or self.top_logprobs else None
@@ -145,7 +145,7 @@ def responses_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         body.check()
         talk, toolbox = await front.apart(http, talk_of, body, http)
-        answers = await talk.answers(body, body.max_output_tokens, body.wanted_logprobs)
+        answers = await talk.answers(body, body.max_output_tokens, body.requested_logprobs)
         return await answers.reply(http, _Response(answers, body, toolbox), stream=body.stream)
 
     def talk_of(body: ResponseRequest, http: HttpRequest) -> tuple[Conversation, Toolbox]:

@@ -40,7 +40,7 @@ class Stream:
     """One sample of an HTTP request, from the queue to its last token.
 
     Attributes:
-        number: index of the sample in its `Answering`.
+        number: index of the sample in its `ResponseHandle`.
         shows_steps: whether draft trees are passed on, too.
         waits: whether the request is in the service's queue and not in the engine.
         accepted: entry `i` counts the drafts with `i` accepted tokens.
@@ -56,7 +56,7 @@ class Stream:
     request: Request
     client: Client
     number: int
-    answering: Answering
+    answering: ResponseHandle
     decisions: Decisions
     shows_steps: bool = False
     waits: bool = True
@@ -87,7 +87,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class StreamUpdate:
     """New output of a stream, from one or several steps.
 
     Attributes:
@@ -100,7 +100,7 @@ class News:
     steps: list[StepItem]
 
     @classmethod
-    def of(cls, stream: Stream) -> News:
+    def of(cls, stream: Stream) -> StreamUpdate:
         """The whole output of a finished stream, without its steps."""
         answer = stream.answer
         assert answer is not None
@@ -108,11 +108,11 @@ class News:
 
     @property
     def answer(self) -> Answer | None:
-        """The finished answer; None before the last `News` of a stream."""
+        """The finished answer; None before the last `StreamUpdate` of a stream."""
         return self.pieces[-1].answer if self.pieces else None
 
 
-class Answering:
+class ResponseHandle:
     """The samples of one HTTP request and their output.
 
     Args:
@@ -125,7 +125,7 @@ class Answering:
         self._names = names or {}
         self._service = service
         self._deadline = deadline
-        self._news: deque[News] = deque()
+        self._news: deque[StreamUpdate] = deque()
         self._there = asyncio.Event()
         self._failure: ApiError | None = None
 
@@ -147,7 +147,7 @@ class Answering:
         ]
         self._service.open(self.streams, late=late)
 
-    def take(self, news: News) -> None:
+    def take(self, news: StreamUpdate) -> None:
         """Add new output; called in the event loop."""
         self._news.append(news)
         self._there.set()
@@ -157,7 +157,7 @@ class Answering:
         self._failure = error
         self._there.set()
 
-    async def news(self) -> AsyncIterator[News]:
+    async def news(self) -> AsyncIterator[StreamUpdate]:
         """New output until all samples are finished; a slow reader gets several steps at once.
 
         Raises:
@@ -187,9 +187,9 @@ class Answering:
     def _left_s(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
-    def _next(self) -> list[News]:
+    def _next(self) -> list[StreamUpdate]:
         """The queued output, at most `_MOST_OUTPUTS` entries, merged by stream."""
-        found: dict[int, News] = {}
+        found: dict[int, StreamUpdate] = {}
         for _ in range(min(len(self._news), _MOST_OUTPUTS)):
             each = self._news.popleft()
             before = found.setdefault(each.number, each)
@@ -565,7 +565,7 @@ class Service:
 
     def _hand_over(self) -> int:
         """Pass the pieces of the last step to the event loop, in one call; returns the number of finished answers."""
-        handed: list[tuple[Stream, News]] = []
+        handed: list[tuple[Stream, StreamUpdate]] = []
         over: list[Stream] = []
         for stream in self._running:
             request = stream.request
@@ -579,7 +579,7 @@ class Service:
                 steps.append(last)
             if not pieces and not steps:
                 continue
-            output = News(stream.number, pieces, steps)
+            output = StreamUpdate(stream.number, pieces, steps)
             if output.answer is not None:
                 stream.answer = output.answer
                 over.append(stream)
@@ -597,7 +597,7 @@ class Service:
             self._loop.call_soon_threadsafe(self._take, handed)
         return len(over)
 
-    def _take(self, handed: Sequence[tuple[Stream, News]]) -> None:
+    def _take(self, handed: Sequence[tuple[Stream, StreamUpdate]]) -> None:
         """Deliver output and call the listeners; called in the event loop."""
         for stream, output in handed:
             stream.answering.take(output)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from truedraft.core.params import SamplingParams, Structured
-from truedraft.server.errors import ApiError, told_back
+from truedraft.server.errors import ApiError, quoted
 from truedraft.server.fields import Fields
 from truedraft.text.calls import Call, parsed
 from truedraft.text.notations import Notation
@@ -27,7 +27,7 @@ MOST_TOOLS = 1024
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     kind = schema.get("type", "object")
     if "object" not in (kind if isinstance(kind, list) else [kind]):
-        raise ValueError(f"must be the schema of an object, got one of type {told_back(kind)}")
+        raise ValueError(f"must be the schema of an object, got one of type {quoted(kind)}")
     return schema
 
 
@@ -108,7 +108,7 @@ class ToolUse:
         names = Counter(tool.name for tool in tools)
         if twice := next((name for name, count in names.items() if count > 1), None):
             raise ApiError(
-                400, f"{listed} has two functions called {told_back(twice)}; rename or leave out one", param=listed
+                400, f"{listed} has two functions called {quoted(twice)}; rename or leave out one", param=listed
             )
         if not tools or choice == "none":
             return cls(notation)
@@ -118,7 +118,7 @@ class ToolUse:
         if isinstance(choice, NamedFunction):
             named = [tool for tool in tools if tool.name == choice.name]
             if not named:
-                message = f"{chosen} names {told_back(choice.name)}; {listed} has {', '.join(map(told_back, names))}"
+                message = f"{chosen} names {quoted(choice.name)}; {listed} has {', '.join(map(quoted, names))}"
                 raise ApiError(400, message, param=chosen)
             return cls(notation, tools, notation.grammar(schemas_of(named), parallel=False), False)
         schemas = schemas_of(tools)

@@ -7,18 +7,18 @@ from typing import Any
 
 from truedraft.core.verdict import Origin
 from truedraft.engine.batch import StepItem
-from truedraft.server.service import News, Stream
+from truedraft.server.service import Stream, StreamUpdate
 
 _FORCED = "forced"
 """Name of the drafter of tokens that a grammar forces."""
 
 
-def trace_of(stream: Stream, news: News, text_of: Callable[[int], str]) -> dict[str, Any]:
+def trace_of(stream: Stream, news: StreamUpdate, text_of: Callable[[int], str]) -> dict[str, Any]:
     """The tokens of `news` with their origins, and the trees of its steps.
 
     Args:
         stream: its counters of traced tokens are updated.
-        news: each `News` of the stream once, in order.
+        news: each `StreamUpdate` of the stream once, in order.
     """
     steps = [_step(stream, each, text_of) for each in news.steps]
     tokens = []

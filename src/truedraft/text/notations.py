@@ -493,7 +493,7 @@ class AnswerReader:
     Args:
         tools: functions that may be called; if empty, no calls are parsed.
         reasoning_open: whether the prompt ends inside reasoning.
-        calls_alone: whether a form allows no text, so that what looks like text is a truncated call.
+        calls_only: whether a form allows no text, so that what looks like text is a truncated call.
 
     Attributes:
         calls: those parsed to their end or to the end of the answer.
@@ -506,12 +506,12 @@ class AnswerReader:
         *,
         parallel: bool = True,
         reasoning_open: bool = False,
-        calls_alone: bool = False,
+        calls_only: bool = False,
     ) -> None:
-        self._calls_only = calls_alone
+        self._calls_only = calls_only
         self.calls: list[Call] = []
-        self._channels = ChannelReader(tools or {}, parallel, self.calls, calls_alone) if notation.channels else None
-        self._reader = CallsReader(notation, tools, parallel, self.calls, calls_alone) if tools else None
+        self._channels = ChannelReader(tools or {}, parallel, self.calls, calls_only) if notation.channels else None
+        self._reader = CallsReader(notation, tools, parallel, self.calls, calls_only) if tools else None
         self._marks = notation.reasoning
         self._before = self._marks is not None and not reasoning_open  # whether reasoning may still begin
         self._inside = self._marks is not None and reasoning_open

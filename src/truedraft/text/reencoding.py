@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from truedraft.text.tokenizer import Tokenizer
-from truedraft.text.translation import Speller, Translation, first_ids, surfaces
+from truedraft.text.translation import GreedyRetokenizer, Translation, first_ids, surfaces
 
 _KNOWN = 64
 """Bytes of known text that are encoded before the new text."""
@@ -37,7 +37,7 @@ class Encoding:
         self._tokenizer = tokenizer
         self._size = size
         self.surfaces = surfaces(tokenizer)[:size]
-        self._speller = Speller(first_ids(self.surfaces, tokenizer), fallback)
+        self._retokenizer = GreedyRetokenizer(first_ids(self.surfaces, tokenizer), fallback)
         self.pads = self.text_of([number for number in tokenizer.plain_ids("a") if number < size])[:1] == b" "
 
     def ids_after(self, known: bytes, text: bytes) -> list[int]:
@@ -65,7 +65,7 @@ class Encoding:
                     if left == 0 and self.text_of(found) == text:
                         return found
                     break
-        return list(self._speller.of(text))
+        return list(self._retokenizer.of(text))
 
     def text_of(self, ids: Sequence[int]) -> bytes:
         return b"".join(self.surfaces[number] or b"" for number in ids)

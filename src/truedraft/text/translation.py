@@ -95,7 +95,7 @@ class Translation:
                 "a draft whose tokenizer is nearer to the target's"
             )
         spelled = first_ids(ours, draft)
-        spelling = Speller(spelled, fallback=ends[1][0] if ends[1] else 0)
+        spelling = GreedyRetokenizer(spelled, fallback=ends[1][0] if ends[1] else 0)
         reads = [spelling.of(text) for text in theirs]
         for own, meant in sorted(pairs.items(), reverse=True):  # of several the lowest; only for ids without text
             if theirs[meant] is None:
@@ -125,7 +125,7 @@ class Translation:
         return mapped
 
 
-class Speller:
+class GreedyRetokenizer:
     """Writes bytes in a draft's ids, the longest token first; a byte without any id is dropped."""
 
     def __init__(self, ids: Mapping[bytes, int], fallback: int) -> None:

@@ -52,7 +52,7 @@ from truedraft.training.loop import (
     TrainingLoop,
     checkpoint_of,
     identity_of,
-    train_told,
+    train_with_callbacks,
 )
 from truedraft.training.losses import (
     DistillationLoss,
@@ -71,7 +71,7 @@ from truedraft.training.texts.answered import Source, Writing
 from truedraft.training.texts.data import Curriculum, read_stream, stream_hash, write_stream
 from truedraft.training.texts.questions import names_of
 from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
-from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, free_bytes
+from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, duration, exclusive_access, free_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -227,7 +227,7 @@ def train_draft(
     if not processes.main:
         return _train_beside(target, out / WORK, tokenizer, config.device)
     source = Source.read(data, held_out, tokenizer)
-    with alone_in(out / WORK):
+    with exclusive_access(out / WORK):
         target_model = load_causal_lm(target, dtype="auto", device=config.device).eval()
         draft = starting_draft(config, target_model, tokenizer)
         config = _fitting(config, target_model, draft, hooks.on_note)
@@ -237,7 +237,7 @@ def train_draft(
         _check_amount(config, train, hooks.on_note)
         loop = stream_loop(config, target_model, draft, train, out / WORK)
         processes.from_main((config, len(train)))
-        progress = train_told(loop, hooks, _values, lambda: budget.over(_TRAINED))
+        progress = train_with_callbacks(loop, hooks, _values, lambda: budget.over(_TRAINED))
         save_llama(draft, out)
         copy_tokenizer(target, out)
         result = _measured(target, target_model, test, out, config, progress, budget, hooks.on_note)

@@ -204,7 +204,7 @@ def measure_in_engine(
     return found
 
 
-def foretold(
+def predicted(
     target: LanguageModel, text: SelfDistillationData, temperature: float, drafter: Drafter
 ) -> Interval | None:
     """Tokens per target call of a drafter along answers, replayed step by step (`planning.walks`).

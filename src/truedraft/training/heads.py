@@ -22,9 +22,17 @@ from truedraft.models.embedded import FOR_HEADS, refuse_no_text
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.text.tokenizer import Tokenizer
-from truedraft.training.evaluate import EngineRound, foretold, measure_in_engine
+from truedraft.training.evaluate import EngineRound, measure_in_engine, predicted
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
-from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of, train_told
+from truedraft.training.loop import (
+    CHECKPOINT,
+    LENGTHS,
+    Callbacks,
+    StepRecord,
+    TrainingLoop,
+    checkpoint_of,
+    train_with_callbacks,
+)
 from truedraft.training.processes import Processes
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import Watch, write_answers
@@ -44,8 +52,8 @@ from truedraft.training.workspace import (
     WORK,
     WRITTEN,
     TimeBudget,
-    alone_in,
     duration,
+    exclusive_access,
     free_bytes,
     writing,
 )
@@ -142,7 +150,7 @@ def train_heads(
     job = _job_for(target, data, held_out, config, callbacks or Callbacks(), budget or TimeBudget())
     if config.stage == 2 and job.budget.limited:
         raise OptionError("minutes are a limit for stage 1; stage 2 takes as long as its steps and joint steps do")
-    with alone_in(out / WORK):
+    with exclusive_access(out / WORK):
         if not (out / WORK / CHECKPOINT).is_file() and (config.stage == 1 or config.start_from is None):
             job = forecast(job, out / WORK)
         model = load_model(job.target, device=config.device)
@@ -483,7 +491,7 @@ def _promised(
     if "promised" in engine_round.about:
         return engine_round
     job.follow("foretelling", number, number + 1)
-    found = foretold(target, text, engine_round.temperature, engine_round.new_drafter())
+    found = predicted(target, text, engine_round.temperature, engine_round.new_drafter())
     return replace(engine_round, about={**engine_round.about, "promised": None if found is None else found.value})
 
 
@@ -497,7 +505,7 @@ def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:
         right = f", {job.config.head.place_word}s right {' '.join(shares)}" if shares else right
         return f"loss {record.values['loss']:.3f}{right}"
 
-    progress = train_told(loop, job.told, remark, lambda: job.budget.over(TRAINED))
+    progress = train_with_callbacks(loop, job.told, remark, lambda: job.budget.over(TRAINED))
     return Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
 
 

@@ -185,7 +185,7 @@ class Callbacks:
     on_checkpoint: Callable[[Saved], None] = lambda saved: None
 
 
-def train_told(
+def train_with_callbacks(
     loop: TrainingLoop,
     told: Callbacks,
     remark: Callable[[StepRecord], str],

@@ -32,7 +32,7 @@ from truedraft.training.texts.data import read_texts
 from truedraft.training.texts.prompts import cut_prompts, keep_back, standard_library_texts
 from truedraft.training.texts.questions import names_of
 from truedraft.training.texts.tokenizer import load_tokenizer
-from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, writing
+from truedraft.training.workspace import WORK, TimeBudget, duration, exclusive_access, writing
 
 if TYPE_CHECKING:
     from truedraft.drafters.ngram.table import NgramTable
@@ -133,7 +133,7 @@ def train_ngrams(
     source, words = _source(data, held_out, tokenizer)
     _refuse_prompts(source, config)
     tests = cut_prompts(source.held_out, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
-    with alone_in(out / WORK):
+    with exclusive_access(out / WORK):
         model, began = load_model(target, device=config.device), time.perf_counter()
         budget.loaded()
         if config.answers is None:

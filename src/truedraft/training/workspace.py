@@ -71,7 +71,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(work: Path) -> Iterator[None]:
+def exclusive_access(work: Path) -> Iterator[None]:
     """Lock a training's working folder against other processes; the system releases the lock when the process ends.
 
     Raises:
@@ -106,7 +106,7 @@ def refuse_busy(work: Path) -> None:
         OptionError: names the folder and the process.
     """
     if (work / _LOCK).is_file():
-        with alone_in(work):
+        with exclusive_access(work):
             pass
 
 
@@ -122,7 +122,7 @@ def clear_work(out: Path) -> int:
     if not files:
         raise OptionError(f"{str(out)!r} holds no working files of a training; there is nothing to remove")
     work = out / WORK
-    with alone_in(work):
+    with exclusive_access(work):
         freed = sum(path.stat().st_size for path in files)
         with writing(out):
             for path in (*files, work / _OWNER, work / _LOCK):

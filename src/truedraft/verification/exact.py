@@ -53,7 +53,7 @@ def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dic
             for drafted, mass in masses.items():
                 for probability, outcome in _outcomes(rule, target, scheme, prefix, drafted):
                     answer = (*prefix, *outcome.tokens)[:length]
-                    below = (*drafted, *outcome.tokens) if outcome.goes_on else ()
+                    below = (*drafted, *outcome.tokens) if outcome.continues else ()
                     weight = mass * probability
                     if weight > 0.0:
                         of_answer = reached[len(answer)].setdefault(answer, {})

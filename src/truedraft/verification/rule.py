@@ -62,7 +62,7 @@ class Outcome:
     accepted: int
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether the walk continues below the group: all its tokens were drafted."""
         return self.accepted == len(self.tokens)
 

@@ -56,7 +56,7 @@ def test_vllm_is_asked_by_ids_with_every_option_said(server: ScriptedServer, tok
     with opened(server, tokenizer) as endpoint:
         assert (endpoint.facts.name, endpoint.facts.version, endpoint.model) == ("vllm", "0.32.0", "m")
         assert endpoint.facts.filters == ("temperature", "min_p", "top_k", "top_p")
-        assert endpoint.facts.tells_ids and endpoint.facts.logprobs == "raw"
+        assert endpoint.facts.gives_ids and endpoint.facts.logprobs == "raw"
         reply = only(endpoint.ask([question(tokenizer, temperature=0.8, min_p=0.1, seed=3, stop=("x",))]))
     assert reply == Reply(ids, ANSWER)
     (body,) = server.posted()
@@ -87,12 +87,14 @@ def test_what_ends_an_answer_is_no_token_of_it(server: ScriptedServer, tokenizer
     answers_vllm(server, tokenizer, (*ids, 0), reason="stop", logprobs=logprobs)
     with opened(server, tokenizer) as endpoint:
         asked = [question(tokenizer, logprobs=2), question(tokenizer, logprobs=2, ignore_eos=True)]
-        ended, goes_on = endpoint.ask(asked)
-    assert isinstance(ended, Reply) and isinstance(goes_on, Reply)
+        ended, continues = endpoint.ask(asked)
+    assert isinstance(ended, Reply) and isinstance(continues, Reply)
     assert ended.token_ids == ids and ended.finish_reason == "stop"
     assert ended.logprobs == tuple(-float(place) for place in range(len(ids)))
     assert ended.top_logprobs == tuple({token: -0.25, 7: -2.0} for token in ids)
-    assert goes_on.token_ids == (*ids, 0) and goes_on.logprobs is not None and len(goes_on.logprobs) == len(ids) + 1
+    assert (
+        continues.token_ids == (*ids, 0) and continues.logprobs is not None and len(continues.logprobs) == len(ids) + 1
+    )
 
 
 def test_a_stop_token_is_left_out_and_more_tokens_than_asked_for_are_kept(
@@ -207,7 +209,7 @@ def test_a_generic_server_that_names_its_tokens(server: ScriptedServer, tokenize
     openai_like(server, tokenizer, ANSWER, logprobs=named_logprobs(tokenizer, ids))
     with opened(server, tokenizer) as endpoint:
         assert endpoint.facts.name == "openai" and endpoint.facts.filters == ("temperature", "top_p")
-        assert not endpoint.facts.tells_ids and endpoint.facts.logprobs == "raw"
+        assert not endpoint.facts.gives_ids and endpoint.facts.logprobs == "raw"
         assert endpoint.facts.more["prompts"] == "ids"
         reply = only(endpoint.ask([question(tokenizer, temperature=1.0)]))
         assert "does not take top_k" in refusal(endpoint.ask([question(tokenizer, top_k=5)]))

@@ -45,7 +45,7 @@ def asked(target: LanguageModel, *params: SamplingParams) -> list[Question]:
 def test_what_is_known_of_it(endpoint: Endpoint) -> None:
     facts = endpoint.facts
     assert isinstance(facts, PeerFacts) and facts.name == "truedraft" and facts.version
-    assert facts.filters == ("temperature", "top_k", "top_p", "min_p") and facts.tells_ids
+    assert facts.filters == ("temperature", "top_k", "top_p", "min_p") and facts.gives_ids
     assert endpoint.model == "ours"
 
 

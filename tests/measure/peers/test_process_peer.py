@@ -43,7 +43,7 @@ def test_it_is_given_what_its_signature_names() -> None:
 
     peer = ProcessPeer(sample)
     assert peer.facts.takes == ("max_tokens", "temperature", "seed", "stop")
-    assert peer.facts.filters == ("temperature",) and peer.facts.tells_ids and peer.facts.name.endswith("sample")
+    assert peer.facts.filters == ("temperature",) and peer.facts.gives_ids and peer.facts.name.endswith("sample")
     assert ask(peer, temperature=0.5, stop="x", max_tokens=2) == Reply((1, 2))
     assert given == {"prompt": [4, 5], "temperature": 0.5, "seed": None, "stop": ["x"]}
     assert "has no argument top_p" in str(ask(peer, top_p=0.5))

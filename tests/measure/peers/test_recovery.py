@@ -8,7 +8,7 @@ import pytest
 
 from truedraft import SamplingParams
 from truedraft.measure.peers import Question
-from truedraft.measure.peers.dialects import Told
+from truedraft.measure.peers.dialects import ReceivedAnswer
 from truedraft.measure.peers.recovery import Recovery
 
 ASKED = Question((1, 2), SamplingParams(max_tokens=2))
@@ -18,4 +18,4 @@ ASKED = Question((1, 2), SamplingParams(max_tokens=2))
 def test_log_probabilities_that_are_no_numbers_are_as_good_as_none(broken: float) -> None:
     recovery = Recovery(None, vocab_size=8)
     for values, read in ((-1.0, -2.0), (-1.0, -2.0)), ((-1.0, broken), None):
-        assert recovery.reply(Told(None, "length", (3, 4), (3, 4), values), ASKED).logprobs == read
+        assert recovery.reply(ReceivedAnswer(None, "length", (3, 4), (3, 4), values), ASKED).logprobs == read

@@ -99,7 +99,7 @@ def test_greedy_answers_are_the_targets(pair: Pair, way: str) -> None:
     expected = [answer.token_ids for answer in Engine(pair.ours).generate([list(PROMPT), list(SHORT)], GREEDY)]
     found = replies(peer, [PROMPT, SHORT], GREEDY)
     assert [list(each.token_ids) for each in found] == expected and len(expected[0]) > 5
-    assert peer.facts.tells_ids and peer.facts.more["together"] == (4 if way == "plain" else 1)
+    assert peer.facts.gives_ids and peer.facts.more["together"] == (4 if way == "plain" else 1)
 
 
 def exact(pair: Pair, params: SamplingParams) -> dict[tuple[int, int], float]:

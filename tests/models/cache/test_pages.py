@@ -39,7 +39,7 @@ def test_requests_take_the_pages_that_their_texts_need() -> None:
     assert (first.capacity, second.capacity) == (PAGE, 2 * PAGE)
     assert (first.n_bytes, second.n_bytes) == (PAGE_BYTES, 2 * PAGE_BYTES)
     assert pages_of(pool).held == 3
-    assert pool.bytes_alone(PAGE + 1) == 2 * PAGE_BYTES and first.most == LIMIT
+    assert pool.bytes_for_one(PAGE + 1) == 2 * PAGE_BYTES and first.most == LIMIT
     for cache, tokens in ((first, [1, 2, 3]), (second, range(PAGE + 1))):
         assert_holds(cache.entries(), tokens)
 

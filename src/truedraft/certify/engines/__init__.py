@@ -2,7 +2,7 @@
 
 from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.engines.against import compare_engines
-from truedraft.certify.engines.asked import TOKENS
 from truedraft.certify.engines.run import certify_engine
+from truedraft.certify.engines.under_test import TOKENS
 
 __all__ = ["ALARM", "CERTAIN", "TOKENS", "certify_engine", "compare_engines"]

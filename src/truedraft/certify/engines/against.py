@@ -20,13 +20,13 @@ import torch
 
 from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
 from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, log_mean
-from truedraft.certify.engines.asked import (
+from truedraft.certify.engines.under_test import (
     BEGINNING,
     REPEATED_PROMPTS,
     REPEATED_TOKENS,
     TOKENS,
-    AskedEngine,
-    Tell,
+    EngineUnderTest,
+    ReportProgress,
     engine_report,
     facts_of,
     greedy_answers,
@@ -49,7 +49,7 @@ def compare_engines(
     together: int = 8,
     seconds: float = 300.0,
     tokens: int = TOKENS,
-    tell: Tell = lambda part, done: None,
+    tell: ReportProgress = lambda part, done: None,
 ) -> Report:
     """Check that two engines answer the same prompts alike, without the model's weights.
 
@@ -62,7 +62,7 @@ def compare_engines(
     began, deadline = now(), Deadline(seconds)
     # The second engine gets other seeds, so that equal noise does not make answers alike.
     elsewhere = params if params.seed is None else replace(params, seed=params.seed + (1 << 31))
-    both = [AskedEngine(peer, prompts, params, together), AskedEngine(other, prompts, elsewhere, together)]
+    both = [EngineUnderTest(peer, prompts, params, together), EngineUnderTest(other, prompts, elsewhere, together)]
     findings = [_alike_greedily(both, tokens, deadline)]
     if not params.greedy:
         findings.insert(0, _alike_sampled(both, deadline, tokens, tell))
@@ -70,7 +70,7 @@ def compare_engines(
     return engine_report(findings, both, now() - began, against=facts_of(other.facts))
 
 
-def _alike_sampled(both: Sequence[AskedEngine], deadline: Deadline, tokens: int, report: Tell) -> Finding:
+def _alike_sampled(both: Sequence[EngineUnderTest], deadline: Deadline, tokens: int, report: ReportProgress) -> Finding:
     samples, judged = TwoSamples(), EProcess(pairs=1.0)
     beginnings = itertools.cycle([prompt[:BEGINNING] for prompt in both[0].prompts[: 2 * REPEATED_PROMPTS]])
     spoiled = False
@@ -102,7 +102,7 @@ def _alike_sampled(both: Sequence[AskedEngine], deadline: Deadline, tokens: int,
     return Finding(Part.AGAINST, "both draw from the same distribution", status, summary, facts)
 
 
-def _alike_greedily(both: Sequence[AskedEngine], tokens: int, deadline: Deadline) -> Finding:
+def _alike_greedily(both: Sequence[EngineUnderTest], tokens: int, deadline: Deadline) -> Finding:
     """Compare greedy answers; the engines' own log-probabilities identify near ties where they diverge."""
     answers = [greedy_answers(each, tokens // 2, deadline) for each in both]
     others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, for either engine

@@ -12,7 +12,7 @@ from torch import Tensor
 from truedraft.certify.checks import Finding, Part, Status
 from truedraft.certify.engines.allowance import Allowance
 from truedraft.certify.engines.answer_probs import Judge, unknown_end
-from truedraft.certify.engines.asked import Answered, AskedEngine
+from truedraft.certify.engines.under_test import Answered, EngineUnderTest
 from truedraft.measure.peers import Question, Reply
 from truedraft.models.base import LanguageModel
 from truedraft.text import REPLACEMENT, Tokenizer
@@ -60,7 +60,7 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
     return found
 
 
-def stop_questions(asked: AskedEngine, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
+def stop_questions(asked: EngineUnderTest, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
     """The greedy questions again, each with a stop text from the middle of its first answer."""
     found = []
     for question, reply in greedy:
@@ -112,14 +112,14 @@ def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
     return answer is not None and len(answer.tokens) > len(reply.token_ids) and not bool(answer.outside[-1])
 
 
-def seeds(asked: AskedEngine) -> list[Finding]:
+def seeds(asked: EngineUnderTest) -> list[Finding]:
     """Whether a seed reproduces its answer, also in a batch. Only measured, because few engines promise it."""
     if asked.params.greedy or "seed" not in asked.peer.facts.takes or asked.params.seed is None:
         return []
     questions = [asked.open(prompt, _SEED_TOKENS) for prompt in asked.prompts[:_SEED_PROMPTS]]
     # Separate counts, so that failures here are not outweighed by earlier answers.
     single, company = (
-        AskedEngine(asked.peer, asked.prompts, asked.params, together, asked.vocab_size)
+        EngineUnderTest(asked.peer, asked.prompts, asked.params, together, asked.vocab_size)
         for together in (1, asked.together + 1)
     )
     once, again = single.ask(questions), single.ask(questions)

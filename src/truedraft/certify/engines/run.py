@@ -16,19 +16,19 @@ from truedraft.certify.engines import behaviour
 from truedraft.certify.engines.allowance import Allowance, judging_logits, measured_allowance
 from truedraft.certify.engines.alternatives import COPIED, ngram_candidates
 from truedraft.certify.engines.answer_probs import AnswerProbs, Judge, filtered, with_one_end
-from truedraft.certify.engines.asked import (
+from truedraft.certify.engines.evidence import Evidence
+from truedraft.certify.engines.under_test import (
     GREEDY_PROMPTS,
     STREAM_TOKENS,
     TOKENS,
     Answered,
-    AskedEngine,
-    Tell,
+    EngineUnderTest,
+    ReportProgress,
     engine_report,
     greedy_answers,
     groups,
     refuse_unusable,
 )
-from truedraft.certify.engines.evidence import Evidence
 from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
@@ -51,7 +51,7 @@ def certify_engine(
     together: int = 8,
     seconds: float = 300.0,
     tokens: int = TOKENS,
-    tell: Tell = lambda part, done: None,
+    tell: ReportProgress = lambda part, done: None,
 ) -> Report:
     """Check that an engine's tokens follow the model's own forward, and its lengths, stops and seeds.
 
@@ -78,7 +78,7 @@ def certify_engine(
     if allowance is not None and not 0.0 <= allowance < math.inf:
         raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
-    engine = AskedEngine(peer, prompts, params, together, target.vocab_size)
+    engine = EngineUnderTest(peer, prompts, params, together, target.vocab_size)
     greedy = greedy_answers(engine, tokens, deadline)
     tell(Part.GREEDY, 1.0)
     measured, differences = measured_allowance(target, rounded, _with_raw(peer, greedy))
@@ -108,7 +108,7 @@ def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
 # ---------------------------------------------------------------------------------------- tokens
 
 
-def _of_greedy(judge: Judge, answered: Sequence[Answered], engine: AskedEngine) -> Finding:
+def _of_greedy(judge: Judge, answered: Sequence[Answered], engine: EngineUnderTest) -> Finding:
     """Greedy tokens at their own prefixes: the most likely one, or one that rounding cannot separate from it."""
     params = replace(answered[0][0].params, logprobs=None) if answered else SamplingParams()
     evidence = _evidence(judge, params)
@@ -125,7 +125,13 @@ def _of_greedy(judge: Judge, answered: Sequence[Answered], engine: AskedEngine) 
 
 
 def _tokens_finding(
-    part: Part, name: str, evidence: Evidence, engine: AskedEngine, enough: bool, summary: str, facts: dict[str, Any]
+    part: Part,
+    name: str,
+    evidence: Evidence,
+    engine: EngineUnderTest,
+    enough: bool,
+    summary: str,
+    facts: dict[str, Any],
 ) -> Finding:
     """The finding for some evidence: FAILS only if the engine returned its token ids itself."""
     status = Status.HOLDS if enough else Status.NOT_ENOUGH
@@ -138,7 +144,7 @@ def _tokens_finding(
 
 
 def _sampled(
-    judge: Judge, engine: AskedEngine, deadline: Deadline, tokens: int, report: Tell
+    judge: Judge, engine: EngineUnderTest, deadline: Deadline, tokens: int, report: ReportProgress
 ) -> tuple[Finding, list[Answered], PeerError | None]:
     """Sampled tokens until there are enough, the evidence is certain, the time is over, or the engine fails."""
     evidence = _evidence(judge, engine.params)
@@ -161,7 +167,7 @@ def _sampled(
     return _sampled_finding(evidence, judge, engine), kept, failed
 
 
-def _sampled_finding(evidence: Evidence, judge: Judge, engine: AskedEngine) -> Finding:
+def _sampled_finding(evidence: Evidence, judge: Judge, engine: EngineUnderTest) -> Finding:
     detectable = evidence.smallest_detectable()
     until = evidence.process.reached
     summary = (
@@ -209,7 +215,7 @@ def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
 
 
 def _promises(
-    engine: AskedEngine, greedy: Sequence[Answered], answered: Sequence[Answered], judge: Judge
+    engine: EngineUnderTest, greedy: Sequence[Answered], answered: Sequence[Answered], judge: Judge
 ) -> list[Finding]:
     """Lengths, stop texts and seeds. If the engine fails during these, earlier findings are kept."""
     found = behaviour.lengths(answered, judge.target)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from truedraft.certify.checks import Deadline, Finding, Part, Status, Tell, now
+from truedraft.certify.checks import Deadline, Finding, Part, ReportProgress, Status, now
 from truedraft.certify.counts import smallest_detectable, total_variation, variation_by_chance
 from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.report import Report, evidence_words
@@ -81,7 +81,7 @@ def certify_sampler(
     seed: int = 0,
     rows: int = ROWS,
     worlds: Sequence[SamplerWorld] | None = None,
-    tell: Tell = lambda done: None,
+    tell: ReportProgress = lambda done: None,
 ) -> Report:
     """Check that a sampler's tokens, continued by the target, have the target's joint distribution.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from truedraft.engine.policy.goodput import Goodput as Goodput
     from truedraft.engine.policy.heuristics import AssistedHeuristic as AssistedHeuristic
     from truedraft.engine.policy.heuristics import ConfidenceStop as ConfidenceStop
-    from truedraft.engine.policy.heuristics import InTurn as InTurn
+    from truedraft.engine.policy.heuristics import RoundRobin as RoundRobin
     from truedraft.engine.policy.heuristics import Schedule as Schedule
     from truedraft.engine.policy.kept import STEPS as STEPS
     from truedraft.engine.policy.kept import CurveCheck as CurveCheck
@@ -56,7 +56,7 @@ _MODULES = {
     "truedraft.engine.policy.heuristics": (
         "AssistedHeuristic",
         "ConfidenceStop",
-        "InTurn",
+        "RoundRobin",
         "Schedule",
     ),
     "truedraft.engine.policy.kept": (

@@ -110,7 +110,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Stretch:
+class StepWindow:
     """Consecutive steps; `drafted` and `accepted` count nodes and `emitted` tokens, of all requests.
 
     Attributes:
@@ -185,7 +185,7 @@ class Decisions:
 
     def __init__(self, forward_s: ForwardSeconds | None = None, request: int | None = None) -> None:
         self.tallies: dict[str, Tally] = {}
-        self.stretches: list[Stretch] = []
+        self.stretches: list[StepWindow] = []
         self._forward_s = forward_s
         self._request = request
         self._curve_s = ForwardTable(forward_s or (lambda rows, contexts: 1.0))
@@ -217,17 +217,19 @@ class Decisions:
             counts[what] = counts.get(what, 0) + 1
             seconds = record.seconds_of_each[number] if record.settled else 0.0
             self.tallies.setdefault(what, Tally()).count(step, seconds)
-        made = self._stretch(record, [record.requests[number] for number in own], counts)
+        made = self._window(record, [record.requests[number] for number in own], counts)
         if self.stretches and self.stretches[-1].steps < self._in_each:
             self.stretches[-1] += made
         else:
             self.stretches.append(made)
             self._keep_bounded()
 
-    def _stretch(self, record: StepRecord, own: Sequence[RequestStep], counts: dict[str, int]) -> Stretch:
+    def _window(self, record: StepRecord, own: Sequence[RequestStep], counts: dict[str, int]) -> StepWindow:
         requests = len(record.requests)
         emitted = sum(step.emitted + step.stop_tokens for step in own)
-        counts_only = Stretch(1, counts, sum(step.nodes for step in own), sum(step.accepted for step in own), emitted)
+        counts_only = StepWindow(
+            1, counts, sum(step.nodes for step in own), sum(step.accepted for step in own), emitted
+        )
         if not record.settled:
             return counts_only
         bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
@@ -286,7 +288,7 @@ class Decisions:
             )
         )
 
-    def timeline(self, most: int) -> list[Stretch]:
+    def timeline(self, most: int) -> list[StepWindow]:
         """All steps in order, in at most `most` stretches of equal length."""
         return _joined(self.stretches, -(-len(self.stretches) // most)) if self.stretches else []
 
@@ -331,7 +333,7 @@ class Decisions:
             "seconds": self.seconds,
             "speedup": None if speedup is None else speedup.as_dict(),
             "decided": [self._tally_record(name, each) for name, each in self.ordered.items()],
-            "timeline": [_stretch_record(each) for each in self.timeline(most)] if most else [],
+            "timeline": [_window_record(each) for each in self.timeline(most)] if most else [],
         }
 
     def _tally_record(self, name: str, tally: Tally) -> dict[str, Any]:
@@ -360,7 +362,7 @@ class Decisions:
         return tally.seconds / self.seconds if self.seconds else 0.0
 
 
-def _joined(stretches: Sequence[Stretch], count: int) -> list[Stretch]:
+def _joined(stretches: Sequence[StepWindow], count: int) -> list[StepWindow]:
     found = []
     for first in range(0, len(stretches), count):
         whole = stretches[first]
@@ -370,11 +372,11 @@ def _joined(stretches: Sequence[Stretch], count: int) -> list[Stretch]:
     return found
 
 
-def _sums(stretch: Stretch, by_plain_steps: bool) -> tuple[float, float, float, float]:
+def _sums(window: StepWindow, by_plain_steps: bool) -> tuple[float, float, float, float]:
     """Seconds measured, V of plain decoding, and the pair that scales V to the run: seconds and V of the same steps."""
     if by_plain_steps:
-        return stretch.seconds, stretch.plain_curve_s, stretch.plain_s, stretch.plain_steps_curve_s
-    return stretch.seconds, stretch.plain_curve_s, stretch.bare_s, stretch.curve_s
+        return window.seconds, window.plain_curve_s, window.plain_s, window.plain_steps_curve_s
+    return window.seconds, window.plain_curve_s, window.bare_s, window.curve_s
 
 
 def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -384,6 +386,6 @@ def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.
         return plain_curve_s * seconds / curve_s / measured_s
 
 
-def _stretch_record(stretch: Stretch) -> dict[str, Any]:
+def _window_record(window: StepWindow) -> dict[str, Any]:
     names = ("steps", "seconds", "drafted", "accepted", "emitted", "decisions")
-    return {name: getattr(stretch, name) for name in names}
+    return {name: getattr(window, name) for name in names}

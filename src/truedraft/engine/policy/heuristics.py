@@ -99,7 +99,7 @@ class Schedule(Controller):
         return Decision(name, limits if length is None else _of_length(limits, length), reason="schedule")
 
 
-class InTurn(Controller):
+class RoundRobin(Controller):
     """Every drafter in turn, then pairs with merged proposals, then none: for tests that must cover all cases.
 
     Budgets rotate as well: the drafter's limits, one token, half. The place in this cycle depends only on a request's

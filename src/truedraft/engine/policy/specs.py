@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from truedraft.engine.policy.base import Controller, FixedBudget
 from truedraft.engine.policy.goodput import Goodput
-from truedraft.engine.policy.heuristics import AssistedHeuristic, ConfidenceStop, InTurn, Schedule
+from truedraft.engine.policy.heuristics import AssistedHeuristic, ConfidenceStop, RoundRobin, Schedule
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, called, read_whole
 
@@ -78,7 +78,9 @@ KINDS: Mapping[str, ControllerKind] = {
     "confidence": ControllerKind(
         {"threshold": "0.4"}, "no further behind a token that the drafter gave less than this", ConfidenceStop
     ),
-    "in-turn": ControllerKind({}, "every drafter in turn, and merged two by two, with all budgets; for checks", InTurn),
+    "in-turn": ControllerKind(
+        {}, "every drafter in turn, and merged two by two, with all budgets; for checks", RoundRobin
+    ),
     "schedule": ControllerKind(
         {"1": "4", "4": "2", "16": "0"}, "lengths by the number of requests, from each number on", _schedule
     ),

@@ -67,7 +67,7 @@ class Circumstances:
         return (self.must_agree or not self.lossless) and not self.sampling.get("temperature", 0.0)
 
     @property
-    def tells_identical(self) -> bool:
+    def compares_tokens(self) -> bool:
         """Whether identity of our tokens is meaningful: it is guaranteed, or only a lossy rule can break it."""
         return self.must_agree or self.peers_agree
 
@@ -161,7 +161,7 @@ def _all_identical(summary: Summary) -> bool | None:
 
 def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str, Any]:
     must_agree = circumstances.must_agree if summary.ours else circumstances.peers_agree
-    reported = must_agree or (summary.ours and circumstances.tells_identical)
+    reported = must_agree or (summary.ours and circumstances.compares_tokens)
     return {
         "name": summary.name,
         "note": circumstances.note,

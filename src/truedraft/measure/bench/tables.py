@@ -39,7 +39,7 @@ Column = tuple[str, Callable[[Summary], str]]
 def all_tables(summaries: Sequence[Summary], circumstances: Circumstances) -> list[TextTable]:
     """The tables of a report, in order; each begins with the meaning of a padded target's figures."""
     corner = "" if circumstances.note is None else circumstances.note.partition(" (")[0].replace(", ", ",\n")
-    speeds = speed_table(summaries, circumstances.tells_identical, circumstances.peers_agree)
+    speeds = speed_table(summaries, circumstances.compares_tokens, circumstances.peers_agree)
     tables = [speeds, divergence_table(summaries), time_table(summaries), acceptance_table(summaries)]
     return [TextTable((corner, *table.headings[1:]), table.rows) for table in tables if table.rows]
 

@@ -77,7 +77,7 @@ class PeerFacts:
         version: "" where it is unknown.
         filters: those of `FILTERS` that it supports, in its order.
         takes: names of `SamplingParams` that it supports; a question with others is refused.
-        tells_ids: whether it returns token ids.
+        gives_ids: whether it returns token ids.
         logprobs: "raw" for the model's own, "processed" after temperature and filters, "" for none.
         more: further values for reports, such as its command.
     """
@@ -86,7 +86,7 @@ class PeerFacts:
     version: str = ""
     filters: tuple[str, ...] = FILTERS
     takes: Collection[str] = ("max_tokens", "temperature", "top_p", "seed", "stop")
-    tells_ids: bool = False
+    gives_ids: bool = False
     logprobs: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
 

@@ -31,7 +31,7 @@ _OPEN_MODELS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReceivedAnswer:
     """A server's answer, as received.
 
     Attributes:
@@ -71,7 +71,7 @@ class Dialect:
     facts: PeerFacts
     path: str
     fields: Callable[[SamplingParams], dict[str, Any]]
-    read: Callable[[Mapping[str, Any]], Told]
+    read: Callable[[Mapping[str, Any]], ReceivedAnswer]
     takes_ids: bool = True
     most_seed: int = (1 << 63) - 1
     least_temperature: float = 0.0
@@ -138,14 +138,14 @@ def _llama_cpp_fields(params: SamplingParams) -> dict[str, Any]:
     return found
 
 
-def _read_openai(content: Mapping[str, Any]) -> Told:
+def _read_openai(content: Mapping[str, Any]) -> ReceivedAnswer:
     choices = content["choices"]
     if not isinstance(choices, list) or not choices:
         raise ValueError("no choices")
     choice = choices[0]
     usage = content.get("usage") or {}
     names, logprobs, top = _read_logprobs(choice.get("logprobs"))
-    return Told(
+    return ReceivedAnswer(
         text=_text(choice.get("text")),
         finish_reason=str(choice.get("finish_reason") or "none"),
         token_ids=_ids(choice.get("token_ids")),
@@ -159,13 +159,13 @@ def _read_openai(content: Mapping[str, Any]) -> Told:
     )
 
 
-def _read_llama_cpp(content: Mapping[str, Any]) -> Told:
+def _read_llama_cpp(content: Mapping[str, Any]) -> ReceivedAnswer:
     reasons = {"eos": "stop", "word": "stop", "limit": "length"}
     reason = str(content["stop_type"])
     names, logprobs, top = _read_entries(content.get("completion_probabilities"))
     if top is not None and not all(top):  # empty for drafted and accepted tokens
         logprobs = top = None
-    return Told(
+    return ReceivedAnswer(
         text=_text(content["content"]),
         finish_reason=reasons.get(reason, reason),
         token_ids=_ids(content.get("tokens")) or (None if content["content"] else ()),
@@ -233,13 +233,13 @@ def _ids(found: Sequence[Any] | None) -> tuple[int, ...] | None:
 
 _OURS = (*_PLAIN, *_PENALTIES, *_OPEN_MODELS)
 TRUEDRAFT = Dialect(
-    PeerFacts("truedraft", takes=(*_OURS, "logprobs_mode"), tells_ids=True, logprobs="raw"),
+    PeerFacts("truedraft", takes=(*_OURS, "logprobs_mode"), gives_ids=True, logprobs="raw"),
     "/v1/completions", _truedraft_fields, _read_openai, most_seed=(1 << 64) - 1,
 )  # fmt: skip
 
 # Its sampler: temperature, then min_p, then top_k and top_p at once, top_p on what top_k left.
 VLLM = Dialect(
-    PeerFacts("vllm", "", ("temperature", "min_p", "top_k", "top_p"), _OURS, tells_ids=True, logprobs="raw"),
+    PeerFacts("vllm", "", ("temperature", "min_p", "top_k", "top_p"), _OURS, gives_ids=True, logprobs="raw"),
     "/v1/completions", _vllm_fields, _read_openai, least_temperature=0.01,
 )  # fmt: skip
 
@@ -247,7 +247,7 @@ VLLM = Dialect(
 LLAMA_CPP = Dialect(
     PeerFacts(
         "llama.cpp", "", ("top_k", "top_p", "min_p", "temperature"), (*_PLAIN, "top_k", "min_p", "logit_bias"),
-        tells_ids=True, logprobs="raw",
+        gives_ids=True, logprobs="raw",
     ),
     "/completion", _llama_cpp_fields, _read_llama_cpp, most_seed=(1 << 32) - 2,
 )  # fmt: skip

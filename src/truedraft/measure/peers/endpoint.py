@@ -15,7 +15,16 @@ from truedraft.core.params import SamplingParams
 from truedraft.errors import PeerError, TruedraftError
 from truedraft.measure.peers.asking import Peer, Question, Reply
 from truedraft.measure.peers.calling import Caller, Patience
-from truedraft.measure.peers.dialects import BY_OWNER, LLAMA_CPP, OPENAI, OPENAI_FORMS, TRUEDRAFT, VLLM, Dialect, Told
+from truedraft.measure.peers.dialects import (
+    BY_OWNER,
+    LLAMA_CPP,
+    OPENAI,
+    OPENAI_FORMS,
+    TRUEDRAFT,
+    VLLM,
+    Dialect,
+    ReceivedAnswer,
+)
 from truedraft.measure.peers.recovery import Recovery
 from truedraft.text import Tokenizer
 
@@ -244,11 +253,11 @@ def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequen
         if dialect.takes_ids and counted and counted != len(prompt):
             continue  # it does not read numbers as token ids
         returns_ids = answers[0].token_ids is not None
-        return replace(dialect, facts=replace(dialect.facts, tells_ids=returns_ids, logprobs=_logprobs_mode(*answers)))
+        return replace(dialect, facts=replace(dialect.facts, gives_ids=returns_ids, logprobs=_logprobs_mode(*answers)))
     raise refused or PeerError(f"{caller.url} takes no token ids, and no text that encodes to them")
 
 
-def _logprobs_mode(plain: Told, halved: Told) -> str:
+def _logprobs_mode(plain: ReceivedAnswer, halved: ReceivedAnswer) -> str:
     """Whether logprobs are raw, from the likeliest first token at temperatures 1 and 0.5: raw ones do not change."""
     tops = [max(answer.top[0].values()) for answer in (plain, halved) if answer.top and answer.top[0]]
     if len(tops) < 2 or tops[0] > _CERTAIN:
@@ -256,7 +265,7 @@ def _logprobs_mode(plain: Told, halved: Told) -> str:
     return "raw" if abs(tops[0] - tops[1]) <= _NOISE * abs(tops[0]) else "processed"
 
 
-def _read(caller: Caller, dialect: Dialect, body: Mapping[str, Any], over: threading.Event | None) -> Told:
+def _read(caller: Caller, dialect: Dialect, body: Mapping[str, Any], over: threading.Event | None) -> ReceivedAnswer:
     """Send a request and read its answer."""
     content = caller.post(dialect.path, body, over)
     try:

@@ -75,7 +75,7 @@ class ProcessPeer(Peer):
             name=name or str(getattr(function, "__qualname__", type(function).__name__)),
             filters=tuple(each for each in FILTERS if each in takes),
             takes=takes,
-            tells_ids=True,
+            gives_ids=True,
         )
         self._recovery = Recovery(None, vocab_size, eos_token_ids)
 

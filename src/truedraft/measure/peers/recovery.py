@@ -16,7 +16,7 @@ from functools import cached_property
 
 from truedraft.errors import PeerError
 from truedraft.measure.peers.asking import Question, Reply
-from truedraft.measure.peers.dialects import Told
+from truedraft.measure.peers.dialects import ReceivedAnswer
 from truedraft.text import REPLACEMENT, Tokenizer
 
 _BY_TEXT = "the server hides ids: these are of its text, and another split into tokens makes the same text"
@@ -55,7 +55,7 @@ class Recovery:
             raise PeerError("this server takes text alone, and the prompt's text encodes to other token ids")
         return text
 
-    def reply(self, told: Told, question: Question) -> Reply:
+    def reply(self, told: ReceivedAnswer, question: Question) -> Reply:
         """The server's answer, with token ids.
 
         Raises:
@@ -96,7 +96,7 @@ class Recovery:
             known = "no model has such" if size is None else f"outside a vocabulary of {size}"
             raise PeerError(f"it answered token id {wrong}, {known}: its tokenizer is another one")
 
-    def _check_prompt(self, answer: Told, question: Question) -> None:
+    def _check_prompt(self, answer: ReceivedAnswer, question: Question) -> None:
         sent = question.prompt
         if answer.prompt_ids is not None and answer.prompt_ids != sent:
             raise PeerError(
@@ -109,7 +109,7 @@ class Recovery:
                 "it adds or cuts off tokens"
             )
 
-    def _ids(self, answer: Told, question: Question) -> tuple[tuple[int, ...], str]:
+    def _ids(self, answer: ReceivedAnswer, question: Question) -> tuple[tuple[int, ...], str]:
         """Ids, including the one that ended the answer if it was given, and why they may not be the drawn ones."""
         if answer.token_ids is not None:
             self.check_ids(answer.token_ids)
@@ -153,7 +153,7 @@ class Recovery:
             found[text] = token
         return {text: token for text, token in found.items() if text not in twice and REPLACEMENT not in text}
 
-    def _says(self, ids: tuple[int, ...], answer: Told, question: Question) -> bool:
+    def _says(self, ids: tuple[int, ...], answer: ReceivedAnswer, question: Question) -> bool:
         """Whether ids decode to the answer's text.
 
         A stop text cuts the text but not always the ids. Where bytes form no character, engines differ, so the text is
@@ -169,7 +169,7 @@ class Recovery:
         cut = bool(question.params.stop) and answer.finish_reason == "stop"
         return any(_same(reading, answer.text, cut) for reading in readings)
 
-    def _encoded(self, answer: Told, question: Question) -> tuple[int, ...]:
+    def _encoded(self, answer: ReceivedAnswer, question: Question) -> tuple[int, ...]:
         if self._tokenizer is None or answer.text is None:
             raise PeerError(
                 "it hides the token ids of its answer, and there is no tokenizer, or no text, to find them by"

@@ -137,7 +137,7 @@ class Generate(Peer):
             transformers.__version__,
             FILTERS,
             takes,
-            tells_ids=True,
+            gives_ids=True,
             logprobs="raw",
             more={"way": self.way.name, "together": self._together},
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.backends.alone import AloneBackend, PathCache
+from truedraft.models.backends.sequential import PathCache, SequentialBackend
 from truedraft.models.packing import SegmentPlan
 
 _MOST_REREAD = 16
@@ -77,7 +77,7 @@ class _Copies:
         return self.tried
 
 
-class WholeTextBackend(AloneBackend):
+class WholeTextBackend(SequentialBackend):
     """Runs a model's own forward over the whole text of each segment.
 
     The request's cache holds token ids instead of keys. `reason` is why it does not run otherwise, for reports.
@@ -132,7 +132,7 @@ class CopiedBackend(WholeTextBackend):
         self.note = f"one text at a time, behind copies of its own cache, since it cannot run packed: {reason}"
 
     def _refuse(self) -> None:
-        AloneBackend._refuse(self)
+        SequentialBackend._refuse(self)
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None

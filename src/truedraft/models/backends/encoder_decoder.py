@@ -1,4 +1,4 @@
-"""Encoder-decoders: the encoder reads a request's source once, and the decoder runs like `AloneBackend`.
+"""Encoder-decoders: the encoder reads a request's source once, and the decoder runs like `SequentialBackend`.
 
 A request's first tokens are its source (`models/sources.py`). Nothing is computed until all of them are present; then
 the encoder runs. The keys and values of cross-attention are stored in the request's cache at the source's own
@@ -18,7 +18,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.backends.alone import AloneBackend, PathCache
+from truedraft.models.backends.sequential import PathCache, SequentialBackend
 from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.multimodal import on_device
 from truedraft.models.packing import SegmentPlan
@@ -33,7 +33,7 @@ class Encoded(BaseModelOutput):
     attention_mask: None = None
 
 
-class EncoderDecoderBackend(AloneBackend):
+class EncoderDecoderBackend(SequentialBackend):
     """Runs the segments of a plan one after another through the decoder, and before that sources through the encoder.
 
     Args:

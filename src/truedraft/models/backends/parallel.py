@@ -24,7 +24,7 @@ from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
 from truedraft.models.cache import CachePool, Entries, RequestCache
-from truedraft.models.packed_linear import LEAST_ROWS, can_pack, multiplies_packed_alone, pack_weights
+from truedraft.models.packed_linear import LEAST_ROWS, can_pack, multiplies_only_packed, pack_weights
 from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns
 from truedraft.models.ranks import RankLostError, Ranks
@@ -106,7 +106,7 @@ def parallel_backend(ranks: Ranks, place: torch.device, name: str, fast_paths: b
         packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
         join()
         backend = StockBackend(model, patterns) if ranks.rank else ParallelBackend(model, patterns, ranks)
-        if packed and multiplies_packed_alone(model):
+        if packed and multiplies_only_packed(model):
             backend.least_rows = LEAST_ROWS
         backend.fast_paths = (f"tensor parallel over {ranks.count}", *(["packed weights"] if packed else []))
         ranks.join(place)

@@ -24,7 +24,7 @@ from truedraft.models.backends.native.linear import quantized_linears
 from truedraft.models.cache import CachePool
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
-from truedraft.models.packed_linear import multiplies_packed_alone
+from truedraft.models.packed_linear import multiplies_only_packed
 from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns
 from truedraft.models.recurrence import Recurrence, carrying_modules
@@ -102,7 +102,7 @@ class StockBackend(Backend):
         twin = StockBackend(copy.deepcopy(self._model, instead), self._attention.patterns)
         twin.weight_bytes = sum(linear.weight_bytes for linear in linears.values())
         twin.fast_paths = (f"weights of {bits} bits",)
-        if multiplies_packed_alone(twin._model):
+        if multiplies_only_packed(twin._model):
             twin.least_rows = 1  # a row of these products does not depend on the number of rows
         return twin
 

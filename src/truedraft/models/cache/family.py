@@ -16,7 +16,7 @@ BLOCK = 64
 """Tokens in a block that is kept for later requests."""
 
 
-class Beside(Protocol):
+class AuxiliaryState(Protocol):
     """What a model stores of one text in a format of its own."""
 
     @property
@@ -47,7 +47,7 @@ class FamilyState:
     memory: int = 0
     shift: int = 0
     apart: bool = False
-    beside: Beside | None = None
+    beside: AuxiliaryState | None = None
 
     @property
     def n_bytes(self) -> int:

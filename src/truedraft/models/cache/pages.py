@@ -471,7 +471,7 @@ class PagePool(CachePool):
         """See `CachePool`: all reserved pages. Several engines of one model share them, and each counts them all."""
         return (self._pages.count - self._spare) * self._pages.page_bytes if self._pages.reserved else None
 
-    def bytes_alone(self, tokens: int) -> int:
+    def bytes_for_one(self, tokens: int) -> int:
         return pages_for(tokens) * self._pages.page_bytes
 
     def bytes_for(self, caches: Sequence[tuple[int, RequestCache | None]]) -> int:

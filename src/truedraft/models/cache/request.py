@@ -219,12 +219,12 @@ class CachePool:
                 dropped = self._free.pop(0).n_bytes
                 self._kept_bytes -= dropped
 
-    def bytes_alone(self, tokens: int) -> int:
+    def bytes_for_one(self, tokens: int) -> int:
         return self.position_bytes * key_span(tokens) + self.state_bytes * self.states
 
     def bytes_for(self, caches: Sequence[tuple[int, RequestCache | None]]) -> int:
         """Most bytes of caches, given their limits and the caches that exist already."""
-        return sum(self.bytes_alone(tokens) for tokens, _ in caches)
+        return sum(self.bytes_for_one(tokens) for tokens, _ in caches)
 
     def reclaim_from(self, keeper: Keeper) -> None:
         """Register who keeps parts of caches and frees some when the block of all caches is full, if there is one."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.errors import ModelError
 from truedraft.files import cache_folder, could_not_be_kept, take_place
-from truedraft.progress import told_stage
+from truedraft.progress import log_stage
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,7 @@ def _load(compiler: Sequence[str], defines: Sequence[str], load: Callable[[str],
     key, folder = _key(compiler, defines), _folder()
     if _load_kept(folder, key, load):
         return
-    told_stage("loading: compiling the forward for this processor, once on this machine")
+    log_stage("loading: compiling the forward for this processor, once on this machine")
     with _one_compiles(folder):
         if not _load_kept(folder, key, load):
             _load_compiled(compiler, defines, folder, key, load)

@@ -15,7 +15,7 @@ _TRIED = 16  # tokens of a trial's answer
 _MINUTE = 60.0
 
 
-def foretold(context: Context, seconds: float) -> str:
+def predicted_time(context: Context, seconds: float) -> str:
     """A sentence with the measured rate, the number of tokens in `seconds`, and the detectable deviation."""
     if context.params.greedy:
         rate = _compared_per_s(context)

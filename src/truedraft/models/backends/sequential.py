@@ -25,7 +25,7 @@ from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.states import cache_keyword
 
 
-class AloneBackend(Backend):
+class SequentialBackend(Backend):
     """Runs the segments of a plan one after another through a model's own forward.
 
     Args:

@@ -32,11 +32,11 @@ _WHOLE = 4
 _DROPPED = 0.5
 
 Answered = tuple[Question, Reply]
-Tell = Callable[[Part, float], None]
+ReportProgress = Callable[[Part, float], None]
 
 
 @dataclass
-class AskedEngine:
+class EngineUnderTest:
     """An engine under test, with counts of its replies.
 
     Args:
@@ -115,7 +115,7 @@ def refuse_unusable(peer: Peer, params: SamplingParams) -> None:
         raise OptionError(f"{peer.facts.name} does not take {refused}; leave it out")
 
 
-def greedy_answers(asked: AskedEngine, tokens: int, deadline: Deadline) -> list[Answered]:
+def greedy_answers(asked: EngineUnderTest, tokens: int, deadline: Deadline) -> list[Answered]:
     """Greedy answers, with log-probabilities if the engine returns them; many if the user's options are greedy."""
     cold = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if asked.params.greedy else GREEDY_PROMPTS
@@ -134,7 +134,7 @@ def greedy_answers(asked: AskedEngine, tokens: int, deadline: Deadline) -> list[
     return found
 
 
-def groups(asked: AskedEngine) -> Iterator[tuple[list[Question], bool]]:
+def groups(asked: EngineUnderTest) -> Iterator[tuple[list[Question], bool]]:
     """Endless groups of questions to send together, each with whether its prompt is one that is repeated."""
     streams = itertools.cycle(beginnings(asked.prompts, 2 * BEGINNING, _WHOLE))
     several = max(_STREAMS, asked.together)
@@ -151,7 +151,7 @@ def groups(asked: AskedEngine) -> Iterator[tuple[list[Question], bool]]:
 # ---------------------------------------------------------------------------------------- report
 
 
-def engine_report(findings: Sequence[Finding], asked: Sequence[AskedEngine], seconds: float, **more: Any) -> Report:
+def engine_report(findings: Sequence[Finding], asked: Sequence[EngineUnderTest], seconds: float, **more: Any) -> Report:
     """The report on an engine, with its findings in order; `asked` may include the engine that it was compared with."""
     engine, params, together = asked[0].peer.facts, asked[0].params, asked[0].together
     tokens = sum(each.tokens for each in asked)
