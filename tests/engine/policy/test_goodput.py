@@ -123,6 +123,28 @@ def test_nothing_accepted_costs_next_to_nothing() -> None:
     assert any(simulation.lengths), "it never stops trying"
 
 
+@pytest.mark.parametrize(("rate", "least"), [(0.1, 0.97), (0.3, 0.97), (0.9, 1.35)])
+def test_unknown_sampling_options_cost_little(rate: float, least: float) -> None:
+    """Each answer has a temperature of its own, and matches of four lengths, which are expected to be good. Where they
+    are not, the drafts that show it lose two percent of the time, and without a limit nine; where they are, nothing."""
+    chance = random.Random(1)
+
+    def hint(request: int, seconds: float) -> Hint:
+        return Hint(kind=chance.choice([1, 2, 3, 4])) if chance.random() < 0.7 else Hint(finds=False)
+
+    machine = Machine(lambda rows: STEP_S * (1.0 + 0.28 * (rows - 1)))
+    drafter = SimulatedDrafter(steady(rate), 0.1 * DRAFT_S, Budget(12, 1, 12), hint)
+    simulation, found = simulated(drafters=[drafter], machine=machine), []
+    for number in range(40):
+        params = SamplingParams(temperature=0.5 + 0.01 * number)
+        simulation.requests = [SimulatedRequest(number, params, remaining=64)]
+        simulation.reset()
+        while simulation.requests[0].remaining > 0:
+            simulation.step()
+        found.append(simulation.of_plain)
+    assert statistics.mean(found) > least
+
+
 def test_plain_decoding_that_settles_is_what_drafting_must_beat() -> None:
     """Drafts bring a tenth over plain steps that stand between others, and lose a tenth to those in a row."""
     machine = Machine(lambda rows: STEP_S if rows == 1 else 0.0125 + ROW_S * (rows - 2), settles_s=0.0025)

@@ -31,6 +31,8 @@ _OTHER_BATCH = 0.34  # relative change of the number of requests after which a p
 _CREDIT_STEPS = 4.0  # steps of time that probing may lose at once
 _PLAIN_AGE_S = 0.25  # age after which the time of a plain step is measured again
 _PLAIN_SHARE = 0.5  # share of the probing time used in drafted steps
+_LOSS_SHARE = 0.01  # share of the time that drafts that do not pay may lose, in addition to probing
+_FIRST_LOSS, _MOST_SAVED = 12, 48  # plain steps of time that drafts may lose before any gain, and after large gains
 _LEAST_LOST = 0.1  # share of a plain step's time, because the first one finds caches cold
 _READY_WITHIN = 48  # tokens
 _COSTLY_LEVEL_S = 5e-4  # seconds per drafted token from which computing token probabilities (a tenth of it) pays
@@ -113,6 +115,7 @@ class Goodput(Controller):
         self._price_s = 0.0  # price of the next probe, which waits for credit or its time; 0 without one
         self._probe: tuple[int, float, float] | None = None  # of the running step: request, rate, seconds at stake
         self._plain_left = 0  # remaining plain steps of a probe
+        self._balance_s: float | None = None  # seconds that drafts may still lose; None before the first step
 
     def begin(self, times: StepTimes) -> None:
         self._times, self._kept = times, 0
@@ -159,7 +162,7 @@ class Goodput(Controller):
         owns = [self._own_of(view) for view in views]
         candidates = [self._candidates(*each) for each in zip(views, hints, strict=True)]
         planner = Planner(self._timing, [view.context for view in views], all(view.params.greedy for view in views))
-        plan = planner.best(candidates)
+        plan = planner.best(candidates if self._may_lose else [[] for _ in views])
         before = [_before(*each) for each in zip(owns, candidates, plan.shares, strict=True)]
         plan = planner.settled(plan, before, _HYSTERESIS)
         self._planned = planner, plan, tuple([view.id for view in views])
@@ -188,7 +191,8 @@ class Goodput(Controller):
             others[ids.index(view.id) if view.id in ids else -1] = None  # a new one replaces any other
             candidates = self._candidates(view, hints)
             own.weigh(planner, candidates)
-            own.decided[kinds] = self._decision(view, planner.choice(plan, others, candidates).share)
+            choice = planner.choice(plan, others, candidates if self._may_lose else [])
+            own.decided[kinds] = self._decision(view, choice.share)
         return own.decided[kinds]
 
     def _decision(self, view: RequestView, share: Share, reason: str = "pays") -> Decision:
@@ -351,6 +355,7 @@ class Goodput(Controller):
             self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._price_s))
             if not record.nodes:
                 self._plain_at = now
+            self._keep_balance(record, took)
         self._observed = now
         for step in record.requests:
             if step.id in self._own:
@@ -358,6 +363,36 @@ class Goodput(Controller):
         if len(self._own) > 2 * len(record.requests) + 8:
             running = {step.id for step in record.requests}
             self._own = {number: own for number, own in self._own.items() if number in running}
+
+    @property
+    def _may_lose(self) -> bool:
+        """Whether drafts that pay in expectation are made; after losses only probes are, until the balance allows more.
+
+        Expectations are wrong at first, for each kind of hint and of sampling. Without a limit the drafts that show it
+        cost several percent of the first thousand tokens.
+        """
+        return self._balance_s is None or self._balance_s > 0.0
+
+    def _keep_balance(self, record: StepRecord, took_s: float) -> None:
+        """Add what a step saved over plain decoding, or lost; reading earlier tokens into a draft model is not counted.
+
+        Worked example: plain steps take 3 ms a token. A step of 6 ms that emitted one token lost 3 ms, one that emitted
+        three saved 3 ms.
+        """
+        if self._planned is None:
+            return
+        plain = self._planned[0].plain
+        step_s = len(record.requests) / plain.rate
+        if self._balance_s is None:
+            self._balance_s = _FIRST_LOSS * step_s
+        could = self._may_lose
+        saved_s = _LOSS_SHARE * took_s
+        if record.nodes and self._probe is None:
+            late_s = sum(self._timing.catch_up_s(each.drafter, each.behind) for each in record.drafting)
+            saved_s += sum(step.emitted for step in record.requests) / plain.rate - (record.total_s - late_s)
+        self._balance_s = min(self._balance_s + saved_s, _MOST_SAVED * step_s)
+        if could != self._may_lose:
+            self._kept = 0  # a new plan
 
     def _observe_one(self, own: _Own, step: RequestStep) -> None:
         if self._probe is not None and self._probe[0] == step.id:
