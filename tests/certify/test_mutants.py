@@ -403,8 +403,8 @@ MUTANTS = {
     ),
     "a way is compared with itself": Mutant(
         invariance,
-        "self._comparisons[name].add(expected, found, asked",
-        "self._comparisons[name].add(found, found, asked",
+        "self._comparisons[name].add(expected, found, context",
+        "self._comparisons[name].add(found, found, context",
         budgets_are_felt,
     ),
     "all budgets are the drafter's own": Mutant(
