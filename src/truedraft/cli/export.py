@@ -8,7 +8,6 @@ from pathlib import Path
 
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions
-from truedraft.drafters.specs import check_drafter_words
 from truedraft.errors import OptionError, errors_about
 from truedraft.files import user_path
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, group, option
@@ -79,9 +78,6 @@ def export(options: ExportOptions) -> int:
 
 
 def _export_drafter(options: ExportOptions) -> int:
-    if options.drafter is not None:
-        with errors_about("drafter"):
-            check_drafter_words(options.drafter)  # before imports, which take seconds
     from truedraft.cli.session import quiet_hub
     from truedraft.cli.terminal import Terminal
     from truedraft.drafters.exporting import export_drafter

@@ -180,11 +180,14 @@ def check_drafter_words(spec: str) -> None:
         words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
         if words.path is not None and kind.path == "MODEL":
             refuse_lost_model(words.path)
-        elif words.path is not None and kind.path == "DIR" and not words.path.startswith("embedded:"):
-            if not user_path(words.path, ModelNotFoundError).exists():
-                raise ModelNotFoundError(f"there is no folder {words.path!r} of a {words.kind} drafter; check the path")
+        elif words.path is not None and kind.path == "DIR" and _is_lost(words.path):
+            raise ModelNotFoundError(f"there is no folder {words.path!r} of a {words.kind} drafter; check the path")
     elif words.path is None and not Path(words.kind).expanduser().exists() and not {*"./"} & {*words.kind}:
         raise _unknown(words)
+
+
+def _is_lost(path: str) -> bool:
+    return not path.startswith("embedded:") and not user_path(path, ModelNotFoundError).exists()
 
 
 def _unknown(words: Words) -> UnknownOptionError:
