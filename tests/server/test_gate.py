@@ -382,3 +382,13 @@ def test_variables_of_templates_are_no_arguments_of_the_tokenizer(running: Runni
         assert status == 400 and told["error"]["param"] == "chat_template_kwargs", told
     fine = {"template": 1, "variables": {}, "enable_thinking": False}
     assert post(running.url, body | {"chat_template_kwargs": fine}, "/v1/chat/completions")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("can't start new thread"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_a_lack_of_memory_outside_of_the_engine_is_an_error_to_retry(error: Exception) -> None:
+    answer = ApiError.of(error)
+    assert answer.status == 503 and "ask again" in answer.message and answer.headers == {"Retry-After": "1"}
+    assert ApiError.of(RuntimeError("other")).status == 500

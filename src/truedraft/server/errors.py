@@ -27,6 +27,7 @@ _KINDS: dict[int, tuple[str, str, str | None]] = {
 """By status: OpenAI's and Anthropic's error type, and OpenAI's code."""
 _OTHER = ("invalid_request_error", "invalid_request_error", None)
 
+_NO_MEMORY = re.compile("can't (start new thread|allocate memory)")
 _PATH = re.compile(
     r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\](?!/)[^\s'\"]|\bfile:"  # /a, ~/a, C:\a, and no https://
     r"|(?<![\w/:.~-])[\w.~-]+[/\\][\w.~-]"  # a/b, ./a, ..\a
@@ -140,6 +141,8 @@ class ApiError(Exception):
         if isinstance(error, TruedraftError):
             hides = _is_about_a_file(error) or _PATH.search(known) is not None
             return cls(500, f"the model failed ({'the log of the server says why' if hides else message})")
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+            return cls(503, "the server lacks memory for this request; ask again", headers={"Retry-After": "1"})
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
 
 
