@@ -85,7 +85,9 @@ def test_a_package_brings_a_kind_with_all_its_commands(learned_folder, tmp_path:
     about = tmp_path / "site" / "linear_kind-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: linear-kind\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[truedraft.kinds]\nlinear = support.linear_kind:KINDS\n")
+    (about / "entry_points.txt").write_text(
+        "[truedraft.kinds]\nlinear = support.linear_kind:KINDS\nbroken = no_such_package:KINDS\n"
+    )
     text, out, model = tmp_path / "text.txt", str(tmp_path / "head"), str(learned_folder)
     text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"))
     (tmp_path / "prompts.txt").write_text("".join(f"def add_{n}(left, right):\n" for n in range(14)))
@@ -110,3 +112,4 @@ def test_a_package_brings_a_kind_with_all_its_commands(learned_folder, tmp_path:
     assert "one linear layer guesses one token" in done.stdout and "seen: " in done.stdout
     assert "A linear head" in (tmp_path / "head" / "README.md").read_text()
     assert (tmp_path / "vllm" / "model.safetensors").is_file() and "train another" in done.stderr
+    assert "the kind of drafters 'broken' of no_such_package:KINDS is left out" in " ".join(done.stderr.split())

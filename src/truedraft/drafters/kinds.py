@@ -7,6 +7,7 @@ value `MODULE:NAME` is a mapping with a `Kind` under that name.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -97,22 +98,33 @@ class _Kinds(Mapping[str, Kind]):
     """The kinds by name, built-in ones first."""
 
     @cached_property
-    def _places(self) -> Mapping[str, str]:
-        return {each.name: each.value for each in metadata.entry_points(group=_GROUP)} | _TABLE
+    def _others(self) -> Mapping[str, Kind]:
+        """Kinds of other packages; one that cannot be imported is left out with a warning."""
+        found: dict[str, Kind] = {}
+        for each in metadata.entry_points(group=_GROUP):
+            if each.name in _TABLE:
+                continue
+            try:
+                found[each.name] = dotted(each.value)[each.name]
+            except Exception as error:
+                message = (
+                    f"the kind of drafters {each.name!r} of {each.value} is left out ({type(error).__name__}: {error})"
+                )
+                warnings.warn(message, stacklevel=2)
+        return found
 
     def __getitem__(self, word: str) -> Kind:
-        place = _TABLE.get(word) or self._places[word]
-        kind: Kind = dotted(place)[word]
+        kind: Kind = dotted(_TABLE[word])[word] if word in _TABLE else self._others[word]
         return kind
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*_TABLE, *(word for word in self._places if word not in _TABLE)])
+        return iter([*_TABLE, *self._others])
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(_TABLE) + len(self._others)
 
     def __contains__(self, word: object) -> bool:
-        return word in _TABLE or word in self._places
+        return word in _TABLE or word in self._others
 
 
 KINDS: Mapping[str, Kind] = _Kinds()
