@@ -1,11 +1,7 @@
-"""Block drafters in training: each step is what drafting does, loss and gradient are the page's, and whole runs.
-
-Whole runs also of P-EAGLE, whose steps tests/training/test_peagle_training.py has.
-"""
+"""Block drafters in training: each step is what drafting does, loss and gradient are the page's."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,22 +15,16 @@ from support.eagle_reference import EagleReference, PEagleReference, random_eagl
 from support.layer_heads import as_transformers_runs_it, random_head, target
 from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
-from truedraft import Engine, SamplingParams, load_model
+from truedraft import Engine, SamplingParams
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
-from truedraft.errors import OptionError
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
-from truedraft.kinds.block.training import Blocks, DFlashTrainingConfig, DSparkTrainingConfig
+from truedraft.kinds.block.training import Blocks, DFlashTrainingConfig
 from truedraft.kinds.eagle.module import Eagle3Config
 from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
-from truedraft.kinds.p_eagle.training import PEagleTrainingConfig
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective
 from truedraft.training.evaluate import predicted
-from truedraft.training.heads import train_heads
-from truedraft.training.loop import Callbacks
 from truedraft.training.losses import loss_from_spec
-from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 PLAIN = BlockConfig(
@@ -133,86 +123,6 @@ def test_shares_of_processes_add_up(name: str) -> None:
     objective = ChainObjective(made, text(*ANSWERS), loss_from_spec("kl"), None)
     batch = torch.tensor([[0, 5, 7], [6, 6, 8], [13, 1, 9]])
     assert_shares_add_up(objective, made.head, batch, slice(0, 2), slice(2, 3))
-
-
-def test_what_cannot_be_trained_is_refused() -> None:
-    for options, said in (
-        ({"loss": "ce"}, "must compare distributions"),
-        ({"anchors": 0}, "anchors"),
-        ({"stage": 2}, "1"),
-    ):
-        with pytest.raises(OptionError, match=said):
-            DFlashTrainingConfig(**options)
-    with pytest.raises(OptionError, match="markov"):
-        DSparkTrainingConfig(markov=0)
-
-
-CONFIGS: dict[str, Any] = {
-    "DFlash": (DFlashTrainingConfig, DFlash, {"anchors": 6}),
-    "DSpark": (DSparkTrainingConfig, DSpark, {"anchors": 4, "markov": 8, "markov_kind": "rnn", "by_acceptance": True}),
-    "P-EAGLE": (PEagleTrainingConfig, PEagle, {"depth": 2, "own_embedding": True}),
-}
-
-
-@pytest.fixture
-def prompts(stream: Any) -> PromptSets:
-    pieces = [stream[first : first + 12].tolist() for first in range(0, 900, 30)]
-    return PromptSets(pieces[:20], pieces[20:26], pieces[26:], stream[900:1000])
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_head_is_trained_measured_and_saved(name: str, learned_folder: Any, prompts: Any, tmp_path: Any) -> None:
-    made, drafter, more = CONFIGS[name]
-    config = made(
-        tokens=400, writing=WritingConfig(answer_tokens=16, batch=8), steps=30, learning_rate=1e-2, length=4,
-        positions_per_step=64, evaluate_every=10, layers=(0, 1), draft_vocab=64, **more,
-    )  # fmt: skip
-    result = train_heads(learned_folder, prompts, tmp_path, config)
-    kept, target = config.head.load(tmp_path), load_model(learned_folder)
-    assert kept.config.layers == (0, 1) and kept.record.fingerprint == target.fingerprint
-    sizes = [each.about.get("num_speculative_tokens", 0) for each in result.report.evaluations]
-    assert sizes == [2, 4, 0, 2, 4, 0]
-    assert result.report.evaluations[1].stats.accepted_tokens > 10
-    assert all(1.0 <= each.about["promised"] <= 5.0 for each in result.report.evaluations)
-    assert (tmp_path / "work" / "log.jsonl").read_text().count(f"{config.head.place_word}_4_top_1") >= 3
-    prompt = prompts.test[0]
-    answer = Engine(target, drafter(kept), controller="fixed").generate([prompt], SamplingParams(max_tokens=16))[0]
-    assert answer.token_ids == Engine(target).generate([prompt], SamplingParams(max_tokens=16))[0].token_ids
-    assert f"{config.head.kind}:FOLDER" in (tmp_path / "README.md").read_text()
-    assert len(list(itertools.chain(tmp_path.glob("*.safetensors")))) == 1
-
-
-class _StoppedError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("name", ["DSpark", "P-EAGLE"])
-def test_an_interrupted_training_goes_on_to_the_same_bits(
-    name: str, learned_folder: Any, prompts: Any, tmp_path: Any
-) -> None:
-    made, _, more = CONFIGS[name]
-    few = PromptSets(prompts.train[:6], prompts.tree[:2], prompts.test[:2], prompts.text)
-
-    def weights(folder: Any, steps: Any) -> dict[str, Tensor]:
-        config = made(
-            tokens=100, writing=WritingConfig(answer_tokens=16, batch=8), steps=4, length=2, positions_per_step=32,
-            layers=(0, 1), draft_vocab=64, checkpoint_every_s=0.0, **more,
-        )  # fmt: skip
-        stops = iter(steps)
-
-        def on_checkpoint(saved: Any) -> None:
-            if saved.step == next(stops, None):
-                raise _StoppedError
-
-        for _ in range(len(steps)):
-            with pytest.raises(_StoppedError):
-                train_heads(learned_folder, few, folder, config, callbacks=Callbacks(on_checkpoint=on_checkpoint))
-        train_heads(learned_folder, few, folder, config)
-        state: dict[str, Tensor] = made.head.load(folder).state_dict()
-        return state
-
-    whole, parts = weights(tmp_path / "whole", ()), weights(tmp_path / "parts", (1,))
-    assert all(parts[name].equal(each) for name, each in whole.items())
 
 
 @pytest.mark.parametrize("name", [*SHAPES, "P-EAGLE"])

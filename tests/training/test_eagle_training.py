@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,20 +12,16 @@ from support.eagle_reference import EagleReference, random_eagle
 from support.layer_heads import as_transformers_runs_it
 from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
-from truedraft import Engine, SamplingParams, load_model
+from truedraft import Engine, SamplingParams
 from truedraft.drafters import Eagle3
-from truedraft.errors import OptionError
-from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
-from truedraft.kinds.eagle.training import Eagle3TrainingConfig, Unrolled
+from truedraft.kinds.eagle.module import Eagle3Config
+from truedraft.kinds.eagle.training import Unrolled
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective, likeliest_ids
 from truedraft.training.evaluate import predicted
-from truedraft.training.heads import HeadJob, lm_head_of, starting_head, train_heads
 from truedraft.training.losses import ForwardKL
-from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 SIZES = Eagle3Config(
@@ -172,37 +167,3 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(shape: dict[str, in
 def test_the_likeliest_ids_are_filled_up_by_the_lowest() -> None:
     assert likeliest_ids(text([7, 7, 3, 9, 9, 9]), 2).tolist() == [7, 9]
     assert likeliest_ids(text([7, 7, 3]), 5).tolist() == [0, 1, 2, 3, 7]
-
-
-def test_what_cannot_be_trained_is_refused() -> None:
-    for options, said in (({"loss": "ce"}, "must compare distributions"), ({"stage": 2}, "must be 1")):
-        with pytest.raises(OptionError, match=said):
-            Eagle3TrainingConfig(**options)
-
-
-def test_a_head_is_trained_measured_and_saved(learned_folder, stream, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    pieces = [stream[first : first + 12].tolist() for first in range(0, 900, 30)]
-    prompts = PromptSets(pieces[:20], pieces[20:26], pieces[26:], stream[900:1000])
-    config = Eagle3TrainingConfig(
-        tokens=400, writing=WritingConfig(answer_tokens=16, batch=8), steps=30, learning_rate=1e-2, length=3,
-        positions_per_step=64, evaluate_every=10, layers=(0, 1), draft_vocab=64,
-    )  # fmt: skip
-    result = train_heads(learned_folder, prompts, tmp_path, config)
-    kept, target = Eagle3Head.load(tmp_path), load_model(learned_folder)
-    assert kept.config.layers == (0, 1) and kept.record.fingerprint == target.fingerprint
-    assert [each.about.get("num_speculative_tokens", 0) for each in result.report.evaluations] == [2, 3, 0, 2, 3, 0]
-    assert result.report.evaluations[0].stats.accepted_tokens > 10
-    assert all(1.0 <= each.about["promised"] <= 4.0 for each in result.report.evaluations)
-    log = (tmp_path / "work" / "log.jsonl").read_text()
-    assert log.count("step_3_top_1") >= 3
-    answer = Engine(target, Eagle3(kept), controller="fixed").generate([pieces[0]], SamplingParams(max_tokens=16))[0]
-    assert answer.token_ids == Engine(target).generate([pieces[0]], SamplingParams(max_tokens=16))[0].token_ids
-    assert "eagle:FOLDER" in (tmp_path / "README.md").read_text()
-    assert len(list(itertools.chain(tmp_path.glob("*.safetensors")))) == 1
-    more = replace(config, start_from=tmp_path, steps=1, learning_rate=1e-9, seed=3)
-    job = HeadJob(str(learned_folder), prompts, replace(more, layers=()))
-    started = starting_head(job, lm_head_of(job.target, "cpu"), target.fingerprint)
-    assert started.config == kept.config and job.config.sizes(32, 300).layers == ()  # it keeps the layers that it reads
-    train_heads(learned_folder, prompts, tmp_path / "further", more)
-    for name, weight in Eagle3Head.load(tmp_path / "further").state_dict().items():
-        torch.testing.assert_close(weight, kept.state_dict()[name], rtol=0, atol=1e-6, msg=name)

@@ -12,7 +12,6 @@ from support.layer_heads import as_transformers_runs_it, target
 from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
 from training.test_block_training import ANSWER, ANSWERS, PROMPT, text
-from truedraft.errors import OptionError
 from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
 from truedraft.kinds.p_eagle.training import Masked, PEagleTrainingConfig
 from truedraft.models.lm_head import LmHead
@@ -97,17 +96,6 @@ def test_shares_of_processes_add_up(decay: float | None) -> None:
     objective = ChainObjective(made, text(*ANSWERS), ForwardKL(), decay)
     batch = torch.tensor([[0, 5, 7], [6, 6, 8], [13, 1, 9]])
     assert_shares_add_up(objective, made.head, batch, slice(0, 2), slice(2, 3))
-
-
-def test_what_cannot_be_trained_is_refused() -> None:
-    for options, said in (
-        ({"loss": "ce"}, "must compare distributions"),
-        ({"stage": 2}, "must be 1: the target of a P-EAGLE head"),
-        ({"kept": 0.0}, r"must lie in \(0, 1\], got 0"),
-        ({"depth": 0}, "depth"),
-    ):
-        with pytest.raises(OptionError, match=said):
-            PEagleTrainingConfig(**options)
 
 
 def test_an_embedding_of_its_own_begins_as_the_targets() -> None:
