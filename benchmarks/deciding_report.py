@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deciding_cells import BATCHES, ROWS, SIZES, Cell, Kept, all_cells
-from deciding_sets import MIX, SETS
+from deciding_cells import BATCHES, MIX, ROWS, SETS, SIZES, Cell, Kept, all_cells
 from turns import median_interval
 
 Record = Mapping[str, Any]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from common import heldout_texts
-from deciding_cells import Cell
-from deciding_sets import MIX, PROSE, SetRequest, groups_of, prompt_sets
+from deciding_cells import MIX, PROSE, Cell, SetRequest, groups_of, prompt_sets
 from truedraft import Engine, load_model
 from truedraft.engine.policy import FixedBudget
 from truedraft.errors import ModelError

@@ -19,7 +19,6 @@ import deciding
 import deciding_cells as cells
 import deciding_report as report
 import deciding_rows as rows
-import deciding_sets as sets
 import turns
 from truedraft.errors import OptionError
 
@@ -33,7 +32,7 @@ def letters(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def prompts() -> dict[str, list[Any]]:
-    return sets.prompt_sets(TEXTS, sets.PROSE.read_text(), letters, 97)
+    return cells.prompt_sets(TEXTS, cells.PROSE.read_text(), letters, 97)
 
 
 class Clock:
@@ -71,33 +70,35 @@ class Worker:
 
 
 def test_six_sets_of_requests_of_one_length(prompts: dict[str, list[Any]]) -> None:
-    assert tuple(prompts) == sets.SETS == ("code", "repeat", "prose", "random", "hot", "mix")
+    assert tuple(prompts) == cells.SETS == ("code", "repeat", "prose", "random", "hot", "mix")
     for asked in prompts.values():
-        assert len(asked) == sets.REQUESTS
+        assert len(asked) == cells.REQUESTS
         assert all(each.params.ignore_eos and each.params.max_tokens == 64 and each.prompt for each in asked)
     for name in ("code", "repeat", "prose", "random"):
         assert all(each.params.greedy for each in prompts[name])
     assert all(each.params.temperature == 1.5 and each.params.seed is None for each in prompts["hot"])
-    assert len({each.prompt for each in prompts["random"]}) == sets.REQUESTS, "each prompt is drawn by itself"
-    assert len({each.prompt for each in prompts["prose"]}) == sets.REQUESTS
-    assert sets.prompt_sets(TEXTS, sets.PROSE.read_text(), letters, 97) == prompts, "fixed for ever"
+    assert len({each.prompt for each in prompts["random"]}) == cells.REQUESTS, "each prompt is drawn by itself"
+    assert len({each.prompt for each in prompts["prose"]}) == cells.REQUESTS
+    assert cells.prompt_sets(TEXTS, cells.PROSE.read_text(), letters, 97) == prompts, "fixed for ever"
 
 
 def test_a_repeated_text_begins_again() -> None:
     text = "a" * 70 + "\n" + "b" * 20 + "\n" + "c\n"
-    assert sets.repeated(text) == text + "\n" + "a" * 70 + "\n" + "b" * 20 + "\n"
+    assert cells.repeated(text) == text + "\n" + "a" * 70 + "\n" + "b" * 20 + "\n"
 
 
 def test_mix_takes_the_domains_in_turn(prompts: dict[str, list[Any]]) -> None:
-    assert [each.domain for each in prompts["mix"][:6]] == [*sets.DOMAINS, "code"]
+    assert [each.domain for each in prompts["mix"][:6]] == [*cells.DOMAINS, "code"]
     assert prompts["mix"][6] == prompts["repeat"][1]
-    assert [each.domain for group in sets.groups_of("mix", prompts["mix"], 1) for each in group] == 2 * [*sets.DOMAINS]
+    assert [each.domain for group in cells.groups_of("mix", prompts["mix"], 1) for each in group] == 2 * [
+        *cells.DOMAINS
+    ]
 
 
 @pytest.mark.parametrize(("name", "counts"), [("code", {1: 8, 4: 4, 16: 2}), ("mix", {1: 10, 4: 5, 16: 2})])
 def test_groups_hold_a_batch_each(prompts: dict[str, list[Any]], name: str, counts: dict[int, int]) -> None:
     for batch, count in counts.items():
-        groups = sets.groups_of(name, prompts[name], batch)
+        groups = cells.groups_of(name, prompts[name], batch)
         assert [len(group) for group in groups] == [batch] * count
         assert [each for group in groups for each in group] == prompts[name][: batch * count]
 
@@ -105,13 +106,13 @@ def test_groups_hold_a_batch_each(prompts: dict[str, list[Any]], name: str, coun
 def test_a_slow_model_answers_fewer_groups_in_a_round(prompts: dict[str, list[Any]]) -> None:
     for name, counts in (("code", {1: 5, 4: 3, 8: 1, 16: 1}), ("mix", {1: 5, 4: 5, 16: 1})):
         for batch, count in counts.items():
-            assert len(sets.groups_of(name, prompts[name], batch, few=True)) == count
-    (mixed,) = sets.groups_of("mix", prompts["mix"], 16, few=True)
-    assert {each.domain for each in mixed} == set(sets.DOMAINS)
+            assert len(cells.groups_of(name, prompts[name], batch, few=True)) == count
+    (mixed,) = cells.groups_of("mix", prompts["mix"], 16, few=True)
+    assert {each.domain for each in mixed} == set(cells.DOMAINS)
 
 
 def take(prompts: dict[str, list[Any]], workers: Sequence[Worker], clock: Clock, most_s: float) -> Any:
-    groups = sets.groups_of("code", prompts["code"], 1)
+    groups = cells.groups_of("code", prompts["code"], 1)
     pairs = [(workers[0].name, other.name) for other in workers[1:]]
     contest = turns.Contest(workers, groups, pairs, turns.Stop(1.10), clock)
     while not contest.visit(most_s):
@@ -162,7 +163,7 @@ def test_who_goes_first_changes_within_a_round_and_between_rounds(prompts: dict[
             return super().answer(group)
 
     systems = [Seen(name, clock, 0.01) for name in "ab"]
-    groups = sets.groups_of("code", prompts["code"], 4)
+    groups = cells.groups_of("code", prompts["code"], 4)
     for number in range(2):
         turns.one_round(systems, groups, number, clock)
     assert "".join(order) == "abbaabba" + "baabbaab"
@@ -197,7 +198,7 @@ def test_one_round_has_no_interval() -> None:
 def test_greedy_answers_that_differ_are_counted(prompts: dict[str, list[Any]]) -> None:
     clock = Clock()
     workers = [Worker("a", clock, 0.01), Worker("b", clock, 0.01, token=2), Worker("c", clock, 0.01)]
-    groups = sets.groups_of("mix", prompts["mix"], 1)
+    groups = cells.groups_of("mix", prompts["mix"], 1)
     found = turns.one_round(workers, groups, 0, clock)
     assert sum(turn.compared for turn in found) == 8 * 2, "two of the ten are sampled; two others are held against a"
     assert sum(turn.different for turn in found) == 8
@@ -269,7 +270,7 @@ def sit(
 
 def test_cells_of_a_parcel_are_visited_in_turns(tmp_path: Path) -> None:
     visits, _, _ = sit(cells.Kept(tmp_path / "deciding.jsonl", "v"), 80, only=["a | own | "])
-    names = [f"a | own | {name} | batch 1" for name in sets.SETS]
+    names = [f"a | own | {name} | batch 1" for name in cells.SETS]
     assert visits[:18] == names * 3
 
 
