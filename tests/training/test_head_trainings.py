@@ -18,11 +18,14 @@ from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.stats import Counters
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
+from truedraft.drafters.heads.calibration import Calibration
 from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import ModelError, OptionError, TrainingError
 from truedraft.kinds.block.training import DFlashTrainingConfig, DSparkTrainingConfig
 from truedraft.kinds.eagle.module import Eagle3Head
 from truedraft.kinds.eagle.training import Eagle3TrainingConfig
+from truedraft.kinds.medusa.drafter import Medusa
+from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.kinds.p_eagle.training import PEagleTrainingConfig
 from truedraft.kinds.redrafter import traced_beams
@@ -44,6 +47,7 @@ LAYERS: dict[str, Any] = COMMON | {
     "steps": 30, "learning_rate": 1e-2, "length": 4, "evaluate_every": 10, "layers": (0, 1), "draft_vocab": 64,
 }  # fmt: skip
 KINDS: dict[str, Any] = {
+    "medusa": MedusaTrainingConfig(**COMMON, heads=2, steps=7, window=8, learning_rate=2e-2, evaluate_every=3),
     "redrafter": RedrafterTrainingConfig(
         **COMMON, length=3, state=24, layers=1, steps=6, self_fed=0.3, learning_rate=2e-2, evaluate_every=3
     ),
@@ -55,6 +59,7 @@ KINDS: dict[str, Any] = {
 }
 LEVELS: dict[str, Any] = {"eagle": Eagle3, "dflash": DFlash, "dspark": DSpark, "p-eagle": PEagle}
 SIZES: dict[str, Any] = {  # what is measured at each temperature, by the entry of the record that has it
+    "medusa": [("nodes", 8), ("nodes", 32)],
     "redrafter": [("nodes", 8), ("nodes", 32)],
     "linear": [("num_speculative_tokens", 1)],
 } | dict.fromkeys(LEVELS, (("num_speculative_tokens", 2), ("num_speculative_tokens", 4), ("nodes", 16)))
@@ -86,6 +91,9 @@ def drafter_of(kind: str, folder: Path, about: Any) -> Any:
     head = KINDS[kind].head.load(folder)
     if kind == "redrafter":  # chosen beams, which are replayed
         return Redrafter(head, **{name: about[name] for name in ("nodes", "beams", "length")}, sampled=False)
+    if kind == "medusa":
+        chosen = GuessTrees(head.reach, calibration=Calibration.of(head.record.facts["survival"]))
+        return Medusa(head, head.record.trees if about["trees"] == "counted" else chosen, nodes=about["nodes"])
     if kind == "linear":
         return LinearDrafter(head)
     nodes = {} if "nodes" not in about else {"nodes": about["nodes"]}
@@ -102,8 +110,13 @@ def test_what_it_leaves_behind(kind, training_of, learned_folder):
     assert len(json.loads((out / "work" / "run.json").read_text())["identity"]["text_sha256"]) == 64
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == config.steps == result.effort.steps
     log, every = log_of(out), config.evaluate_every
-    assert [each["step"] for each in log if f"{word}_1_top_1" in each] == list(range(every - 1, config.steps, every))
-    assert all(0.0 <= log[every - 1][f"{word}_{place}_top_1"] <= 1.0 for place in range(1, kept.reach + 1))
+    measured = sorted({*range(every - 1, config.steps, every), config.steps - 1})
+    assert [each["step"] for each in log if f"{word}_1_top_1" in each] == measured
+    for place in range(1, kept.reach + 1):
+        first = log[every - 1][f"{word}_{place}_top_1"]
+        assert 0.0 <= first <= log[every - 1].get(f"{word}_{place}_top_5", 1.0) <= 1.0
+    assert [done for what, done, *_ in said if what == "training"] == list(range(1, config.steps + 1))
+    assert any((what, done, total) == ("writing text", 20, 20) for what, done, total, _ in said)
     last = next(remark for what, done, _, remark in said if what == "training" and done == config.steps)
     assert f"{word}s right" in last
     if kind in LEVELS:
@@ -131,7 +144,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(kind, training_of, learne
             assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
 
 
-@pytest.mark.parametrize("kind", ["redrafter", "dspark", "p-eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "redrafter", "dspark", "p-eagle"])
 def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(kind, training_of, learned_folder, prompts, tmp_path):
     assert_resumed_equals_uninterrupted(training_of(kind), learned_folder, prompts, tmp_path, KINDS[kind], killed_at=4)
 

@@ -16,12 +16,10 @@ import torch
 from huggingface_hub import ModelCard
 
 from cli.tiny import save_tiny_llama
-from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, same_weights, trained_in
+from training.head_runs import copied, log_of, same_weights, trained_in
 from truedraft import Engine, SamplingParams, files, load_model
-from truedraft.drafters.heads.calibration import Calibration
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
 from truedraft.kinds.medusa.drafter import Medusa
-from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.training import evaluate
@@ -30,7 +28,6 @@ from truedraft.training import loop as loop_module
 from truedraft.training.head_config import heads_optimizer
 from truedraft.training.heads import HeadJob, train_heads
 from truedraft.training.loop import Callbacks
-from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.report import licence_of, made_by
 from truedraft.training.texts.answer_writer import WritingConfig, WrittenAnswer
 from truedraft.training.texts.answered import SELF
@@ -82,13 +79,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return MedusaHeads.load(folder).state_dict()
 
 
-def test_what_it_leaves_behind(trained, target_folder):
-    out, result, _ = trained
+def test_the_trees_that_it_leaves_behind(trained):
+    out, _, _ = trained
     checkpoint = MedusaHeads.load(out)
-    target = load_model(target_folder)
-    assert checkpoint.record.fingerprint == target.fingerprint and checkpoint.record.target_name == str(target_folder)
     assert checkpoint.record.trees.keys() == {"greedy", "sampled"}
-    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.evaluations]
     for kind, tree in checkpoint.record.facts["trees"].items():
         compared = tree["compared"]
         best = max(compared, key=lambda way: compared[way], default="calibrated")
@@ -99,36 +93,7 @@ def test_what_it_leaves_behind(trained, target_folder):
         curve = drafter.acceptance_curve(params)
         assert curve is not None and curve.measured_on == "the target's answers to 10 held-out prompts"
     record = json.loads((out / "work" / "run.json").read_text())
-    assert record["command"] and record["versions"]["torch"] and len(record["identity"]["text_sha256"]) == 64
-    assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 7
-
-
-def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, prompts):
-    out, result, _ = trained
-    target = load_model(target_folder)
-    for served in result.report.evaluations:
-        params = SamplingParams(max_tokens=ANSWER, temperature=served.temperature)
-        kept, about = MedusaHeads.load(out), served.about
-        chosen = GuessTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
-        trees = kept.record.trees if about["trees"] == "counted" else chosen
-        drafter = Medusa(MedusaHeads.load(out), trees, nodes=about["nodes"])
-        answers = Engine(target, drafter, controller="fixed", entropy=0).generate(list(prompts.test), params)
-        emitted = sum(answer.stats.emitted_tokens for answer in answers)
-        calls = sum(answer.stats.target_calls for answer in answers)
-        assert served.as_dict()["mean_acceptance_length"] == pytest.approx(emitted / calls)
-        assert (served.stats.emitted_tokens, served.stats.target_calls) == (emitted, calls)
-        assert about["promised"] >= 1.0
-
-
-def test_accuracy_on_held_out_answers_is_logged_as_it_goes(trained):
-    out, _, said = trained
-    log = log_of(out)
-    measured = [entry["step"] for entry in log if "head_1_top_1" in entry]
-    assert measured == [2, 5, 6]
-    assert all(0.0 <= log[2][f"head_{head}_top_1"] <= log[2][f"head_{head}_top_5"] <= 1.0 for head in (1, 2))
-    assert ("writing text", 24, 24, said[0][3]) in said
-    assert [done for what, done, *_ in said if what == "training"] == list(range(1, 8))
-    assert "heads right" in next(remark for what, done, _, remark in said if what == "training" and done == 7)
+    assert record["command"] and record["versions"]["torch"]
 
 
 def test_training_teaches(target_folder, prompts, tmp_path, trained):
@@ -141,11 +106,6 @@ def test_training_teaches(target_folder, prompts, tmp_path, trained):
     greedy = result.report.facts["trees"]["greedy"]
     assert greedy["accuracy"][0]["top_1"] > 0.3
     assert next(each["replayed"] for each in greedy["promises"] if each["nodes"] == 8) > 1.5
-
-
-@pytest.mark.parametrize("killed_at", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 5))])
-def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_folder, prompts, tmp_path, killed_at):
-    assert_resumed_equals_uninterrupted(trained, target_folder, prompts, tmp_path, CONFIG, killed_at)
 
 
 def test_an_interruption_of_the_writing_is_gone_on_with(trained, target_folder, prompts, tmp_path):
@@ -481,10 +441,3 @@ def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, w
         )
     (job,) = writes_nothing
     assert len(job.prompts.train) > 10 and job.prompts.text.dtype == np.uint32 and job.data == "a.txt"
-
-
-@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
-def test_schedules_have_the_steps_that_are_asked_for(steps):
-    schedule = WarmupStableDecay.of(steps, 0.4)
-    assert schedule.total_steps == steps and schedule.stable_steps >= 1
-    assert all(0.0 < schedule(step) <= 1.0 for step in range(steps))

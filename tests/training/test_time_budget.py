@@ -1,4 +1,4 @@
-"""A budget of minutes: shares of it, and the steps that fit."""
+"""A budget of minutes: shares of it, and the steps that fit; and the schedule of the rates over these."""
 
 from __future__ import annotations
 
@@ -103,3 +103,33 @@ def test_a_shortened_schedule_keeps_its_shape(steps):
 
 def test_seconds_in_words():
     assert [duration(s) for s in (3.0, 120.0, 7200.0)] == ["3.0 seconds", "2.0 minutes", "2.0 hours"]
+
+
+def test_values_of_a_schedule():
+    schedule = WarmupStableDecay(warmup_steps=4, stable_steps=10, decay_steps=3)
+    assert [schedule(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [schedule(step) for step in range(4, 10)] == [1.0] * 6
+    assert [schedule(step) for step in range(10, 13)] == pytest.approx([1 - 0.25**0.5, 1 - 0.5**0.5, 1 - 0.75**0.5])
+    assert schedule.total_steps == 13
+    assert schedule(1000) == 0.0
+
+
+def test_a_floor_of_the_rates():
+    schedule = WarmupStableDecay(1, 1, 1, floor=0.1)
+    assert schedule(10_000) == pytest.approx(0.1)
+
+
+def test_the_stable_stretch_does_not_know_when_the_decay_begins():
+    short, long = WarmupStableDecay(4, 10, 5), WarmupStableDecay(4, 100, 50)
+    assert [short(step) for step in range(10)] == [long(step) for step in range(10)]
+
+
+def test_a_run_shorter_than_its_warm_up():
+    assert WarmupStableDecay(10, 2, 1)(0) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
+def test_schedules_have_the_steps_that_are_asked_for(steps):
+    schedule = WarmupStableDecay.of(steps, 0.4)
+    assert schedule.total_steps == steps and schedule.stable_steps >= 1
+    assert all(0.0 < schedule(step) <= 1.0 for step in range(steps))
