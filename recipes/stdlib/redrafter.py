@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from recipes.common import ROOT
-from recipes.stdlib.head_recipe import TEXT, HeadRecipe
+from recipes.stdlib.heads import TEXT, HeadRecipe
 from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
 
 

@@ -12,7 +12,7 @@ from cli.tiny import Run
 from truedraft.training import evaluate
 from truedraft.training.loop import StepRecord
 from truedraft.training.optimizer import WarmupStableDecay
-from truedraft.training.tracking import Tracker
+from truedraft.training.report import Tracker
 
 tracking = pytest.importorskip("accelerate.tracking")
 HEARD: list[tuple[Any, ...]] = []

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes.stdlib.prompts import COUNT, TOKENS
 from recipes.stdlib.settings import DRAFT_SHAPE, TARGET_SHAPE, Settings
-from recipes.stdlib.sources import MANIFEST
+from recipes.stdlib.sources import COUNT, MANIFEST, TOKENS
 
 from truedraft.models.architecture import load_causal_lm, new_llama
 from truedraft.training.texts.tokenizer import load_tokenizer

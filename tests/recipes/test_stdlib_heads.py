@@ -10,7 +10,7 @@ import pytest
 import torch
 from recipes.stdlib import heads as medusa
 from recipes.stdlib import redrafter
-from recipes.stdlib.head_recipe import prompts, share_text
+from recipes.stdlib.heads import prompts, share_text
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters.heads.head import HeadRecord
@@ -72,7 +72,7 @@ def test_a_recurrent_head_is_published_by_the_same_code(tmp_path: Path, trained:
 
 
 def test_a_recipe_trains_on_the_text_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.stdlib.head_recipe.prompts", lambda config: config.prompts)
+    monkeypatch.setattr("recipes.stdlib.heads.prompts", lambda config: config.prompts)
     written = tmp_path / "written" / "work"
     written.mkdir(parents=True)
     (written / "train.jsonl").write_text("answers")
@@ -84,7 +84,7 @@ def test_a_recipe_trains_on_the_text_that_is_there(tmp_path: Path, monkeypatch: 
             raise TrainingError("no room")
         return Finished()
 
-    monkeypatch.setattr("recipes.stdlib.head_recipe.train_heads", train)
+    monkeypatch.setattr("recipes.stdlib.heads.train_heads", train)
     recipe = replace(redrafter.RECIPE, text=tmp_path / "written")
     arguments = ["--out", str(tmp_path / "out"), "--threads", str(torch.get_num_threads())]
     assert recipe.main(arguments) == 0

@@ -6,8 +6,7 @@ import json
 
 import pytest
 from recipes.common import train_tokenizer
-from recipes.stdlib.prompts import COUNT, TOKENS, write_prompts
-from recipes.stdlib.sources import Source
+from recipes.stdlib.sources import COUNT, TOKENS, Source, write_prompts
 
 from truedraft.errors import DataError
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recipes.stdlib import build, publish, settings, stages
+from recipes.stdlib import build, publish, settings
 from recipes.stdlib.sources import Source
 
 from truedraft import load_model
@@ -31,9 +31,9 @@ def tiny_recipe(tmp_path, monkeypatch):
         )
         for n in range(70)
     ]
-    for module in (stages, settings):
+    for module in (build, settings):
         monkeypatch.setattr(module, "VOCAB_SIZE", 400)
-    monkeypatch.setattr(stages, "load_sources", lambda: corpus)
+    monkeypatch.setattr(build, "load_sources", lambda: corpus)
     monkeypatch.setattr(settings, "TARGET_SHAPE", TINY)
     monkeypatch.setattr(settings, "DRAFT_SHAPE", TINY)
     monkeypatch.setattr(publish, "LOGS", tmp_path / "logs")
@@ -42,7 +42,7 @@ def tiny_recipe(tmp_path, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     lines: list[str] = []
-    yield stages.Recipe(tmp_path / "run", settings.Settings(6, 2, 3, 2, 3, 2, 2, 2, 2), say=lines.append, every=1)
+    yield build.Recipe(tmp_path / "run", settings.Settings(6, 2, 3, 2, 3, 2, 2, 2, 2), say=lines.append, every=1)
     torch.set_num_threads(before)
 
 
@@ -95,8 +95,8 @@ def test_the_early_target_is_a_branch_of_the_final_one(tiny_recipe):
 def test_going_on_with_another_split_is_refused(tiny_recipe, monkeypatch):
     tiny_recipe.data()
     tiny_recipe.data()
-    others = [replace(source, held_out=not source.held_out) for source in stages.load_sources()]
-    monkeypatch.setattr(stages, "load_sources", lambda: others)
+    others = [replace(source, held_out=not source.held_out) for source in build.load_sources()]
+    monkeypatch.setattr(build, "load_sources", lambda: others)
     with pytest.raises(DataError, match="made from another manifest: name a new --run folder"):
         tiny_recipe.data()
 
@@ -105,7 +105,7 @@ def test_a_refusal_is_one_line_and_status_1(monkeypatch, capsys, tmp_path):
     def refuse(_):
         raise DataError("1 files differ")
 
-    monkeypatch.setattr(stages.Recipe, "data", refuse)
+    monkeypatch.setattr(build.Recipe, "data", refuse)
     assert build.main(["--run", str(tmp_path), "--threads", "1"]) == 1
     assert capsys.readouterr().err == "error: 1 files differ\n"
 
@@ -114,6 +114,6 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys, tmp_path):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stages.Recipe, "data", interrupt)
+    monkeypatch.setattr(build.Recipe, "data", interrupt)
     assert build.main(["--run", str(tmp_path), "--threads", "1"]) == 130
     assert capsys.readouterr().err == "interrupted; the same command goes on from the last checkpoint\n"

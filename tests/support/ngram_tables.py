@@ -10,7 +10,7 @@ import torch
 from truedraft import Engine, SamplingParams
 from truedraft.drafters.ngram.table import NgramTable
 from truedraft.models.base import LanguageModel
-from truedraft.training.ngram_counts import count_ngrams
+from truedraft.training.ngrams import count_ngrams
 
 
 def table_of(model: LanguageModel, order: int = 3, texts: int = 8, length: int = 40) -> NgramTable:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from truedraft.progress import Progress
     from truedraft.training.loop import Callbacks, Saved
     from truedraft.training.options import Trains
+    from truedraft.training.report import Tracker
     from truedraft.training.texts.answer_writer import Elsewhere
-    from truedraft.training.tracking import Tracker
     from truedraft.training.workspace import TimeBudget
 
 _KEPT = ("answers.json", "questions.json")  # of the target's text for training
@@ -232,7 +232,7 @@ def _run(
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import pick_device
     from truedraft.training.processes import Processes, joined
-    from truedraft.training.tracking import Tracker
+    from truedraft.training.report import Tracker
 
     if job.clean:
         return _clean(job, options.report)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from truedraft.training.loop import Callbacks as Callbacks
     from truedraft.training.losses import distill as distill
     from truedraft.training.losses import loss_from_spec as loss_from_spec
-    from truedraft.training.ngram_counts import count_ngrams as count_ngrams
     from truedraft.training.ngrams import NgramConfig as NgramConfig
     from truedraft.training.ngrams import NgramResult as NgramResult
+    from truedraft.training.ngrams import count_ngrams as count_ngrams
     from truedraft.training.ngrams import train_ngrams as train_ngrams
     from truedraft.training.optimizer import OptimizerConfig as OptimizerConfig
     from truedraft.training.optimizer import WarmupStableDecay as WarmupStableDecay
@@ -42,8 +42,7 @@ _MODULES = {
     "training.heads": ("train_heads",),
     "training.loop": ("Callbacks",),
     "training.losses": ("distill", "loss_from_spec"),
-    "training.ngram_counts": ("count_ngrams",),
-    "training.ngrams": ("NgramConfig", "NgramResult", "train_ngrams"),
+    "training.ngrams": ("count_ngrams", "NgramConfig", "NgramResult", "train_ngrams"),
     "training.optimizer": ("OptimizerConfig", "WarmupStableDecay"),
     "training.report": ("HeadReport", "HeadResult"),
     "training.texts.answer_writer": ("WritingConfig",),

@@ -144,7 +144,7 @@ class OwnText:
         return float(np.random.default_rng((self._seed, key)).random())
 
 
-@dataclass(frozen=True)
+@dataclass
 class StreamObjective:
     """Trains a model towards a target's distributions along a text; without a target, towards the text itself."""
 

@@ -25,7 +25,7 @@ from truedraft.drafters.ngram.drafter import tree_of
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import ModelError, OptionError, VocabularyMismatchError
 from truedraft.testing import MarkovModel
-from truedraft.training.ngram_counts import count_ngrams
+from truedraft.training.ngrams import count_ngrams
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.ngram_tables import probability_by_definition, random_texts
 from truedraft.drafters.ngram.table import NgramTable
 from truedraft.errors import ModelError
-from truedraft.training.ngram_counts import count_ngrams
+from truedraft.training.ngrams import count_ngrams
 
 VOCAB = 6
 TEXTS = random_texts(VOCAB, seed=1)
