@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from truedraft.core.budget import Decision
+from truedraft.core.intervals import Numbers, resampled
 from truedraft.core.stats import PROBE, RequestStep, StepRecord
 from truedraft.core.sums import summed
 from truedraft.core.theory import ForwardTable
@@ -32,7 +33,6 @@ _SHOWN = 128  # stretches in a record
 _ENOUGH_PLAIN = 16  # plain steps needed to estimate the time of one
 _LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # of the bootstrap
 _DRAWS = 2000
-_INTERVAL = (0.025, 0.975)
 
 
 def what_was_decided(step: RequestStep) -> str:
@@ -301,7 +301,7 @@ class Decisions:
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
         sums = np.array([_sums(each, by_plain_steps) for each in self.stretches])
-        factor = float(_factors(sums.sum(0)[None])[0])
+        factor = float(_factors(sums.sum(axis=0)))
         return Speedup(factor, None, None, by_plain_steps) if np.isfinite(factor) else None
 
     def speedup(self) -> Speedup | None:
@@ -316,14 +316,8 @@ class Decisions:
         blocks = np.add.reduceat(sums, range(0, len(sums), length))
         if len(blocks) < _LEAST_BLOCKS:
             return found
-        drawn = np.random.default_rng(0).integers(len(blocks), size=(_DRAWS, len(blocks)))
-        counts = np.bincount((drawn + len(blocks) * np.arange(_DRAWS)[:, None]).ravel(), minlength=drawn.size)
-        factors = _factors(counts.reshape(drawn.shape).astype(np.float64) @ blocks)
-        known = factors[np.isfinite(factors)]
-        if not len(known):
-            return found
-        low, high = np.quantile(known, _INTERVAL)
-        return replace(found, low=float(low), high=float(high))
+        interval = resampled(blocks.T, _factors, _DRAWS)
+        return replace(found, low=interval.low, high=interval.high)
 
     def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:
         """For records: sums, derived rates, and a timeline of at most `most` stretches."""
@@ -379,11 +373,11 @@ def _sums(window: StepWindow, by_plain_steps: bool) -> tuple[float, float, float
     return window.seconds, window.plain_curve_s, window.bare_s, window.curve_s
 
 
-def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Speed-ups from rows of sums; not finite where a draw of blocks has no plain step."""
-    measured_s, plain_curve_s, seconds, curve_s = sums.T
+def _factors(sums: Numbers) -> Numbers:
+    """Speed-ups from sums `[4, ...]`; not finite where a draw of blocks has no plain step."""
+    measured_s, plain_curve_s, seconds, curve_s = sums
     with np.errstate(divide="ignore", invalid="ignore"):
-        return plain_curve_s * seconds / curve_s / measured_s
+        return np.asarray(plain_curve_s * seconds / curve_s / measured_s)
 
 
 def _window_record(window: StepWindow) -> dict[str, Any]:
