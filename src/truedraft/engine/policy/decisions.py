@@ -7,7 +7,6 @@ were not settled (`StepRecord.settled`) are counted without their seconds.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from truedraft.core.intervals import Numbers, resampled
 from truedraft.core.stats import PROBE, RequestStep, StepRecord
 from truedraft.core.sums import summed
 from truedraft.core.theory import ForwardTable
+from truedraft.options import record_of
 
 PLAIN = "plain"
 """Name of decisions to draft nothing; `PROBE` is the name of steps made to learn from, with any drafter."""
@@ -33,6 +33,8 @@ _SHOWN = 128  # stretches in a record
 _ENOUGH_PLAIN = 16  # plain steps needed to estimate the time of one
 _LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # of the bootstrap
 _DRAWS = 2000
+_COUNTS = ("steps", "drafted", "accepted", "emitted", "seconds")  # in records
+_PER_STEP = ("drafted_per_step", "acceptance", "expected_per_step", "emitted_per_step")
 
 
 def what_was_decided(step: RequestStep) -> str:
@@ -166,10 +168,6 @@ class Speedup:
         basis = "this run's plain steps" if self.by_plain_steps else "the cost curve, held to this run's steps"
         return f"estimated speed-up over plain decoding: {self.factor:.2f} ({interval}), by {basis}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """For records."""
-        return dataclasses.asdict(self)
-
 
 class Decisions:
     """Counts the decisions of an engine's steps; its size does not grow with their number.
@@ -254,11 +252,7 @@ class Decisions:
     def __add__(self, other: Decisions) -> Decisions:
         """The decisions of both runs, in this order."""
         found = Decisions(self._forward_s)
-        found.tallies = {
-            name: dataclasses.replace(each, reasons=dict(each.reasons)) for name, each in self.tallies.items()
-        }
-        for name, each in other.tallies.items():
-            found.tallies[name] = found.tallies.get(name, Tally()) + each
+        found.tallies = summed(self.tallies, other.tallies)
         found.stretches = [*self.stretches, *other.stretches]
         found._in_each = max(self._in_each, other._in_each)
         found._keep_bounded()
@@ -325,26 +319,13 @@ class Decisions:
         return {
             "steps": self.steps,
             "seconds": self.seconds,
-            "speedup": None if speedup is None else speedup.as_dict(),
-            "decided": [self._tally_record(name, each) for name, each in self.ordered.items()],
-            "timeline": [_window_record(each) for each in self.timeline(most)] if most else [],
-        }
-
-    def _tally_record(self, name: str, tally: Tally) -> dict[str, Any]:
-        return {
-            "name": name,
-            "share": self.share(tally),
-            "drafted_per_step": tally.drafted_per_step,
-            "acceptance": tally.acceptance,
-            "expected_per_step": tally.expected_per_step,
-            "emitted_per_step": tally.emitted_per_step,
-            "time_share": self.time_share(tally),
-            "steps": tally.steps,
-            "drafted": tally.drafted,
-            "accepted": tally.accepted,
-            "emitted": tally.emitted,
-            "seconds": tally.seconds,
-            "reasons": dict(tally.reasons),
+            "speedup": None if speedup is None else record_of(speedup),
+            "decided": [
+                {"name": name, "share": self.share(each), "time_share": self.time_share(each)}
+                | record_of(each, *_COUNTS, *_PER_STEP, "reasons")
+                for name, each in self.ordered.items()
+            ],
+            "timeline": [record_of(each, *_COUNTS, "decisions") for each in self.timeline(most)] if most else [],
         }
 
     def share(self, tally: Tally) -> float:
@@ -378,8 +359,3 @@ def _factors(sums: Numbers) -> Numbers:
     measured_s, plain_curve_s, seconds, curve_s = sums
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(plain_curve_s * seconds / curve_s / measured_s)
-
-
-def _window_record(window: StepWindow) -> dict[str, Any]:
-    names = ("steps", "seconds", "drafted", "accepted", "emitted", "decisions")
-    return {name: getattr(window, name) for name in names}

@@ -13,7 +13,6 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +62,6 @@ class VocabularyCost:
             f"others, which bounds the acceptance rate of a drafted token by {1.0 - self.unshared_mass:.3f}; this "
             f"draft's is {self.acceptance:.3f}"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def answered_prompts(groups: Sequence[Group], rows: Sequence[Row]) -> list[AnsweredPrompt]:
