@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.core.stats import Counters
+from truedraft.measure.bench.answers import VocabularyCost
 from truedraft.measure.bench.runs import Results
 from truedraft.measure.bench.suite import PLAIN
 from truedraft.measure.bench.summary import Ratio, Spread, Summary
 from truedraft.measure.bench.trees import DraftedTree
-from truedraft.measure.bench.vocabularies import VocabularyCost
 from truedraft.options import record_of
 
 _SUMMARY = (
