@@ -22,7 +22,7 @@ from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.base import Segment
-from truedraft.models.huggingface import weights_hash
+from truedraft.models.checkpoint import weights_hash
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.training.evaluate import EngineRound

@@ -21,7 +21,7 @@ from torch import Tensor
 from truedraft.core.top_k import stable_topk
 from truedraft.drafters.heads.head import VectorHead
 from truedraft.errors import DataError, OptionError
-from truedraft.models.huggingface import weights_hash
+from truedraft.models.checkpoint import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.training.loop import (
     Measurement,
