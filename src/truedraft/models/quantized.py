@@ -83,7 +83,7 @@ class QuantizedWeight:
             if numbers.shape[1] == over * each.shape[1]:
                 change(numbers.view(len(numbers), -1, over), each.float()[..., None])
             else:  # the last inputs are fewer
-                change(numbers, each.float().repeat_interleave(over, -1)[:, : self.inputs])
+                change(numbers, each.float().repeat_interleave(over, -1)[:, : self.codes.shape[1]])
 
         if self.scheme in (Scheme.ONE, Scheme.WIDE, Scheme.HALVES):
             numbers.sub_(middle)

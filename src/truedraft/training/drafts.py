@@ -38,6 +38,7 @@ from truedraft.models.architecture import (
     use_training_attention,
 )
 from truedraft.models.checkpoint import fingerprint_of, sample_of, weights_hash
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.options import check_share
 from truedraft.training.evaluate import (

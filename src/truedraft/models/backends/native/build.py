@@ -206,8 +206,8 @@ def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
     """Options for decoder.c, all measured (benchmarks/LOG.md).
 
     The instruction that multiplies pairs of bfloat16 and adds them takes as long as one float32 multiply-add on AMD's
-    processors, and four times as long on Intel's. Quantised weights are prefetched at the distances that took least time on
-    each; others were not measured and rely on the hardware.
+    processors, and four times as long on Intel's. Quantised weights are prefetched at the distances that took least
+    time on each; other processors were not measured and rely on the hardware.
 
     Args:
         narrow: bfloat16 instead of float32.
