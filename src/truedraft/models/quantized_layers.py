@@ -254,12 +254,8 @@ def _grouped(
 
 
 def fp8(tensors: LayerTensors, block: tuple[int, int] | None) -> Tensor:
-    """A layer's weight `[out, in]`, float32, from codes of 8 bits and their scales.
-
-    Args:
-        tensors: weight, and weight_scale_inv or weight_scale: one number, one for each output, or one for each block.
-        block: outputs and inputs that share a scale, if config.json says so.
-    """
+    """A layer's weight `[out, in]`, float32, from codes of 8 bits and their scales: one number, one for each output, or
+    one for each `block` of outputs and inputs."""
     end = "weight_scale_inv" if tensors.get("weight_scale_inv") is not None else "weight_scale"
     written, weight = tensors[end], tensors["weight"].float()
     scales = (written.float() - 127.0).exp2() if written.dtype is torch.uint8 else written.float()
