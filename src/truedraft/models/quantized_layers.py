@@ -235,20 +235,22 @@ def _grouped(
         zeros = None
     kept = scales.to(torch.float16)
     narrow = torch.equal(kept.float(), scales.float())
+    kept = kept if narrow else scales.float()
     if zeros is None:
         scheme = Scheme.ONE if narrow else Scheme.WIDE
     else:
         scheme = Scheme.ZEROED if narrow else Scheme.WIDE_ZEROED
     moved = None if torch.equal(order, torch.arange(inputs)) else order.int()
 
+    def spread(each: Tensor) -> Tensor:
+        return torch.from_numpy(np.take(each.numpy(), of_piece.numpy(), axis=1))
+
     def rows(index: Tensor | slice) -> QuantizedWeight:
         found = codes().numpy()
         found = np.ascontiguousarray(found) if moved is None else np.take(found, moved.numpy(), axis=1)
-        spread = [
-            None if each is None else torch.from_numpy(np.take(each.numpy(), of_piece.numpy(), axis=1))
-            for each in (kept if narrow else scales.float(), None, zeros)
-        ]
-        return QuantizedWeight(bits, scheme, torch.from_numpy(found), *spread, order=moved).rows(index)
+        inner = None if zeros is None else spread(zeros)
+        whole = QuantizedWeight(bits, scheme, torch.from_numpy(found), spread(kept), inner=inner, order=moved)
+        return whole.rows(index)
 
     return StoredWeight((bits, scheme), rows, (len(scales), inputs), moved)
 
