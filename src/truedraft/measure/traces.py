@@ -227,7 +227,7 @@ class StepWatcher(NoDrafter):
 
     def seen_of(self, request: int) -> dict[str, Any]:
         """Fields of a request's trace, which are not kept any longer."""
-        kept = {"seen": self.seen, "probs": self.probs, "dists": self.dists}
+        kept: dict[str, dict[int, Any]] = {"seen": self.seen, "probs": self.probs, "dists": self.dists}
         return {name: tuple(each.pop(request, ())) for name, each in kept.items()} | {"layers": self.layers}
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:

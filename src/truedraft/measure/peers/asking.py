@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from truedraft.core.params import SamplingParams
@@ -43,12 +43,8 @@ class Reply:
     unsure: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        top = None if self.top_logprobs is None else [[[i, p] for i, p in each.items()] for each in self.top_logprobs]
-        logprobs = None if self.logprobs is None else list(self.logprobs)
-        return {
-            "token_ids": list(self.token_ids), "text": self.text, "finish_reason": self.finish_reason,
-            "logprobs": logprobs, "top_logprobs": top, "unsure": self.unsure,
-        }  # fmt: skip
+        top = self.top_logprobs
+        return asdict(self) | {"top_logprobs": None if top is None else [[*each.items()] for each in top]}
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Reply:
@@ -112,7 +108,5 @@ class Peer(ABC):
     def refuses(self, params: SamplingParams) -> str:
         """Options of a question that the engine does not support, joined by commas; "" if it supports all."""
         plain = SamplingParams()
-        changed = [
-            name for name in SamplingParams.__dataclass_fields__ if getattr(params, name) != getattr(plain, name)
-        ]
-        return ", ".join(name for name in changed if name not in self.facts.takes)
+        refused = (name for name in SamplingParams.__dataclass_fields__ if name not in self.facts.takes)
+        return ", ".join(name for name in refused if getattr(params, name) != getattr(plain, name))
