@@ -58,9 +58,6 @@ def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnin
     """Drafters known to fit a target, by their words: those that `auto` chooses among, and more of each kind if any.
 
     The newest trained drafter of a kind has only the kind's word, unless `auto` leaves it out; others have folders.
-
-    Args:
-        tell: as in `auto_members`.
     """
     found: list[tuple[str, Drafter]] = []
     newest = {each.kind: str(each.folder) for each in reversed(find_drafters(target))}
@@ -80,7 +77,6 @@ def candidates_of(
     every length that it was trained for; both widths of weights for drafts made of the target.
 
     Args:
-        params: sampling options of the answers.
         made: the drafter, of any sizes, if it is loaded already; its model or heads are not loaded again.
 
     Raises:

@@ -75,10 +75,8 @@ class Trial:
     """A variant compared with the given drafter, or with the best one so far.
 
     Attributes:
-        tokens_per_call: of the variant; None where it could not be tried.
         gain: tokens per call more than without the variant, on the same texts.
         p_value: corrected for the number of variants.
-        better: whether the gain is significant and large enough to matter.
     """
 
     variant: Variant
@@ -113,7 +111,6 @@ class Diagnosis:
         faults: the worst first; empty for a sound drafter.
         trials: variants of the given drafter, the best first; those that could not be tried last.
         best: the replay with all faults fixed that variants name, by temperature.
-        promised: tokens per call on its card, by temperature; empty where the card has none.
     """
 
     noun: str
@@ -190,7 +187,6 @@ def examine(
 
     Args:
         promised: tokens per call on the drafter's card, by temperature.
-        progress: called with the number of finished parts, their total, and what is being done.
 
     Raises:
         DataError: there are too few prompts.

@@ -102,12 +102,7 @@ class Prediction:
 
 @dataclass
 class Circumstance:
-    """Conditions of a prediction.
-
-    Attributes:
-        forwards: V of the target.
-        context: cached tokens of each request.
-    """
+    """Conditions of a prediction."""
 
     forwards: TargetCost
     context: int
@@ -151,7 +146,6 @@ class WhatIf:
         bandwidth: factor of memory read speed. The seconds of a forward of one row are assumed to be reading, as is the
             extra time of longer contexts; the extra time of further rows is computing and does not change. For
             drafting, the time of reading its weights at the target's rate changes.
-        draft_cost: factor of drafting costs.
 
     Raises:
         OptionError: a factor that is not above 0.

@@ -42,7 +42,6 @@ class AnswerTrace:
         seen: outcomes of the steps of plain decoding in order: parts of the prompt, then one token each.
         probs: the target's processed probability of each token of `tokens`; empty for greedy and seeded answers,
             because their replay does not need it.
-        layers: numbers of the layers with kept hidden states.
         dists: the whole distributions `[vocab]`, kept where a drafter draws several tokens at one position.
     """
 
@@ -89,9 +88,7 @@ def trace_answers(
 
     Args:
         prompts: none of them with stop strings.
-        drafters: their declared features are kept.
         entropy: seeds the noise of prompts without a seed.
-        progress: called with the number of finished answers and a remark.
 
     Raises:
         PromptError: a prompt cannot be run.
@@ -142,7 +139,6 @@ def traces_of_answers(
 
     Args:
         answers: prompt, answer, and whether its last token ended it.
-        drafters: their declared features are kept.
 
     Raises:
         ModelError: the target failed, or cannot show a feature that a drafter declares.
@@ -197,11 +193,6 @@ class StepWatcher(NoDrafter):
     Args:
         drawn: whether there are sampled requests, for which token probabilities are kept.
         whole: whether their whole distributions are kept as well.
-
-    Attributes:
-        seen: outcome of each step, by request.
-        probs: the target's probability of each sampled token, by request.
-        dists: the distributions of these tokens, by request.
     """
 
     observes_lazily = False

@@ -87,8 +87,6 @@ class Case:
     """A drafter with answers of its target.
 
     Attributes:
-        part: the head or draft model.
-        chain: makes a drafter of one chain from it.
         layers: the target's layers with hidden states in the traces.
         mended: variants that were needed to load it.
         shown: changes to step outcomes before the drafter receives them.
@@ -148,7 +146,6 @@ class Variant:
     Attributes:
         meaning: what is wrong with the given drafter if this is better.
         fix: what to do then, by the better case.
-        make: the cases to compare, from the given one.
     """
 
     name: str
@@ -193,7 +190,6 @@ class Examined:
     Attributes:
         chain: makes a drafter of one deterministic chain, as long as it was made for, from a head or draft model.
         own: variants that are tried before those of how prompts are written.
-        head: class of the heads; None for draft models.
     """
 
     noun: str

@@ -121,9 +121,6 @@ class Walk:
 def check_walkable(drafter: Drafter, drawn: bool) -> None:
     """Refuse drafters for which acceptance along a trace is not known.
 
-    Args:
-        drawn: whether for requests with random verdicts (sampled without a seed).
-
     Raises:
         OptionError: says which, and what to do.
     """
@@ -158,7 +155,6 @@ def walk_along(
 
     Args:
         drafter: at its largest size, checked against the target; it must not be used elsewhere during the walk.
-        target: the model that wrote the traces; it is not run.
         traces: must hold the features that the drafter declares.
 
     Raises:

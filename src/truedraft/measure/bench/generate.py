@@ -29,9 +29,6 @@ def generate_systems(
 ) -> tuple[list[System], str]:
     """Plain generation; with one prompt at a time also prompt lookup and, with a draft, assisted generation.
 
-    Args:
-        draft: the draft model, named after its folder; None without one.
-
     Returns:
         The systems, and a sentence on systems left out; "" where there are none.
 

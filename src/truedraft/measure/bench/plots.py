@@ -49,10 +49,8 @@ def draw_all(
     """Draw the plots that there are numbers for.
 
     Args:
-        folder: for the plots; it must exist.
         costs: points of the target's cost curve: rows, context, seconds.
         limit_s: seconds for reading the weights once; None where unknown.
-        under: the circumstances, written under each plot.
 
     Returns:
         Names of the plots without suffix, in the report's order.
@@ -184,7 +182,6 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
     Args:
         tree: at least one node; with `survival` the nodes are coloured and sized by it.
         stem: path without suffix; its folder must exist.
-        under: a description of the measured text, below the plot.
 
     Raises:
         OSError: a file cannot be written.

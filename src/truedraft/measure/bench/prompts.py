@@ -23,8 +23,6 @@ class Question:
     """One prompt of a published set.
 
     Attributes:
-        name: its id in the set.
-        text: a text to continue, or a user's message.
         category: in sets with categories, otherwise the set's name.
     """
 

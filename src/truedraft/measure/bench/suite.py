@@ -88,10 +88,8 @@ class Suite:
     """The systems under test.
 
     Attributes:
-        lossless: whether the rule keeps the target's distribution.
         ours: our engines, plain decoding first.
         best_of: titles, each with the systems of which only the best is shown.
-        notes: for readers of a report, a sentence each.
     """
 
     target: LanguageModel

@@ -21,9 +21,6 @@ class ServedAcceptance:
     """Acceptance of all drafts since the server was started.
 
     Attributes:
-        drafts: number of drafts; 0 where the server does not count them.
-        by_position: accepted tokens by their position in the draft; empty where they are not counted.
-        by_drafter: drafted and accepted tokens of each drafter; empty where they are not counted.
         reported: tokens per target call as the server computes them; None where it does not.
     """
 

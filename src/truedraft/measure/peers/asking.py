@@ -28,10 +28,7 @@ class Reply:
 
     Attributes:
         token_ids: without the token that ended the answer.
-        text: None where the engine gives none.
         finish_reason: "stop" or "length", or another word of the engine's own.
-        logprobs: natural logarithms for each token, as the engine reports them; None where it does not.
-        top_logprobs: the likeliest tokens at each place, by id; None where they are not reported.
         unsure: why the ids may not be the drawn ones; "" where the engine returned them itself.
     """
 
@@ -69,11 +66,8 @@ class PeerFacts:
     """Properties of an engine.
 
     Attributes:
-        name: of the engine, as "vllm".
-        version: "" where it is unknown.
         filters: those of `FILTERS` that it supports, in its order.
         takes: names of `SamplingParams` that it supports; a question with others is refused.
-        gives_ids: whether it returns token ids.
         logprobs: "raw" for the model's own, "processed" after temperature and filters, "" for none.
         more: further values for reports, such as its command.
     """

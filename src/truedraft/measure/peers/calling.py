@@ -48,9 +48,7 @@ class Patience:
     """How long to wait for a busy server.
 
     Attributes:
-        total_s: the most that one request waits in all.
         first_s: the first wait, where the server gives no time; each further one is twice as long.
-        longest_s: the longest such wait.
         retries: of a request with a connection that closes before its answer is complete.
         jitter: returns a number in [0, 1), so that requests of many clients do not retry together.
     """
@@ -73,9 +71,7 @@ class Caller:
 
     Args:
         url: with or without /v1.
-        api_key: sent with requests; None sends none.
         tell: called once with a sentence when the server is busy.
-        transport: replaces the network.
         follows: whether to follow redirects. The key is not sent to another host, nor to http after https.
         key_from: where a key is configured, for messages.
 

@@ -35,10 +35,7 @@ class ReceivedAnswer:
         finish_reason: in OpenAI's words, or one of the server's own.
         token_ids: of the answer, including the one that ended it; None where they are not given.
         names: of its tokens, as in logprobs: their text, or their id as a number.
-        logprobs: of each of `names`; None where they are not given.
         top: the likeliest tokens by name, for each of `names`; None where they are not given.
-        prompt_ids: that the server read; None where they are not given.
-        count: the number of answer tokens.
     """
 
     text: str | None

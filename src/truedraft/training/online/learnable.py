@@ -64,9 +64,7 @@ class Learnable(ABC, Generic[ModuleT]):
 
         Args:
             shadow: in training, in float32.
-            chosen: answers to learn a span of each.
             known: all answers kept for training.
-            chance: chooses the spans.
 
         Returns:
             The number of learned positions.

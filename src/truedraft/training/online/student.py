@@ -100,10 +100,6 @@ class Comparison:
     A later candidate may continue an earlier one's comparison: the candidate is chosen before an answer is read, so
     evidence of a gain is evidence that some of them had one.
 
-    Args:
-        level: probability of a false gain where no candidate has one.
-        seen: numbers of the answers that do not count; new ones are added.
-
     Attributes:
         count: answers compared so far.
         own: answers compared with the current `new`.
@@ -150,12 +146,8 @@ class Student:
     """Learns from one stream of answers, in one thread, in small parts.
 
     Args:
-        module: the served one, in its dtype.
         learnable: how it learns; no module may be worse than its origin on older answers.
-        level: probability of a promotion without a gain, and of a rollback without cause.
-        rate: of AdamW.
         serve: called with each module that is to be served from now on.
-        versions: for promoted modules; None writes nothing.
         version: of the served module; 0 is the origin.
 
     Attributes:
