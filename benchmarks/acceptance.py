@@ -23,11 +23,11 @@ import numpy as np
 from common import RESULTS, Lines
 from real_prompts import SETS, TEMPERATURES
 from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.intervals import ratio_over_prompts
 from truedraft.core.stats import Counters
 from truedraft.drafters.specs import from_spec
 from truedraft.machine import dtype_name
 from truedraft.measure.bench.prompts import read_questions, spread
-from truedraft.measure.predictions import ratio_over_prompts
 from truedraft.models.base import LanguageModel
 from truedraft.training.evaluate import predicted
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer

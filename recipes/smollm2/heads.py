@@ -34,7 +34,7 @@ from truedraft.kinds.eagle import training as eagle
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.base import ForwardOutput, Segment
-from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.checkpoint import fingerprint_of
 from truedraft.models.lm_head import LmHead
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.loop import TrainingLoop

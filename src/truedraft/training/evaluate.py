@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from truedraft.core.intervals import CONFIDENCE, Interval, ratio_over_prompts
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters.base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import DataError, TrainingError
-from truedraft.measure import CONFIDENCE, Interval, ratio_over_prompts, traces_of_answers, walk_along
+from truedraft.measure import traces_of_answers, walk_along
 from truedraft.models.base import LanguageModel
 from truedraft.training.workspace import TimeBudget
 

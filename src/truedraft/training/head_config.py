@@ -24,7 +24,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import stable_topk
 from truedraft.drafters.heads.head import Head, HeadConfig, VectorHead
 from truedraft.errors import DataError, OptionError
-from truedraft.models.huggingface import weights_hash
+from truedraft.models.checkpoint import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.options import check_positive, check_share, check_whole
 from truedraft.training.loop import (

@@ -158,24 +158,24 @@ def train_ngrams(
         _write_record(result, target, model, hooks)  # before measuring, which may be interrupted
         result = replace(result, evaluations=_measured(table, model, tests, hooks, budget))
         _write_record(result, target, model, hooks)
-        facts = {
-            "n-grams of 1, 2, ... tokens": ", ".join(f"{number:,}" for number in table.ngrams),
-            "counted tokens": f"{table.facts.counted_tokens:,}",
-            "data": words,
-            "file": in_bytes(result.bytes),
-            "counting": f"{duration(took)} on {describe_machine(config.device)}",
-        }
-        write_card(
-            out,
-            str(target),
-            "A table of n-grams",
-            f"Proposes tokens that {base_name(str(target))} verifies (speculative decoding): `--drafter ngram:FOLDER`. "
-            "Counted with truedraft.",
-            facts,
-            evaluation_facts(result.evaluations),
-            "ngram",
-        )
+        _write_card(str(target), result, config.device)
     return result
+
+
+def _write_card(target: str, result: NgramResult, device: str) -> None:
+    facts = {
+        "n-grams of 1, 2, ... tokens": ", ".join(f"{number:,}" for number in result.table.ngrams),
+        "counted tokens": f"{result.table.facts.counted_tokens:,}",
+        "data": result.source,
+        "file": in_bytes(result.bytes),
+        "counting": f"{duration(result.elapsed_s)} on {describe_machine(device)}",
+    }
+    sentence = (
+        f"Proposes tokens that {base_name(target)} verifies (speculative decoding): `--drafter ngram:FOLDER`. "
+        "Counted with truedraft."
+    )
+    measured = evaluation_facts(result.evaluations)
+    write_card(result.folder, target, "A table of n-grams", sentence, facts, measured, "ngram")
 
 
 def _write_record(result: NgramResult, target: object, model: LanguageModel, callbacks: Callbacks) -> None:
