@@ -105,7 +105,8 @@ def _write(options: argparse.Namespace) -> None:
     write_answers(model, [prompt for prompt in tree for _ in heats], run, TREE_TEXT, how)
     # An odd number, so that a question that comes again does so at another temperature.
     questions = list(itertools.islice(itertools.cycle(asked[: len(asked) - 1 | 1]), options.answers))
-    how, watch = replace(how, temperatures=TEMPERATURES, seed=SEED + 1), Watch("answering", told=told(), budget=budget)
+    how = replace(how, temperatures=TEMPERATURES, seed=SEED + 1)
+    watch = Watch("answering", callbacks=told(), budget=budget)
     text = write_answers(model, questions, run, TRAIN_TEXT, how, watch=watch)
     decode = model.tokenizer.backend.decode
     with (run / "answers.jsonl").open("w") as texts:

@@ -15,7 +15,7 @@ import torch
 
 from support.linear_kind import LinearDrafter, LinearTrainingConfig
 from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, trained_in
-from truedraft import Engine, SamplingParams, load_model
+from truedraft import Engine, SamplingParams, load_model, training
 from truedraft.core.stats import Counters
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
 from truedraft.drafters.heads.calibration import Calibration
@@ -262,3 +262,7 @@ def test_what_makes_no_head_is_refused_before_the_target_writes(training_of, lea
     with pytest.raises(ModelError, match="holds Medusa heads, not a recurrent drafter; use medusa:"):
         train_heads(learned_folder, prompts, tmp_path / "out", replace(config, start_from=tmp_path / "other"))
     assert not (tmp_path / "out").exists()
+
+
+def test_every_public_name_loads():
+    assert [getattr(training, name).__name__ for name in training.__all__] == training.__all__

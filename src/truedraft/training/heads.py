@@ -86,13 +86,13 @@ class HeadJob:
     target: str
     prompts: PromptSets
     config: HeadTrainingConfig
-    told: Callbacks = field(default_factory=Callbacks)
+    callbacks: Callbacks = field(default_factory=Callbacks)
     budget: TimeBudget = field(default_factory=TimeBudget)
     data: str = "prompts of the caller's"
     step_s: float | None = None
 
     def follow(self, what: str, done: int, total: int) -> None:
-        self.told.on_progress(what, done, total, "")
+        self.callbacks.on_progress(what, done, total, "")
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,10 @@ def _with_questions(
     job: HeadJob, model: LanguageModel, data: Sequence[Path], held_out: Sequence[Path], folder: Path
 ) -> HeadJob:
     begun = job.budget.limited and (folder / f"{TRAIN_TEXT}.json").is_file()
-    pen = Writing(job.config.tokens, job.config.writing, folder, job.told, job.budget, begun)
+    pen = Writing(job.config.tokens, job.config.writing, folder, job.callbacks, job.budget, begun)
     prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.ask(model, count))
     if not job.budget.limited:  # otherwise it wrote as many as there was time for
-        _check_amount(prompts, job.config, job.told.on_note)
+        _check_amount(prompts, job.config, job.callbacks.on_note)
     return replace(job, prompts=_in_time(prompts, job.config, job.budget))
 
 
@@ -293,7 +293,7 @@ def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
     train = write_answers(model, job.prompts.train, folder, TRAIN_TEXT, job.config.writing, watch=watch)
     if len(train.records) < len(job.prompts.train):
         got = f"{len(train.tokens):,} of about {job.config.tokens:,} tokens"
-        job.told.on_note(f"in the time given the target wrote {got}")
+        job.callbacks.on_note(f"in the time given the target wrote {got}")
     return TargetText(train, write_tree_text(job, model, folder, TREE_TEXT), model.fingerprint, model.sample)
 
 
@@ -301,7 +301,7 @@ def _say_what_fits(job: HeadJob, left_s: float) -> None:
     """Report how long the writing will take, and how many training steps fit into the time."""
     budget, config, all_tokens = job.budget, job.config, job.config.writing.answer_tokens * len(job.prompts.train)
     within_s = min(left_s, budget.left_s(_TRAIN_WRITTEN))
-    job.told.on_plan(f"writing takes about {duration(within_s)}")
+    job.callbacks.on_plan(f"writing takes about {duration(within_s)}")
     if budget.limited and job.step_s is not None:
         tokens = int(all_tokens * within_s / max(left_s, 1e-9))
         requested, most = (
@@ -309,7 +309,7 @@ def _say_what_fits(job: HeadJob, left_s: float) -> None:
         )
         steps = budget.steps(most, job.step_s, begin=WRITTEN)
         words = f"about {tokens:,} tokens of text and {steps:,} steps of training, {job.step_s:.2g} s each"
-        budget.buys(steps, requested, words, job.told.on_note)
+        budget.buys(steps, requested, words, job.callbacks.on_note)
 
 
 def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str) -> SelfDistillationData:
@@ -325,7 +325,7 @@ def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str)
 def _watch(job: HeadJob, folder: Path, share: float) -> Watch:
     """A `Watch` that ends the writing at a share of the time; a resumed training keeps the text that it has."""
     begun = job.budget.limited and (folder / CHECKPOINT).is_file()
-    return Watch(told=job.told, budget=job.budget, share=share, begun=begun)
+    return Watch(callbacks=job.callbacks, budget=job.budget, share=share, begun=begun)
 
 
 def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:
@@ -492,7 +492,7 @@ def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:
         right = f", {job.config.head.place_word}s right {' '.join(shares)}" if shares else right
         return f"loss {record.values['loss']:.3f}{right}"
 
-    progress = train_with_callbacks(loop, job.told, remark, lambda: job.budget.over(TRAINED))
+    progress = train_with_callbacks(loop, job.callbacks, remark, lambda: job.budget.over(TRAINED))
     return Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
 
 
@@ -516,7 +516,7 @@ def forecast(job: HeadJob, work: Path) -> HeadJob:
     took = f"about {duration(steps * step_s)} ({step_s:.2g} s each)"
     job.budget.buys(steps, most, f"{steps:,} steps of training, {step_s:.2g} s each", lambda note: None)
     within = f", all within {job.budget.minutes:g} minutes" if job.budget.limited else ""
-    job.told.on_plan(
+    job.callbacks.on_plan(
         f"the target writes up to {tokens:,} tokens to train on; with their vectors and a checkpoint they take up to "
         f"{in_bytes(disk)} of the disk of {str(work)!r}, {room}; then come {steps:,} steps of training, {took}{within}"
     )
@@ -553,4 +553,4 @@ def _trial(job: HeadJob, lm_head: LmHead) -> tuple[float, int]:
     data = SelfDistillationData(records, bits)
     text = TargetText(data, data, "")
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
-        return _loop(replace(job, told=Callbacks()), head, lm_head, text, Path(place)).trial()
+        return _loop(replace(job, callbacks=Callbacks()), head, lm_head, text, Path(place)).trial()

@@ -250,7 +250,9 @@ def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, 
     config = replace(config, joint=replace(config.joint, length=length))
     loop = joint_loop(config, backbone, head, text.fingerprint, stream, out / WORK / _JOINT)
     size = in_bytes(_CHECKPOINTS * tensor_bytes(trained_weights(loop.model)))
-    job.told.on_plan(f"heads and target learn together for {loop.total_steps:,} steps; checkpoints take up to {size}")
+    job.callbacks.on_plan(
+        f"heads and target learn together for {loop.total_steps:,} steps; checkpoints take up to {size}"
+    )
     effort = run(job, loop, text)
     _save_target(backbone.finished(), job.target, out / _TARGET)
     return backbone.rank, head, effort

@@ -170,19 +170,19 @@ class Callbacks:
 
 def train_with_callbacks(
     loop: TrainingLoop,
-    told: Callbacks,
+    callbacks: Callbacks,
     remark: Callable[[StepRecord], str],
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> Progress:
     """Train to the end or until the time is up, and call the callbacks; `remark` is shown with the number of a step."""
 
     def follow(record: StepRecord) -> None:
-        told.on_step(record)
-        told.on_progress("training", record.step + 1, loop.total_steps, remark(record))
+        callbacks.on_step(record)
+        callbacks.on_progress("training", record.step + 1, loop.total_steps, remark(record))
 
-    progress = loop.run(on_step=follow, on_checkpoint=told.on_checkpoint, time_is_up=time_is_up)
+    progress = loop.run(on_step=follow, on_checkpoint=callbacks.on_checkpoint, time_is_up=time_is_up)
     if progress.step < loop.total_steps:
-        told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
+        callbacks.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
     return progress
 
 

@@ -101,7 +101,7 @@ def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkey
         write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     done = []
     told = Callbacks(on_progress=lambda what, *counts: done.append(counts[:2]))
-    write_answers(model, PROMPTS, tmp_path, "train", CONFIG, watch=Watch(told=told))
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG, watch=Watch(callbacks=told))
     assert contents(tmp_path) == contents(whole)
     assert done[0] == (kept, len(PROMPTS)) and done[-1] == (len(PROMPTS), len(PROMPTS))
 

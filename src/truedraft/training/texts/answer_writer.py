@@ -88,7 +88,7 @@ class Watch:
 
     what: str = "writing text"
     written: str = "answers"
-    told: Callbacks = field(default_factory=Callbacks)
+    callbacks: Callbacks = field(default_factory=Callbacks)
     budget: TimeBudget = field(default_factory=TimeBudget)
     share: float = 1.0
     begun: bool = False
@@ -98,7 +98,7 @@ class Watch:
         return self.begun or self.budget.over(self.share)
 
     def came(self, done: int, total: int, name: str) -> None:
-        self.told.on_progress(self.what, done, total, f"{self.written} by {name}")
+        self.callbacks.on_progress(self.what, done, total, f"{self.written} by {name}")
 
     def forecast(self, left_s: float) -> None:
         if self.on_forecast is not None:
@@ -106,7 +106,7 @@ class Watch:
         else:
             within_s = min(left_s, self.budget.left_s(self.share))
             if within_s > 0:
-                self.told.on_plan(f"{self.what.partition(' ')[0]} takes about {duration(within_s)}")
+                self.callbacks.on_plan(f"{self.what.partition(' ')[0]} takes about {duration(within_s)}")
 
 
 def write_answers(

@@ -85,14 +85,14 @@ class Writing:
     tokens: int
     how: WritingConfig
     folder: Path
-    told: Callbacks
+    callbacks: Callbacks
     budget: TimeBudget
     begun: bool = False
 
     def ask(self, model: LanguageModel, count: int) -> list[list[int]]:
         """Questions that the target writes itself; none are added once answers are written."""
         begun = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
-        watch = Watch("asking", "questions", self.told, self.budget, _QUESTIONS_WRITTEN, begun)
+        watch = Watch("asking", "questions", self.callbacks, self.budget, _QUESTIONS_WRITTEN, begun)
         how = self.how
         return ask_itself(model, count, self.folder, seed=how.seed + 2, watch=watch, elsewhere=how.elsewhere)
 
@@ -104,12 +104,12 @@ class Writing:
             prompts = [*prompts, *self.ask(model, max(count // 2, count - len(prompts)))]
         prompts = shuffled(prompts, self.how.seed)[:count] if asks or self.budget.limited else prompts[:count]
         if len(prompts) < _SHORT * count:
-            self.told.on_note(f"there are {len(prompts):,} prompts, and {count:,} are asked for with --tokens")
-        watch = Watch(told=self.told, budget=self.budget, share=WRITTEN, begun=self.begun)
+            self.callbacks.on_note(f"there are {len(prompts):,} prompts, and {count:,} are asked for with --tokens")
+        watch = Watch(callbacks=self.callbacks, budget=self.budget, share=WRITTEN, begun=self.begun)
         written = write_answers(model, prompts, self.folder, _ANSWERS, self.how, watch=watch, width=0)
         if len(written.records) < len(prompts):
             got = f"{len(written.tokens):,} of about {self.tokens:,} tokens"
-            self.told.on_note(f"in the time given the target wrote {got}")
+            self.callbacks.on_note(f"in the time given the target wrote {got}")
         return written.records
 
 
