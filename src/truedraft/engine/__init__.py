@@ -21,15 +21,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "truedraft.core.stats": ("StepRecord",),
-    "truedraft.engine.answer": (
-        "Answer",
-        "Piece",
-    ),
-    "truedraft.engine.beam_search": (
-        "Beam",
-        "BeamAnswer",
-        "BeamSearch",
-    ),
+    "truedraft.engine.answer": ("Answer", "Piece"),
+    "truedraft.engine.beam_search": ("Beam", "BeamAnswer", "BeamSearch"),
     "truedraft.engine.engine": ("Engine",),
     "truedraft.engine.request": ("Request",),
 }

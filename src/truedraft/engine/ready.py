@@ -24,6 +24,7 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.engine.policy.measuring import depths, doublings
 from truedraft.errors import CacheError
 from truedraft.models.backends.graphs.batch import WORD_BITS, Bucket
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
@@ -40,7 +41,6 @@ _MOST_ROWS = 64  # rows of one request; more are not recorded
 _TILES = (4, 16, 64)  # upper bounds of tokens per request with separate attention kernels
 _PART = 512  # prompt tokens per forward
 _TRIES = 6  # most runs of one shape: two warm up, and memory that grows during them invalidates recordings
-_ALL_DEPTHS = 8  # depths of drafts; beyond, only doublings
 _SLACK = 96  # tokens that the text of a dummy request may grow by
 _LONGEST = 16  # depth of drafts
 _SHORT = 16  # tokens of the other dummy texts in a batch
@@ -65,10 +65,10 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
     drafting = [each for each in limits if not each.is_zero]
     chains = max((min(each.depth, each.nodes) for each in drafting if each.width == 1), default=0)
     trees = max((each.nodes for each in drafting if each.width > 1), default=0)
-    own = [chain_shape(rows) for rows in _doublings(min(1 + chains, _MOST_ROWS))]
-    own += [_star(rows) for rows in _doublings(min(1 + trees, _MOST_ROWS)) if rows > 2]
-    found: set[Step] = {(chain_shape(rows),) for rows in _doublings(_MOST_ROWS)}
-    for count, each in itertools.product(_doublings(max_batch), own):
+    own = [chain_shape(rows) for rows in doublings(min(1 + chains, _MOST_ROWS))]
+    own += [_star(rows) for rows in doublings(min(1 + trees, _MOST_ROWS)) if rows > 2]
+    found: set[Step] = {(chain_shape(rows),) for rows in doublings(_MOST_ROWS)}
+    for count, each in itertools.product(doublings(max_batch), own):
         if 1 in (count, len(each)) or count * len(each) <= _MOST_TOGETHER:
             found.add((each,) * count)
     if trees and max_batch > 1:
@@ -108,16 +108,7 @@ def contexts_of(tokens: int) -> list[int]:
     >>> contexts_of(1500), contexts_of(100)
     ([1500, 1024, 512, 256], [100])
     """
-    return sorted({min(_LEAST_CONTEXT, tokens), *(each for each in _doublings(tokens) if each > _LEAST_CONTEXT)})[::-1]
-
-
-def _doublings(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`.
-
-    >>> _doublings(6), _doublings(1)
-    ([1, 2, 4, 6], [1])
-    """
-    return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+    return sorted({min(_LEAST_CONTEXT, tokens), *(each for each in doublings(tokens) if each > _LEAST_CONTEXT)})[::-1]
 
 
 def settle(run: Callable[[], object], warmups: Callable[[], int]) -> None:
@@ -231,9 +222,9 @@ def _rehearse(
     try:
         group.begin()
         limit = min(drafter.limits.depth, _LONGEST)
-        for depth in _depths(limit):
+        for depth in depths(limit):
             settle(partial(group.step, depth, 0, context), lambda: drafter.warmups)
-        for kept in _doublings(limit):  # more accepted tokens are more to read before the next draft
+        for kept in doublings(limit):  # more accepted tokens are more to read before the next draft
             group.step(limit, kept, context)
             settle(partial(group.step, limit, kept, context), lambda: drafter.warmups)
     finally:
@@ -247,19 +238,10 @@ def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[t
     too many pairs, few requests and short contexts come first.
     """
     limit = min(drafter.limits.depth, _LONGEST)
-    each = 2 * (len(_depths(limit)) + len(_doublings(limit)))
+    each = 2 * (len(depths(limit)) + len(doublings(limit)))
     fit = [context for context in contexts if drafter.model is None or context <= drafter.model.context_length]
-    found = sorted(itertools.product(fit, _doublings(max_batch)), key=math.prod)[: max(MOST_KEPT // each, 1)]
+    found = sorted(itertools.product(fit, doublings(max_batch)), key=math.prod)[: max(MOST_KEPT // each, 1)]
     return sorted(found, reverse=True)
-
-
-def _depths(limit: int) -> list[int]:
-    """All small depths, then the doublings, and the limit.
-
-    >>> _depths(20)
-    [1, 2, 3, 4, 5, 6, 7, 8, 16, 20]
-    """
-    return sorted({*range(1, min(limit, _ALL_DEPTHS) + 1), *_doublings(limit)})
 
 
 class _Group:

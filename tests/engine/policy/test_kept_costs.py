@@ -22,8 +22,7 @@ from truedraft.core.theory import CostCurve, TargetCost
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.engine.policy import CostStore, Effort, Measured, StepCosts, drafter_cost, target_cost
 from truedraft.engine.policy import kept as kept_module
-from truedraft.engine.policy import store as store_module
-from truedraft.engine.policy.store import CostKey, model_identity, target_key
+from truedraft.engine.policy.kept import CostKey, model_identity, target_key
 from truedraft.errors import DrafterError
 from truedraft.files import could_not_be_kept
 from truedraft.machine import versions
@@ -211,7 +210,7 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
 def test_other_versions_make_it_stale(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
     cost_of(model(), store)
     now = versions() | {"torch": "9.9"}
-    monkeypatch.setattr(store_module, "versions", lambda: now)
+    monkeypatch.setattr(kept_module, "versions", lambda: now)
     stale = cost_of(model(), store)
     assert not stale.kept
     assert stale.warnings[0].endswith("now 9.9); they are measured again")

@@ -16,7 +16,7 @@ from truedraft.core.proposal import Proposal
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.engine.policy import Effort, measure_drafter, measure_target
-from truedraft.engine.policy.measuring import in_rounds
+from truedraft.engine.policy.measuring import piecewise
 from truedraft.errors import DrafterError, OptionError, VocabularyMismatchError
 from truedraft.progress import unwatched
 from truedraft.testing import MarkovModel, ScriptedDrafter
@@ -249,14 +249,14 @@ def test_rounds_interleave_and_stop_when_time_is_up() -> None:
         return True
 
     progress: list[float] = []
-    rounds = in_rounds("abc", measure, Effort(10.0, 2, 50), lambda done, _: progress.append(done), "x", clock)
+    rounds = list(piecewise("abc", measure, Effort(10.0, 2, 50), lambda done, _: progress.append(done), "x", clock))[-1]
     assert rounds == 3  # a round takes 3 s, the warm-up too: 12 s are over after the third
     assert [number for _, number in seen] == [-1] * 3 + [0] * 3 + [1] * 3 + [2] * 3
     assert len({tuple(key for key, number in seen if number == n) for n in range(3)}) == 3
     assert progress[-1] == 1.0 and progress[0] == pytest.approx(1 / (3 * 51))
     seen.clear()
-    assert in_rounds("abc", measure, Effort(0.0, 2, 50), unwatched, "x", clock) == 2
-    assert in_rounds("abc", measure, Effort(1e9, 2, 4), unwatched, "x", clock) == 4
+    assert list(piecewise("abc", measure, Effort(0.0, 2, 50), unwatched, "x", clock))[-1] == 2
+    assert list(piecewise("abc", measure, Effort(1e9, 2, 4), unwatched, "x", clock))[-1] == 4
 
 
 @pytest.mark.parametrize("values", [(-1.0, 1, 1), (float("nan"), 1, 1), (1.0, 0, 1), (1.0, 3, 2)])

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from truedraft.engine.policy import bandwidth, read_bandwidth
+from truedraft.engine.policy import measuring, read_bandwidth
 from truedraft.errors import OptionError
 from truedraft.machine import this_machine
 
@@ -18,7 +18,7 @@ def test_something_is_read() -> None:
 
 def test_the_fastest_read_counts_and_bytes_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([9.0, 9.0, 9.0, 0.5, 1.0, 2.0, 1.0, 0.25, 4.0])
-    monkeypatch.setattr(bandwidth, "_seconds", lambda *_: next(seconds))
+    monkeypatch.setattr(measuring, "_seconds", lambda *_: next(seconds))
     assert read_bandwidth(size_bytes=1 << 10, repetitions=2) == 4096.0
 
 

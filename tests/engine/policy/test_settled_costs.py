@@ -9,7 +9,7 @@ from support.recorded_time import UNRECORDED, Clock, recorded_model
 from truedraft.core.stats import Settling
 from truedraft.drafters import DraftModel
 from truedraft.engine.policy import Effort, measure_drafter, measure_target
-from truedraft.engine.policy.measuring import in_rounds
+from truedraft.engine.policy.measuring import piecewise
 from truedraft.progress import unwatched
 from truedraft.testing import MarkovModel
 
@@ -68,7 +68,7 @@ def test_rounds_measure_until_that_was_settled() -> None:
         settled.append((key, number))
         return True
 
-    assert in_rounds("ab", measure, Effort(3.0, 2, 9), unwatched, "x", clock) == 2
+    assert list(piecewise("ab", measure, Effort(3.0, 2, 9), unwatched, "x", clock))[-1] == 2
     assert sorted(settled) == sorted((key, number) for key in "ab" for number in (-1, 0, 1))
     assert clock.now > 6.0
 
@@ -82,7 +82,7 @@ def test_a_key_that_never_settles_is_soon_tried_once_a_round() -> None:
         calls.append(number)
         return False
 
-    assert in_rounds("a", measure, Effort(8.0, 1, 99), unwatched, "x", clock) == 3
+    assert list(piecewise("a", measure, Effort(8.0, 1, 99), unwatched, "x", clock))[-1] == 3
     assert calls == [-1] * 6 + [0, 1, 2]
 
 

@@ -20,36 +20,28 @@ class StepTimes(Protocol):
             rows: input rows of the target, over all requests; one per request is plain decoding.
             contexts: cached tokens of each request.
         """
-        ...
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
-        """Seconds of a drafter's proposals, with the usual catch-up.
+        """Seconds of a drafter's proposals with the usual catch-up; sampling costs more than greedy drafts.
 
         Args:
             depth: levels of the deepest proposal; not whole where the number depends on guesses.
-            greedy: whether the requests are greedy; others sample from distributions, which costs more.
         """
-        ...
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         """Seconds of a drafter to process `behind` unread tokens, beyond those of the last step."""
-        ...
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         """Measured gains of a drafter's nodes; empty without a measurement."""
-        ...
 
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         """Record a step; it is the last of `steps` equal ones."""
-        ...
 
     def ready(self, greedy: bool) -> bool:
         """Whether all times are known without measuring first; measuring continues between steps."""
-        ...
 
     def measure(self, greedy: bool) -> None:
         """Measure now what would be measured on first use."""
-        ...
 
 
 class Controller(ABC):

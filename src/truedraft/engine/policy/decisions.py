@@ -8,6 +8,8 @@ were not settled (`StepRecord.settled`) are counted without their seconds.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -159,16 +161,14 @@ class Speedup:
     high: float | None
     by_plain_steps: bool
 
+    as_dict = dataclasses.asdict
+
     def describe(self) -> str:
         interval = "too few steps for an interval"
         if self.low is not None and self.high is not None:
             interval = f"95 % interval {self.low:.2f} to {self.high:.2f}"
         basis = "this run's plain steps" if self.by_plain_steps else "the cost curve, held to this run's steps"
         return f"estimated speed-up over plain decoding: {self.factor:.2f} ({interval}), by {basis}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For records."""
-        return dataclasses.asdict(self)
 
 
 class Decisions:
@@ -225,26 +225,19 @@ class Decisions:
             self._keep_bounded()
 
     def _window(self, record: StepRecord, own: Sequence[RequestStep], counts: dict[str, int]) -> StepWindow:
-        requests = len(record.requests)
         emitted = sum(step.emitted + step.stop_tokens for step in own)
-        counts_only = StepWindow(
-            1, counts, sum(step.nodes for step in own), sum(step.accepted for step in own), emitted
-        )
+        window = StepWindow(1, counts, sum(step.nodes for step in own), sum(step.accepted for step in own), emitted)
         if not record.settled:
-            return counts_only
-        bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
-        curve_s = self._curve_s(record.rows, record.contexts)
-        plain = not record.nodes
-        return replace(
-            counts_only,
-            seconds=record.total_s,
-            bare_s=bare_s,
-            curve_s=curve_s,
-            plain_curve_s=emitted / max(len(own), 1) * (curve_s if plain else self._curve_s(requests, record.contexts)),
-            plain_steps=int(plain),
-            plain_s=bare_s if plain else 0.0,
-            plain_steps_curve_s=curve_s if plain else 0.0,
-        )
+            return window
+        window.seconds = record.total_s
+        window.bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
+        window.curve_s = plain_s = self._curve_s(record.rows, record.contexts)
+        if record.nodes:
+            plain_s = self._curve_s(len(record.requests), record.contexts)
+        else:
+            window.plain_steps, window.plain_s, window.plain_steps_curve_s = 1, window.bare_s, window.curve_s
+        window.plain_curve_s = emitted / max(len(own), 1) * plain_s
+        return window
 
     def _keep_bounded(self) -> None:
         while len(self.stretches) > _MOST:
@@ -255,10 +248,9 @@ class Decisions:
         """The decisions of both runs, in this order."""
         found = Decisions(self._forward_s)
         found.tallies = {
-            name: dataclasses.replace(each, reasons=dict(each.reasons)) for name, each in self.tallies.items()
+            name: self.tallies.get(name, Tally()) + other.tallies.get(name, Tally())
+            for name in {**self.tallies, **other.tallies}
         }
-        for name, each in other.tallies.items():
-            found.tallies[name] = found.tallies.get(name, Tally()) + each
         found.stretches = [*self.stretches, *other.stretches]
         found._in_each = max(self._in_each, other._in_each)
         found._keep_bounded()
@@ -281,12 +273,8 @@ class Decisions:
     @property
     def ordered(self) -> dict[str, Tally]:
         """The tallies: drafters first, then "plain", then "probe"."""
-        return dict(
-            sorted(
-                self.tallies.items(),
-                key=lambda each: (PLAIN, PROBE).index(each[0]) + 1 if each[0] in (PLAIN, PROBE) else 0,
-            )
-        )
+        last = {PLAIN: 1, PROBE: 2}
+        return dict(sorted(self.tallies.items(), key=lambda each: last.get(each[0], 0)))
 
     def timeline(self, most: int) -> list[StepWindow]:
         """All steps in order, in at most `most` stretches of equal length."""
@@ -300,8 +288,7 @@ class Decisions:
         by_plain_steps = sum(each.plain_steps for each in self.stretches) >= _ENOUGH_PLAIN
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
-        sums = np.array([_sums(each, by_plain_steps) for each in self.stretches])
-        factor = float(_factors(sums.sum(0)[None])[0])
+        factor = float(_factors(self._sums(by_plain_steps).sum(0)[None])[0])
         return Speedup(factor, None, None, by_plain_steps) if np.isfinite(factor) else None
 
     def speedup(self) -> Speedup | None:
@@ -310,8 +297,7 @@ class Decisions:
         if found is None:
             return None
         # Blocks, because neighbouring steps are correlated: a drafter that found a passage to copy will find it again.
-        steps = sum(each.steps for each in self.stretches)
-        sums = np.array([_sums(each, found.by_plain_steps) for each in self.stretches])
+        steps, sums = sum(each.steps for each in self.stretches), self._sums(found.by_plain_steps)
         length = max(round(steps ** (1 / 3) / self._in_each), -(-len(sums) // _MOST_BLOCKS), 1)
         blocks = np.add.reduceat(sums, range(0, len(sums), length))
         if len(blocks) < _LEAST_BLOCKS:
@@ -325,6 +311,15 @@ class Decisions:
         low, high = np.quantile(known, _INTERVAL)
         return replace(found, low=float(low), high=float(high))
 
+    def _sums(self, by_plain_steps: bool) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """By stretch: measured seconds, V of plain decoding, and the pair that scales V to the run: seconds and V of
+        the same steps.
+        """
+        scale = ("plain_s", "plain_steps_curve_s") if by_plain_steps else ("bare_s", "curve_s")
+        return np.array(
+            [[getattr(each, name) for name in ("seconds", "plain_curve_s", *scale)] for each in self.stretches]
+        )
+
     def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:
         """For records: sums, derived rates, and a timeline of at most `most` stretches."""
         speedup = self.speedup()
@@ -332,25 +327,21 @@ class Decisions:
             "steps": self.steps,
             "seconds": self.seconds,
             "speedup": None if speedup is None else speedup.as_dict(),
-            "decided": [self._tally_record(name, each) for name, each in self.ordered.items()],
-            "timeline": [_window_record(each) for each in self.timeline(most)] if most else [],
-        }
-
-    def _tally_record(self, name: str, tally: Tally) -> dict[str, Any]:
-        return {
-            "name": name,
-            "share": self.share(tally),
-            "drafted_per_step": tally.drafted_per_step,
-            "acceptance": tally.acceptance,
-            "expected_per_step": tally.expected_per_step,
-            "emitted_per_step": tally.emitted_per_step,
-            "time_share": self.time_share(tally),
-            "steps": tally.steps,
-            "drafted": tally.drafted,
-            "accepted": tally.accepted,
-            "emitted": tally.emitted,
-            "seconds": tally.seconds,
-            "reasons": dict(tally.reasons),
+            "decided": [
+                {
+                    "name": name,
+                    "share": self.share(each),
+                    **_named(each, "drafted_per_step", "acceptance", "expected_per_step", "emitted_per_step"),
+                    "time_share": self.time_share(each),
+                    **_named(each, "steps", "drafted", "accepted", "emitted", "seconds"),
+                    "reasons": dict(each.reasons),
+                }
+                for name, each in self.ordered.items()
+            ],
+            "timeline": [
+                _named(each, "steps", "seconds", "drafted", "accepted", "emitted", "decisions")
+                for each in (self.timeline(most) if most else ())
+            ],
         }
 
     def share(self, tally: Tally) -> float:
@@ -363,20 +354,12 @@ class Decisions:
 
 
 def _joined(stretches: Sequence[StepWindow], count: int) -> list[StepWindow]:
-    found = []
-    for first in range(0, len(stretches), count):
-        whole = stretches[first]
-        for each in stretches[first + 1 : first + count]:
-            whole = whole + each
-        found.append(whole)
-    return found
+    parts = (stretches[first : first + count] for first in range(0, len(stretches), count))
+    return [functools.reduce(operator.add, part) for part in parts]
 
 
-def _sums(window: StepWindow, by_plain_steps: bool) -> tuple[float, float, float, float]:
-    """Seconds measured, V of plain decoding, and the pair that scales V to the run: seconds and V of the same steps."""
-    if by_plain_steps:
-        return window.seconds, window.plain_curve_s, window.plain_s, window.plain_steps_curve_s
-    return window.seconds, window.plain_curve_s, window.bare_s, window.curve_s
+def _named(counts: Tally | StepWindow, *names: str) -> dict[str, Any]:
+    return {name: getattr(counts, name) for name in names}
 
 
 def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -384,8 +367,3 @@ def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.
     measured_s, plain_curve_s, seconds, curve_s = sums.T
     with np.errstate(divide="ignore", invalid="ignore"):
         return plain_curve_s * seconds / curve_s / measured_s
-
-
-def _window_record(window: StepWindow) -> dict[str, Any]:
-    names = ("steps", "seconds", "drafted", "accepted", "emitted", "decisions")
-    return {name: getattr(window, name) for name in names}

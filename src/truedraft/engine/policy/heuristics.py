@@ -90,13 +90,8 @@ class Schedule(Controller):
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         length = next((each for least, each in reversed(self._steps) if len(views) >= least), None)
-        return [self._of(view, length) for view in views]
-
-    def _of(self, view: RequestView, length: int | None) -> Decision:
-        name, limits = next(iter(view.limits.items()))
-        if length == 0:
-            return Decision(name, NO_DRAFT, reason="schedule")
-        return Decision(name, limits if length is None else _of_length(limits, length), reason="schedule")
+        firsts = (next(iter(view.limits.items())) for view in views)
+        return [Decision(name, _of_length(limits, length), reason="schedule") for name, limits in firsts]
 
 
 class RoundRobin(Controller):
@@ -139,6 +134,8 @@ def _sized(limits: Budget, number: int) -> Budget:
     return limits if length == limits.depth else _of_length(limits, length)
 
 
-def _of_length(limits: Budget, length: int) -> Budget:
-    """A drafter's limits cut to paths of a length; of a tree also to as many nodes."""
+def _of_length(limits: Budget, length: int | None) -> Budget:
+    """A drafter's limits cut to paths of a length, None for no cut; of a tree also to as many nodes."""
+    if not length:
+        return limits if length is None else NO_DRAFT
     return replace(limits, depth=min(limits.depth, length), nodes=min(limits.nodes, length))

@@ -156,19 +156,16 @@ class RunningTimes:
 
     def _proposal_s(self, drafter: str, depth: int, greedy: bool) -> float:
         key = drafter, depth, greedy
-        found = self._proposals.get(key)
-        if found is None:
-            found = self._proposals[key] = self._measured_s(drafter, depth, greedy)
-        return found
-
-    def _measured_s(self, drafter: str, depth: int, greedy: bool) -> float:
-        if drafter in self._left_out:
-            return math.inf
-        try:
-            return self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)(depth)
-        except TruedraftError as error:
-            self._leave_out(drafter, error)
-            return math.inf
+        if key not in self._proposals:
+            seconds = math.inf
+            if drafter not in self._left_out:
+                try:
+                    params = _GREEDY if greedy else _SAMPLED
+                    seconds = self._costs.drafting(self._drafters[drafter], params)(depth)
+                except TruedraftError as error:
+                    self._leave_out(drafter, error)
+            self._proposals[key] = seconds
+        return self._proposals[key]
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         if behind <= 2:
@@ -194,7 +191,7 @@ class RunningTimes:
             self.rest()
             fit = {name: each for name, each in self._drafters.items() if name not in self._left_out}
             found = self._costs.pieces(fit, _GREEDY if greedy else _SAMPLED, self._leave_out)
-            shared = [each for those in self._growing.values() for each in those if each.name is None]
+            shared = [each for each in self._pieces if each.name is None]
             self._growing[greedy] = [*shared, *(each for each in found if each.name or not shared)]
         return all(each.known for each in self._growing[greedy])
 
@@ -205,14 +202,14 @@ class RunningTimes:
             Whether anything was measured, or holds memory for measuring.
         """
         measured = False
-        while pieces := [each for those in self._growing.values() for each in those]:
+        while pieces := self._pieces:
             share = _BETTER_SHARE if all(each.known for each in pieces) else _MEASURING_SHARE
             self._credit_s, step_s = min(self._credit_s + share * step_s, _AT_ONCE_S), 0.0
             if self._credit_s <= 0.0:
                 break
             measured = True
             began = self._clock()
-            self._measure_on(min(pieces, key=lambda each: each.known))
+            self._measure_on(pieces)
             self._credit_s -= self._clock() - began
         return measured or self._held is not None
 
@@ -220,32 +217,35 @@ class RunningTimes:
         """Measure one more point; returns whether there is more."""
         for greedy in (True, False):
             self.ready(greedy)
-        pieces = [each for those in self._growing.values() for each in those]
+        pieces = self._pieces
         if pieces:
-            self._measure_on(min(pieces, key=lambda each: each.known))
-        return len(pieces) > 0
+            self._measure_on(pieces)
+        return bool(pieces)
 
-    def _measure_on(self, piece: Growing[Any]) -> None:
+    @property
+    def _pieces(self) -> list[Growing[Any]]:
+        return [each for those in self._growing.values() for each in those]
+
+    def _measure_on(self, pieces: Sequence[Growing[Any]]) -> None:
+        """Measure one more point of an unknown cost or, if all are known, of the first."""
+        piece = min(pieces, key=lambda each: each.known)
         if piece is not self._held:  # the synthetic requests of two pieces have the same ids
             self.rest()
         self._held, known = piece, piece.known
-        more = self._measured_on(piece)
+        try:
+            more = piece.go_on()
+        except Exception as error:
+            more = False
+            if piece.name is None:
+                _log.warning("what the target's steps cost could not be measured: %s", error)
+            else:
+                self._leave_out(piece.name, error)
         if not more:
             self.rest()
             for those in self._growing.values():
                 those[:] = [each for each in those if each is not piece]
         if not more or piece.known != known:
             self._forget()
-
-    def _measured_on(self, piece: Growing[Any]) -> bool:
-        try:
-            return piece.go_on()
-        except Exception as error:
-            if piece.name is None:
-                _log.warning("what the target's steps cost could not be measured: %s", error)
-            else:
-                self._leave_out(piece.name, error)
-            return False
 
     def _leave_out(self, drafter: str, error: Exception) -> None:
         _log.warning("the drafter %r is left out, for what it costs could not be measured: %s", drafter, error)
