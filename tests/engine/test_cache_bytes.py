@@ -143,7 +143,7 @@ def test_drafters_give_way_to_requests_and_draft_again_when_there_is_room() -> N
     engine.step()
     assert watch.drafted[-1][second.id] == ()
     run(engine, first)
-    assert second.no_room == {"draft"}  # 256 + 256 + 4 tokens are more than all
+    assert second.drafting.no_room == {"draft"}  # 256 + 256 + 4 tokens are more than all
     run(engine, second)
     third = engine.submit([1, 2, 3], short)
     run(engine, third)
@@ -167,7 +167,7 @@ def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
         engine.step()
     others = [engine.submit([3] * 390, short) for _ in range(2)]  # three caches of the target are nearly all
     engine.step()
-    assert long.no_room == {"draft"}
+    assert long.drafting.no_room == {"draft"}
     for other in others:
         run(engine, other)
     steps = len(watch.drafted)

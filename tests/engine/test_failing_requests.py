@@ -140,7 +140,7 @@ def test_requests_that_are_over_keep_no_output_of_their_batch(target: LanguageMo
     while not all(request.closed for request in requests):
         engine.step()
     assert all(request.last_step is not None and request.last_step.shown is None for request in requests)
-    assert all(request.view is None for request in requests)
+    assert all(request.drafting.view is None for request in requests)
 
 
 class Counting(PromptLookup):

@@ -29,7 +29,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Lookahead, Medusa, PromptLookup, Redrafter
 from truedraft.engine import Answer
-from truedraft.engine.reading import FixedParts
+from truedraft.engine.scheduler import FixedParts
 from truedraft.engine.step import Step
 from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.models.base import ForwardOutput, Segment

@@ -14,18 +14,19 @@ from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
 from truedraft.core.stats import RequestStep, StepRecord
 from truedraft.drafters import Drafter, DraftModel, Features, PromptLookup
-from truedraft.engine.reading import (
+from truedraft.engine.prompts import new_request
+from truedraft.engine.request import Request
+from truedraft.engine.scheduler import (
     LONGEST_DECODING_S,
     LONGEST_S,
     MOST_SHOWN,
     MOST_TOKENS,
     FixedParts,
     PromptReading,
+    Scheduler,
     TimedParts,
     reading_on,
 )
-from truedraft.engine.request import Request
-from truedraft.engine.scheduler import Scheduler
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import MarkovModel
@@ -37,7 +38,7 @@ PARAMS = SamplingParams(max_tokens=4)
 
 def asked(prompt: int, computed: int = 0, params: SamplingParams = PARAMS) -> Request:
     """A request that runs, whose prompt has so many tokens."""
-    request = Request([place % 20 for place in range(prompt)], params, CoupledSampling(), TABLE)
+    request = new_request(TABLE, [place % 20 for place in range(prompt)], params, CoupledSampling())
     request.cache = TABLE.new_cache()
     compute(request, computed)
     return request

@@ -89,9 +89,9 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
         assert_consistent(answer, [*pieces.pop(request.id, []), *request.pieces[before:]], request.preemptions)
         assert warned or answer.warnings == ()
         assert not request._stop_ids & set(answer.token_ids)
-        if request._tokenizer is not None:
+        if request._text._tokenizer is not None:
             assert answer.text is not None
-            whole = request._tokenizer.decode(answer.token_ids)
+            whole = request._text._tokenizer.decode(answer.token_ids)
             # A stop text may begin inside the last token.
             assert whole.startswith(answer.text) if request._text.stopped else whole == answer.text
             assert not any(stop in answer.text for stop in request.params.stop)

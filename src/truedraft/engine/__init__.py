@@ -1,7 +1,4 @@
-"""The engine: requests, one speculative step for a batch, a scheduler, generate and stream.
-
-Each name loads on first use.
-"""
+"""The engine: requests, one speculative step for a batch, a scheduler, generate and stream."""
 
 from __future__ import annotations
 

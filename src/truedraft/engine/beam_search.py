@@ -220,10 +220,8 @@ class _Reader:
         return min(self._model.most_drafted([*prompt, *beam]) for beam in beams)
 
     def read(self, tree: GrowingTree, fed: int, nodes: Sequence[int]) -> Tensor:
-        """Logits `[nodes, vocab]` after nodes of a tree, of which earlier calls read the first `fed`.
-
-        Worked example: with two tokens of the text not read yet, the tree (-1, -1, 0) is read as (-1, 0, 1, 1, 2), and
-        the row of its root is that of id 1.
+        """Logits `[nodes, vocab]` after nodes of a tree, of which earlier calls read the first `fed`; with two tokens
+        of the text not read yet, the tree (-1, -1, 0) is read as (-1, 0, 1, 1, 2).
         """
         if not fed:
             self._read_prompt()
@@ -253,17 +251,7 @@ class _Reader:
 
 
 class _Search:
-    """The state of one beam search, as in transformers.
-
-    Args:
-        ends: ids that end a beam.
-        most: limit of an answer's tokens.
-
-    Attributes:
-        running: tokens of each running beam.
-        scores: `[1, beams]`, float32, log probabilities.
-        parents: for each running beam its index before the last step.
-    """
+    """The state of one beam search, as in transformers."""
 
     def __init__(
         self, width: int, ends: Sequence[int], most: int, length_penalty: float, early_stopping: bool | str
@@ -283,11 +271,7 @@ class _Search:
         self._improves = torch.ones(1, 1, dtype=torch.bool)
 
     def step(self, logits: Tensor) -> None:
-        """Extend the beams by one token.
-
-        Args:
-            logits: `[beams, vocab]`, float32, after each running beam.
-        """
+        """Extend the beams by one token, by float32 logits `[beams, vocab]` after each running beam."""
         vocab = logits.shape[1]
         likely = (torch.log_softmax(logits.cpu(), dim=-1)[None] + self.scores[:, :, None]).reshape(1, -1)
         count = min(max(2, 1 + len(self.ends)) * self.width, likely.shape[1])

@@ -1,8 +1,5 @@
-"""Warmup: run what steps will run, so that no request waits while forwards are recorded.
-
-A backend that records replays a shape of forward from its third run on; `LanguageModel.warmups` counts the runs before.
-Each shape of later steps runs on dummy requests until that number no longer changes. A drafter drafts for dummy
-requests, in all batch sizes, until its own number no longer changes.
+"""Warmup: run what steps will run, so that no request waits while forwards are recorded. A backend that records replays
+a shape of forward from its third run on; each runs on dummy requests until `warmups` no longer changes.
 """
 
 from __future__ import annotations
@@ -79,9 +76,8 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
 
 
 def recorded_steps(steps: Sequence[Step], contexts: Iterable[int]) -> list[tuple[int, Step]]:
-    """Pairs of context length and shape to run, one per bucket.
-
-    If there are more than can be kept, those with few new tokens and short contexts are taken.
+    """Pairs of context length and shape to run, one per bucket; if there are more than can be kept, those with few new
+    tokens and short contexts.
     """
     found = {_bucket(step, context): (context, step) for context in contexts for step in steps}
     return sorted(found.values(), key=lambda each: each[0] * _total(each[1]))[:MOST_KEPT]
@@ -132,10 +128,6 @@ def make_ready(
 
     If the model records nothing, only one forward of the target is run. What does not fit into memory is skipped, and a
     failing drafter drafts unrecorded.
-
-    Args:
-        features: that the drafters read of the target's forward; None is nothing.
-        tokens: of the longest context.
 
     Raises:
         ModelError: the target failed.
@@ -232,10 +224,9 @@ def _rehearse(
 
 
 def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[tuple[int, int]]:
-    """Pairs of context length and number of requests to draft for, the largest first, within the number kept.
-
-    A draft is recorded once for each depth and for each number of tokens read before, greedy and sampled. If there are
-    too many pairs, few requests and short contexts come first.
+    """Pairs of context length and number of requests to draft for, the largest first; if there are too many, few
+    requests and short contexts. A draft is recorded for each depth and for each number of tokens read before, greedy
+    and sampled.
     """
     limit = min(drafter.limits.depth, _LONGEST)
     each = 2 * (len(depths(limit)) + len(doublings(limit)))
@@ -245,10 +236,8 @@ def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[t
 
 
 class _Group:
-    """Dummy requests that a drafter drafts for together.
-
-    Args:
-        seen: one row of a forward of the target, used for all features that drafters read.
+    """Dummy requests that a drafter drafts for together; one row of a forward of the target serves as all features that
+    it reads.
     """
 
     def __init__(
@@ -281,9 +270,7 @@ class _Group:
         self._drafter.observe(self._requests, outcomes)
 
     def step(self, depth: int, kept: int, most: int) -> None:
-        """Draft for all requests and accept a part of their longest paths; does nothing if a text would get too
-        long.
-        """
+        """Draft for all requests and accept a part of their longest paths, unless a text would get too long."""
         if max(map(len, self._texts)) + depth + 1 > most:
             return
         limits, step = self._drafter.limits, next(self._steps)

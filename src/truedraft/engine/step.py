@@ -72,9 +72,7 @@ class Step:
         return tuple(steps)
 
     def _emit(self, item: StepItem, verdict: Verdict, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Append a verdict's tokens to the answer; returns the accepted path and the tokens, cut where the answer
-        ended.
-        """
+        """Append a verdict's tokens to the answer; returns the accepted path and the tokens, cut at its end."""
         request, shape = item.request, item.proposal.tree.shape
         tokens, ended_by_id = request.emit(verdict, item.logprobs)
         step.nodes, step.depth, step.listed_tokens = len(shape), shape.depth, shape.listed

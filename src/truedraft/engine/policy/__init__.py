@@ -1,7 +1,5 @@
-"""Policy: what is drafted, and by which costs. Controllers take numbers and return decisions; they never see a tensor.
-
-Costs of forwards and drafts on this machine are measured on first use, kept, and corrected by the engine's own steps.
-Each name loads on first use: controllers need no torch.
+"""Policy: what is drafted, and by which costs. Controllers take numbers and return decisions; costs are measured on
+first use, kept, and corrected by the engine's own steps. Each name loads on first use: controllers need no torch.
 """
 
 from __future__ import annotations

@@ -125,11 +125,8 @@ class Acceptance:
         return math.exp((self._step - step) / _FORGETS)
 
     def learn(self, share: DraftShare, step: int, stopped: bool = False) -> None:
-        """Add the verdicts on a proposal.
-
-        Args:
-            stopped: whether it ended before its budget did, and was accepted entirely. The token that was not drafted
-                counts as rejected, because it gained nothing.
+        """Add the verdicts on a proposal. If it `stopped` before its budget and was accepted entirely, the token that
+        was not drafted counts as rejected, because it gained nothing.
         """
         judged = (share.judged if self.chain else share.nodes) + stopped
         if self._pool is not None and judged:
@@ -190,9 +187,8 @@ def _cut(gains: Iterable[float]) -> list[float]:
 
 
 class Odds:
-    """How a drafter's own token probability predicts acceptance, refitted with every verdict.
-
-    Logistic regression on the logit of that probability, by stochastic gradient.
+    """How a drafter's own token probability predicts acceptance: logistic regression on its logit, by stochastic
+    gradient.
     """
 
     def __init__(self) -> None:

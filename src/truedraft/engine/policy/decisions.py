@@ -59,23 +59,16 @@ def why(decision: Decision | None) -> str:
 class Tally:
     """Counts of equal decisions: a drafter's name, "plain" or "probe". A step of three requests counts three times.
 
-    `drafted` and `accepted` count nodes.
-
-    Attributes:
-        emitted: tokens, including those that ended an answer, so that plain decoding has exactly one per step.
-        foreseen: expected tokens.
-        foreseen_steps: steps with an expectation.
-        seconds: time of the settled steps: drafting is charged to the requests drafted for, the rest of a step is split
-            equally among its requests.
+    The time of a settled step: drafting is charged to the requests drafted for, the rest is split equally.
     """
 
     steps: int = 0
-    drafted: int = 0
+    drafted: int = 0  # nodes
     accepted: int = 0
-    emitted: int = 0
-    foreseen: float = 0.0
-    foreseen_steps: int = 0
-    seconds: float = 0.0
+    emitted: int = 0  # tokens, with those that ended an answer, so that plain decoding has exactly one per step
+    foreseen: float = 0.0  # expected tokens
+    foreseen_steps: int = 0  # steps with an expectation
+    seconds: float = 0.0  # of settled steps
     reasons: dict[str, int] = field(default_factory=dict)
 
     def count(self, step: RequestStep, seconds: float) -> None:
@@ -113,29 +106,20 @@ class Tally:
 
 @dataclass(slots=True)
 class StepWindow:
-    """Consecutive steps; `drafted` and `accepted` count nodes and `emitted` tokens, of all requests.
-
-    Attributes:
-        seconds: whole time of settled steps; the items below are of settled steps as well.
-        bare_s: time without drafting and deciding.
-        curve_s: V of the steps.
-        plain_curve_s: V of the plain steps that would have emitted as many tokens.
-        plain_s: time of the plain steps without drafting and deciding.
-        plain_steps_curve_s: V of the plain steps.
-    """
+    """Counts of consecutive steps with all their requests; seconds, and V, are of settled steps."""
 
     steps: int = 0
     decisions: dict[str, int] = field(default_factory=dict)
-    drafted: int = 0
+    drafted: int = 0  # nodes
     accepted: int = 0
-    emitted: int = 0
+    emitted: int = 0  # tokens
     seconds: float = 0.0
-    bare_s: float = 0.0
-    curve_s: float = 0.0
-    plain_curve_s: float = 0.0
+    bare_s: float = 0.0  # without drafting and deciding
+    curve_s: float = 0.0  # V of the steps
+    plain_curve_s: float = 0.0  # V of the plain steps that would have emitted as many tokens
     plain_steps: int = 0
-    plain_s: float = 0.0
-    plain_steps_curve_s: float = 0.0
+    plain_s: float = 0.0  # of the plain steps, without drafting and deciding
+    plain_steps_curve_s: float = 0.0  # V of the plain steps
 
     __add__ = summed
 
@@ -146,14 +130,8 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """An estimated factor over plain decoding.
-
-    Attributes:
-        factor: seconds that plain decoding would have needed for the same tokens / measured seconds.
-        low: lower end of the 95 % interval; None with too few steps.
-        high: upper end; None with too few steps.
-        by_plain_steps: whether the time of a plain step comes from the run's own plain steps; else it comes from the
-            cost curve, scaled to the time of all steps.
+    """An estimated factor over plain decoding with its 95 % interval, None with too few steps. The time of a plain step
+    comes from the run's own plain steps, or from the cost curve, scaled to the time of all steps.
     """
 
     factor: float
@@ -177,10 +155,6 @@ class Decisions:
     Args:
         forward_s: V of the target, for the speed-up; None uses only the run's plain steps.
         request: id of the only request to count; None counts all.
-
-    Attributes:
-        tallies: by what was decided, in the order of first use.
-        stretches: all steps in order; each has more steps in longer runs.
     """
 
     def __init__(self, forward_s: ForwardSeconds | None = None, request: int | None = None) -> None:

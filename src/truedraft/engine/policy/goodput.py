@@ -48,25 +48,16 @@ keys include sampling options."""
 
 @dataclass(slots=True, eq=False)
 class _Own:
-    """State of a running request.
+    """State of a running request."""
 
-    Attributes:
-        shaping: the sampling options that acceptance depends on.
-        kinds: at the last decision, by drafter.
-        accepted: whether anything of the last proposal was accepted, by drafter.
-        decided: decisions by kinds since that plan was made.
-        waited: whether it had plain steps because step times were not measured yet.
-        weighed: the last drafts considered for it, and the planner.
-    """
-
-    shaping: object
+    shaping: object  # the sampling options that acceptance depends on
     acceptance: dict[Kind, Acceptance] = field(default_factory=dict)
-    kinds: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, bool] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)  # at the last decision, by drafter
+    accepted: dict[str, bool] = field(default_factory=dict)  # whether anything of the last proposal was, by drafter
     share: Share = None
-    decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)
-    waited: bool = False
-    weighed: tuple[Planner, Sequence[Candidate]] | None = None
+    decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)  # by kinds, since that plan was made
+    waited: bool = False  # whether it had plain steps because step times were not measured yet
+    weighed: tuple[Planner, Sequence[Candidate]] | None = None  # the last drafts considered for it, and the planner
 
     def weigh(self, planner: Planner, candidates: Sequence[Candidate]) -> None:
         """Keep the candidates for reports; at the end of an answer only short drafts fit, which say less."""
@@ -79,7 +70,6 @@ class Goodput(Controller):
 
     Args:
         probing: share of time that probing may lose, a fraction. Probing never ends, so no drafter is given up.
-        plain_steps: consecutive plain steps that measure the time of such a step.
         follows: whether consecutive verdicts are correlated, as on text: estimates after a proposal that was rejected
             entirely are kept separately.
     """

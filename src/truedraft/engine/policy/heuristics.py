@@ -48,13 +48,11 @@ class AssistedHeuristic(Controller):
 
 
 class ConfidenceStop(Controller):
-    """Drafts until a token's draft probability is below a threshold; that token is kept, because it was sampled.
-
-    Args:
-        threshold: probability of a token below which nothing is drafted after it.
+    """Drafts until a token's draft probability is below a threshold in [0, 1]; that token is kept, because it was
+    sampled.
 
     Raises:
-        OptionError: a threshold outside [0, 1].
+        OptionError: another threshold.
     """
 
     def __init__(self, threshold: float = 0.4) -> None:
@@ -68,13 +66,8 @@ class ConfidenceStop(Controller):
 
 
 class Schedule(Controller):
-    """Draft lengths by the number of requests that decode together.
-
-    Worked example: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3 requests, 2 for 4 to 15, and none from 16 on.
-
-    Args:
-        lengths: tokens drafted by the first drafter, by the least number of requests; its limits apply below the
-            smallest number.
+    """Draft lengths by the number of requests that decode together: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3
+    requests, 2 for 4 to 15, and none from 16 on. Below the smallest number the first drafter's limits apply.
 
     Raises:
         OptionError: no lengths, requests below 1, or a length below 0.
@@ -102,9 +95,6 @@ class RoundRobin(Controller):
 
     Worked example: of a and b the steps draft a whole, one token of b, half of a with half of b after it, nothing, one
     token of a, and so on, the second time round with a after b.
-
-    Args:
-        whole: whether budgets do not rotate: the drafters' limits at every step.
     """
 
     takes_all_sizes: ClassVar[bool] = True

@@ -54,17 +54,11 @@ _NOT_OF_THE_MODEL = {"transformers_version", "dtype", "torch_dtype"}
 
 @dataclass(frozen=True, slots=True)
 class CostKey:
-    """Identity of a kept cost.
+    """Identity of a kept cost."""
 
-    Attributes:
-        what: in words, for messages, as "forwards of embedded:target".
-        place: names the file: another value here is another file.
-        state: must equal the state at the measurement; else the cost is stale.
-    """
-
-    what: str
-    place: Mapping[str, Any]
-    state: Mapping[str, Any]
+    what: str  # in words, for messages, as "forwards of embedded:target"
+    place: Mapping[str, Any]  # names the file: another value here is another file
+    state: Mapping[str, Any]  # must equal the state at the measurement; else the cost is stale
 
     @property
     def file_name(self) -> str:
@@ -73,11 +67,8 @@ class CostKey:
 
 
 class CostStore:
-    """Keeps and finds costs. Problems with a file are returned as a warning of one sentence, never raised.
-
-    Args:
-        folder: None is "costs" in the user's cache folder.
-        clock: seconds, the same for all programs.
+    """Keeps and finds costs, by default in the user's cache folder. Problems with a file are returned as a warning of
+    one sentence, never raised.
     """
 
     def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -96,8 +87,8 @@ class CostStore:
     def load(
         self, key: CostKey, kind: type[Value], most_doubt: float = LITTLE_DOUBT
     ) -> tuple[Value | None, str | None]:
-        """The kept cost, or None if there is none or its doubt (see `save`) is above `most_doubt`; and a warning if
-        there is a file that cannot be used.
+        """The kept cost, or None if there is none or its doubt (see `save`) is above `most_doubt`; and a warning if its
+        file cannot be used.
         """
         kept, problem = self._read(key)
         if kept and problem is None and _doubt_of(kept) <= most_doubt:
@@ -113,13 +104,9 @@ class CostStore:
         return _doubt_of(kept) if kept and problem is None else 1.0
 
     def save(self, key: CostKey, cost: Mapping[str, Any], doubt: float = 0.0) -> str | None:
-        """Keep a cost: whole or not at all; a cost in doubt does not replace one in less doubt.
-
-        Args:
-            doubt: share in [0, 1] of its time in which other programs had the cores, or of its rounds that are missing.
-
-        Returns:
-            A warning where it could not be written, the same for all costs.
+        """Keep a cost: whole or not at all, and not in place of one in less doubt. The doubt is the share of its time
+        in which other programs had the cores, or of its rounds that are missing. Returns a warning where it could
+        not be written.
         """
         if doubt > LITTLE_DOUBT and self.doubt(key) < doubt:
             return None
@@ -128,14 +115,9 @@ class CostStore:
         return self._write(key, record | {"measured_at": self.clock(), "parted": before, "doubt": round(doubt, 3)})
 
     def judge(self, key: CostKey, ratio: float, parted: bool) -> None:
-        """Record how step times compare with a kept cost; after a deviation `load` no longer returns it.
-
-        Not within a minute after it was measured, nor where the ratio is the same as before the last measurement: then
-        measuring again would not change it.
-
-        Args:
-            ratio: seconds of steps over those of the cost.
-            parted: whether that is too far from 1.
+        """Record the ratio of step times to a kept cost; if they `parted`, `load` no longer returns it. Not within a
+        minute after it was measured, nor where the ratio is as before the last measurement, which another would not
+        change.
         """
         kept, _ = self._read(key)
         before = kept.get("parted")
@@ -263,19 +245,13 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Measured(Generic[Cost]):
-    """A cost and its origin.
-
-    Attributes:
-        kept: whether it was measured earlier and found in the cache folder.
-        measuring_s: seconds of measuring now; 0 if it was kept.
-        warnings: about the file or the measurement, one sentence each.
-    """
+    """A cost and its origin."""
 
     value: Cost
-    kept: bool
-    measuring_s: float
+    kept: bool  # whether it was measured earlier and found in the cache folder
+    measuring_s: float  # seconds of measuring now; 0 if it was kept
     path: Path
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # about the file or the measurement, one sentence each
 
 
 def target_cost(
@@ -289,7 +265,6 @@ def target_cost(
     """V(rows, contexts) of a model on this machine, in seconds; see `measure_target`.
 
     Args:
-        progress: called after each measured forward; not called for a kept cost.
         refresh: measure even if there is a kept cost.
         store: where costs are kept; None is the user's cache folder.
 
@@ -371,11 +346,7 @@ class Growing(Generic[Cost]):
         self._pieces = piecewise(times.keys, times.measure, effort, clock=lambda: self._spent_s)
 
     def go_on(self) -> bool:
-        """Measure one more point; returns whether there is more.
-
-        Raises:
-            TruedraftError: the model or the drafter failed.
-        """
+        """Measure one more point; returns whether there is more."""
         began, delay_s = time.perf_counter(), run_delay_s()
         rounds = next(self._pieces, None)
         cost = self._times.cost(whole=True) if rounds is None else None
@@ -483,12 +454,8 @@ class StepCosts:
     def pieces(
         self, drafters: Mapping[str, Drafter], params: SamplingParams, failed: Callable[[str, Exception], None]
     ) -> list[Growing[Any]]:
-        """Costs still to be measured for requests with these options, V first, in pieces.
-
-        A cost that is known, and in little doubt, is left out. No other method may be used while a cost is unknown.
-
-        Args:
-            failed: called with the name of a drafter that failed, and the error.
+        """Costs still to be measured for requests with these options, V first, in pieces; without those in little
+        doubt. No other method may be used while a cost is unknown. `failed` gets the names of drafters that failed.
         """
         found: list[Growing[Any]] = []
         known, at = self._has_forwards(), self._target_key
@@ -518,9 +485,8 @@ class StepCosts:
         return found.value
 
     def check(self) -> CurveCheck | None:
-        """A listener for `Engine.listeners`: where steps deviate from V, it is measured again at its next use.
-
-        None on a device, see `judge`.
+        """A listener for `Engine.listeners`: where steps deviate from V, it is measured again at its next use; None on
+        a device.
         """
         return CurveCheck(self.forwards(), self.judge) if self.target.device.type == "cpu" else None
 
@@ -542,11 +508,8 @@ def _of(drafter: Drafter, params: SamplingParams) -> tuple[Drafter, object]:
 
 
 class CurveCheck:
-    """A listener for `Engine.listeners` that compares forwards with V, so that a disturbed measurement is replaced.
-
-    Args:
-        forwards: V(rows, contexts), in seconds.
-        report: called with the median of measured / V after every 50 settled steps without a part of a prompt.
+    """A listener that compares forwards with V, so that a disturbed measurement is replaced: it reports the median of
+    measured / V after every 50 settled steps without a part of a prompt.
     """
 
     def __init__(self, forwards: Callable[[int, Sequence[int]], float], report: Callable[[float], None]) -> None:

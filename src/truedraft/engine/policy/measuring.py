@@ -86,10 +86,6 @@ def piecewise(
     Round -1 comes first, as a warm-up; its results should be dropped. In every round each key is measured until the
     measurement is settled: shapes of forwards may have to be captured again, for example because caches grew for
     another key. A key that does not settle within some tries is tried only once per round from then on.
-
-    Args:
-        measure: measures a key and keeps the result; returns whether it was settled, see `Settling`.
-        progress: called after each measurement; when time is up before all rounds are run, the rest counts as done.
     """
     total = len(keys) * (effort.most_rounds + 1)
     tries = dict.fromkeys(keys, _TRIES)
@@ -133,10 +129,8 @@ class Times(ABC, Generic[Key, Cost]):
 
     @abstractmethod
     def cost(self, *, whole: bool) -> Cost:
-        """The cost by the measurements so far, after at least one round.
-
-        Args:
-            whole: also measure what is measured once, at the end.
+        """The cost by the measurements so far, after at least one round; a `whole` one includes what is measured once,
+        at the end.
         """
 
     @abstractmethod
@@ -177,7 +171,6 @@ def measure_target(
     than before.
 
     Args:
-        model: must not run elsewhere at the same time.
         effort: how long to measure; None takes 8 seconds, and three rounds at least.
 
     Raises:
@@ -266,9 +259,8 @@ def most_held(model: LanguageModel) -> int:
 
 
 def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
-    """Give a cache `context` tokens, each a copy of the first: the values that attention reads do not change its cost.
-
-    A true prefill would cost more than all measurements.
+    """Give a cache `context` tokens, each a copy of the first: values do not change the cost of attention, and a true
+    prefill would cost more than all measurements.
     """
     model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64, device=model.device), chain_shape(1), (0,))])
     cache.commit((0,))
@@ -322,9 +314,6 @@ def measure_drafter(
     depth allowed.
 
     Args:
-        drafter: must fit the target, and not run elsewhere at the same time.
-        target: defines the vocabulary and gives hidden states to drafters that need them.
-        params: sampling options, because distributions and draws cost time; None is greedy.
         effort: how long to measure; None takes 4 seconds, and three rounds at least.
 
     Returns:
@@ -385,12 +374,7 @@ class DrafterTimes(Times[int, DraftCost]):
 
 @torch.inference_mode()
 def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> None:
-    """Let a drafter draft once for a synthetic request, so that first-use work is not done in an answer.
-
-    Raises:
-        CompositionError: the drafter does not fit the target.
-        DrafterError: the drafter failed.
-    """
+    """Let a drafter draft once for a synthetic request, so that first-use work is not done in an answer."""
     drafter.check(target)
     if drafter.limits.is_zero:
         return
@@ -563,9 +547,6 @@ def read_bandwidth(device: str | torch.device = "cpu", *, size_bytes: int = _GIB
     Args:
         size_bytes: of the block, a multiple of 8; must be much larger than the caches.
         repetitions: of each kind, interleaved; the fastest counts, because other load can only slow one down.
-
-    Raises:
-        OptionError: an unusable size or number of repetitions, or a block that does not fit into memory.
     """
     if size_bytes < 8 or size_bytes % 8:
         raise OptionError(f"size_bytes must be a multiple of 8 above 0, got {size_bytes}")

@@ -53,11 +53,8 @@ class Corrected:
         self._shape = [0.0] * (_LARGEST.bit_length() + 1)  # at sizes of 1, 2, 4, ...
 
     def factor(self, size: float, otherwise: float = 0.0) -> float:
-        """Measured over expected seconds at a size (rows or requests).
-
-        Args:
-            otherwise: common log ratio used where nothing was measured for long, so that a size or drafter that is no
-                longer tried is not considered slow for ever.
+        """Measured over expected seconds at a size (rows or requests). Where nothing was measured for long it fades to
+        `otherwise`, a common log ratio, so that what is no longer tried is not considered slow for ever.
         """
         if not self._recent:
             return math.exp(otherwise)
@@ -73,10 +70,8 @@ class Corrected:
         return bool(self._recent)
 
     def learn(self, size: float, measured_s: float, expected_s: float, usual: bool = True) -> None:
-        """One step took `measured_s` where the uncorrected curve says `expected_s`.
-
-        Args:
-            usual: whether the step may change the factor of its own size.
+        """One step took `measured_s` where the uncorrected curve says `expected_s`; only a usual one changes the factor
+        of its size.
         """
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
@@ -196,10 +191,8 @@ class RunningTimes:
         return all(each.known for each in self._growing[greedy])
 
     def go_on(self, step_s: float) -> bool:
-        """Continue measuring between steps for a share of the time, if `ready` was called.
-
-        Returns:
-            Whether anything was measured, or holds memory for measuring.
+        """Continue measuring between steps for a share of the time, if `ready` was called; returns whether anything was
+        measured, or holds memory for measuring.
         """
         measured = False
         while pieces := self._pieces:
