@@ -336,26 +336,3 @@ def test_a_long_prompt_is_read_in_parts(target: MarkovWithEmbedding) -> None:
     assert answer.token_ids == Engine(long).generate(prompt, SamplingParams(max_tokens=20)).token_ids
     assert answer.stats.prefill_calls > 1
     assert answer.stats.accepted_tokens > 0
-
-
-def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithEmbedding) -> None:
-    drafter = Watched(target)
-    engine = Engine(target, drafter, controller="fixed", entropy=0)
-    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60))
-    next(iter(stream))
-    stream.close()  # type: ignore[attr-defined]
-    plain = Engine(target).generate(PROMPTS, SamplingParams(max_tokens=30))
-    assert [a.token_ids for a in engine.generate(PROMPTS, SamplingParams(max_tokens=30))] == [
-        a.token_ids for a in plain
-    ]
-    assert not drafter._vectors
-
-
-def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithEmbedding) -> None:
-    drafter = medusa(target)
-    first, second = (
-        Engine(target, drafter, controller="fixed", entropy=0),
-        Engine(target, drafter, controller="fixed", entropy=0),
-    )
-    params = SamplingParams(max_tokens=30)
-    assert first.generate(PROMPTS[0], params).token_ids == second.generate(PROMPTS[0], params).token_ids

@@ -243,11 +243,11 @@ def test_nobody_waits_for_ever_and_short_prompts_do_not_wait_for_long_ones() -> 
 
 def test_prompts_with_images_are_read_at_once() -> None:
     seen = asked(5000)
-    seen.inputs = {"pixel_values": torch.zeros(1)}
+    seen.draft = replace(seen.draft, inputs={"pixel_values": torch.zeros(1)})
     assert parts(TimedParts(), seen, asked(40)) == [5000, 0]
     assert parts(TimedParts(), asked(100), seen, asked(40)) == [100, 0, 40]
     assert parts(FixedParts(), seen, asked(40)) == [5000, 0]
-    seen.inputs = {"pixel_values": torch.zeros(1)}
+    seen.draft = replace(seen.draft, inputs={"pixel_values": torch.zeros(1)})
     compute(seen, 4000)
     assert parts(TimedParts(), asked(100), seen) == [100, 1000]
 

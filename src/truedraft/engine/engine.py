@@ -36,7 +36,9 @@ from truedraft.engine.prompts import (
     ChatOptions,
     Forms,
     Messages,
+    ParamsOfEach,
     Prompt,
+    Prompts,
     chats_of,
     encode,
     is_messages,
@@ -294,17 +296,9 @@ class Engine:
     @overload
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer: ...
     @overload
-    def generate(
-        self,
-        prompt: list[str] | list[list[int]] | list[MultimodalPrompt] | list[Chat],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Answer]: ...
+    def generate(self, prompt: Prompts, params: ParamsOfEach = None) -> list[Answer]: ...
 
-    def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Answer | list[Answer]:
+    def generate(self, prompt: Prompt | Sequence[Prompt], params: ParamsOfEach = None) -> Answer | list[Answer]:
         """Answer one prompt, or several at once.
 
         Args:
@@ -329,17 +323,11 @@ class Engine:
     def chat(self, messages: Messages, params: SamplingParams | None = None, **how: Unpack[ChatOptions]) -> Answer: ...
     @overload
     def chat(
-        self,
-        messages: Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **how: Unpack[ChatOptions],
+        self, messages: Sequence[Messages], params: ParamsOfEach = None, **how: Unpack[ChatOptions]
     ) -> list[Answer]: ...
 
     def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **how: Unpack[ChatOptions],
+        self, messages: Messages | Sequence[Messages], params: ParamsOfEach = None, **how: Unpack[ChatOptions]
     ) -> Answer | list[Answer]:
         """Answer a conversation, or several at once, with the model's chat template; otherwise like `generate`.
 
@@ -357,17 +345,9 @@ class Engine:
     @overload
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer: ...
     @overload
-    async def agenerate(
-        self,
-        prompt: list[str] | list[list[int]] | list[MultimodalPrompt] | list[Chat],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Answer]: ...
+    async def agenerate(self, prompt: Prompts, params: ParamsOfEach = None) -> list[Answer]: ...
 
-    async def agenerate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Answer | list[Answer]:
+    async def agenerate(self, prompt: Prompt | Sequence[Prompt], params: ParamsOfEach = None) -> Answer | list[Answer]:
         """`generate` for `asyncio`: steps run in a thread, and cancelling the task cancels its requests."""
         prepared = await asyncio.to_thread(self._prepare_each, prompt, params)
         requests = self._enqueue_all(prepared)
@@ -378,9 +358,7 @@ class Engine:
                 self.cancel(request)
         return _answers_of(prompt, prepared)
 
-    def _prepare_each(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[list[Request] | Answer]:
+    def _prepare_each(self, prompt: Prompt | Sequence[Prompt], params: ParamsOfEach) -> list[list[Request] | Answer]:
         """For each prompt the requests of all samples; of several prompts, an invalid one is answered already."""
         if is_one(prompt):
             if params is not None and not isinstance(params, SamplingParams):

@@ -37,6 +37,9 @@ class Chat:
 
 TextPrompt: TypeAlias = str | Sequence[int]
 Prompt: TypeAlias = TextPrompt | MultimodalPrompt | Chat
+Prompts: TypeAlias = list[str] | list[list[int]] | list[MultimodalPrompt] | list[Chat]
+ParamsOfEach: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""Sampling options of several prompts: one for all, or one for each."""
 
 
 def chats_of(messages: Prompt | Messages | Sequence[Messages], how: ChatOptions) -> Prompt | list[Chat]:
@@ -102,9 +105,7 @@ def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
     return not isinstance(first, Collection) or getattr(first, "ndim", 1) == 0
 
 
-def params_of_each(
-    count: int, params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams | None]:
+def params_of_each(count: int, params: ParamsOfEach) -> Sequence[SamplingParams | None]:
     """The options of each of several prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
