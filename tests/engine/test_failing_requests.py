@@ -41,15 +41,14 @@ def fail_once(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: 
     patch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("sample", [None, "1", 1.5, -1])
-def test_samples_that_are_no_numbers_are_refused(target: LanguageModel, sample: Any) -> None:
-    with pytest.raises(OptionError, match="sample must be"):
-        Engine(target).submit([1], sample=sample)
-
-
-def test_scopes_that_cannot_be_compared_are_refused(target: LanguageModel) -> None:
-    with pytest.raises(OptionError, match="scope must be hashable, as a text is, got a list"):
-        Engine(target).submit([1], scope=["a"])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "options", [*({"sample": sample} for sample in (None, "1", 1.5, -1)), {"scope": ["a"]}], ids=repr
+)
+def test_samples_that_are_no_numbers_and_scopes_that_cannot_be_compared_are_refused(
+    target: LanguageModel, options: dict[str, Any]
+) -> None:
+    with pytest.raises(OptionError, match=r"sample must be|scope must be hashable"):
+        Engine(target).submit([1], **options)
 
 
 @pytest.mark.plants_failures

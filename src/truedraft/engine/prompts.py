@@ -19,7 +19,7 @@ from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.text.forms import Forms as Forms
 from truedraft.text.reasoning import ReasonedForm
-from truedraft.text.stopping import TextStream
+from truedraft.text.stopping import TextStream as TextStream
 from truedraft.text.tokenizer import ChatOptions as ChatOptions
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule

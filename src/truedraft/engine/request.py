@@ -23,7 +23,7 @@ from truedraft.verification import Rule
 
 if TYPE_CHECKING:
     from truedraft.engine.batch import StepItem
-    from truedraft.text.stopping import TextStream
+    from truedraft.engine.prompts import TextStream
 
 
 @dataclass(slots=True, eq=False)
