@@ -91,29 +91,34 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize(("drafter", "most"), by_turns(DRAFTERS, [20_000, 60_000, 1_000_000], always=[20_000]))
-def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(drafter: str, most: int) -> None:
+CASES = [
+    pytest.param(*case.values, "in-turn", marks=case.marks, id=case.id)
+    for case in by_turns(DRAFTERS, [20_000, 60_000, 1_000_000], always=[20_000])
+]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "most", "controller"),
+    [*CASES, ("portfolio", 40_000, Goodput), ("chain", None, "fixed")],
+)
+def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(
+    drafter: str, most: int | None, controller: str | type[Goodput]
+) -> None:
+    """Also where decisions are kept; without a limit nobody waits, and the same is counted."""
     target, made = markov(), DRAFTERS[drafter]()
-    engine = Engine(target, made, controller="in-turn", max_cache_bytes=most)
-    watch = Watch(engine, most)
-    prompts, params = load(most)
+    decides = controller if isinstance(controller, str) else controller()
+    engine = Engine(target, made, controller=decides, max_cache_bytes=most)
+    watch, running = Watch(engine, most or 1 << 40), list[int]()
+    engine.listeners.append(lambda record: running.append(len(engine._scheduler.running)))
+    prompts, params = load(most or 0)
     answers = engine.generate(prompts, params)
     plain = Engine(markov()).generate(prompts, params)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-    assert watch.largest > most // 2 or most == 1_000_000
+    assert all(answer.warnings == () for answer in answers)
+    assert max(running) == 20 if most is None else watch.largest > most // 2 or most == 1_000_000
     assert engine.check_idle() == []
     assert target.pool.in_use == 0
     assert all(not member.held.requests for member in made.members.values())
-
-
-def test_without_a_limit_nobody_waits_and_the_same_is_counted() -> None:
-    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed")
-    Watch(engine, 1 << 40)
-    running: list[int] = []
-    engine.listeners.append(lambda record: running.append(len(engine._scheduler.running)))
-    prompts, params = load(0)
-    engine.generate(prompts, params)
-    assert max(running) == 20
 
 
 def span(tokens: int) -> int:
@@ -190,17 +195,6 @@ def test_others_of_a_portfolio_draft_for_whom_one_has_no_room() -> None:
     assert answer.token_ids == Engine(target).generate(prompt, params).token_ids
     names = {name for step in watch.drafted for drafted in step.values() for name in drafted}
     assert names == {"medusa", "prompt-lookup"}
-
-
-def test_kept_decisions_of_a_learning_controller_survive_what_is_given_back() -> None:
-    most = 40_000
-    engine = Engine(markov(), DRAFTERS["portfolio"](), controller=Goodput(), max_cache_bytes=most)
-    Watch(engine, most)
-    prompts, params = load(3)
-    answers = engine.generate(prompts, params)
-    plain = Engine(markov()).generate(prompts, params)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-    assert all(answer.warnings == () for answer in answers)
 
 
 @pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
