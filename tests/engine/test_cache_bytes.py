@@ -10,6 +10,7 @@ import pytest
 
 from models import test_encoder_decoder, test_recurrence
 from support import rare_families
+from support.answers import finished
 from support.head_models import MarkovWithHead, fitted_heads
 from support.pairwise import by_turns
 from support.tiny_models import build, noisy_stock, packed, stock
@@ -125,9 +126,8 @@ def span(tokens: int) -> int:
     return POSITION * key_span(tokens)
 
 
-def run(engine: Engine, request: Request) -> None:
-    while not request.closed:
-        engine.step()
+def run(engine: Engine, *requests: Request) -> list[list[int]]:
+    return [answer.token_ids for answer in finished(engine, requests)]
 
 
 def test_drafters_give_way_to_requests_and_draft_again_when_there_is_room() -> None:
@@ -153,12 +153,10 @@ def test_drafters_give_way_to_requests_and_draft_again_when_there_is_room() -> N
     third = engine.submit([1, 2, 3], short)
     run(engine, third)
     assert any(drafted.get(third.id) == ("draft",) for drafted in watch.drafted)
-    plain = Engine(markov())
-    for request, own in ((first, short), (second, params), (third, short)):
-        expected = plain.generate(request.tokens[: request.prompt_tokens], own)
-        assert request.pieces[-1].answer is not None
-        assert request.pieces[-1].answer.token_ids == expected.token_ids
-        assert request.warnings == []
+    plain, requests = Engine(markov()), (first, second, third)
+    expected = plain.generate([each.tokens[: each.prompt_tokens] for each in requests], [short, params, short])
+    assert run(engine, *requests) == [answer.token_ids for answer in expected]
+    assert not any(request.warnings for request in requests)
 
 
 def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
@@ -173,15 +171,12 @@ def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
     others = [engine.submit([3] * 390, short) for _ in range(2)]  # three caches of the target are nearly all
     engine.step()
     assert long.drafting.no_room == {"draft"}
-    for other in others:
-        run(engine, other)
+    run(engine, *others)
     steps = len(watch.drafted)
-    run(engine, long)
+    assert run(engine, long) == [Engine(markov()).generate([1, 2, 3], params).token_ids]
     drafted = [step.get(long.id) for step in watch.drafted]
     assert ("draft",) in drafted[:3] and () in drafted[3:steps] and ("draft",) in drafted[steps:]
-    assert long.pieces[-1].answer is not None
-    assert long.pieces[-1].answer.token_ids == Engine(markov()).generate([1, 2, 3], params).token_ids
-    assert long.pieces[-1].answer.stats.recoveries == 0 and long.warnings == []
+    assert long.counters.recoveries == 0 and long.warnings == []
 
 
 def test_others_of_a_portfolio_draft_for_whom_one_has_no_room() -> None:
@@ -247,8 +242,7 @@ def test_a_request_that_resumes_is_read_until_it_goes_on(tokens: int) -> None:
     while len(request.tokens) < tokens:
         engine.step()
     engine._preempt(request)
-    while not request.closed:
-        engine.step()
+    run(engine, request)
     counters = request.counters
     assert request.tokens[len(prompt) :] == expected.token_ids
     assert (counters.prefill_tokens, counters.target_calls, counters.emitted_tokens) == (2, 38, 38)

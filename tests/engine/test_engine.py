@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from support.answers import finished
 from support.fixed_noise import answers_of
 from support.ngram_tables import table_of
 from support.parallel_drafting import beside
@@ -270,12 +271,10 @@ def test_cancelling_gives_the_cache_back_and_others_go_on(target: MarkovModel) -
     got = next(stream).token_ids
     stream.close()
     assert target.pool.in_use == 1
-    while engine.step():
-        pass
+    (answer,) = finished(engine, [other])
     assert target.pool.in_use == 0
     assert got == greedy_reference(target, [3, 1], len(got))
-    assert other.pieces[-1].answer is not None
-    assert other.pieces[-1].answer.token_ids == greedy_reference(target, [2, 5], 10)
+    assert answer.token_ids == greedy_reference(target, [2, 5], 10)
 
 
 def test_a_waiting_request_can_be_cancelled(target: MarkovModel) -> None:
@@ -283,9 +282,7 @@ def test_a_waiting_request_can_be_cancelled(target: MarkovModel) -> None:
     first, second = engine.submit([3, 1], SamplingParams(max_tokens=5)), engine.submit([2])
     engine.step()
     engine.cancel(second)
-    while engine.step():
-        pass
-    assert (first.finish_reason, second.finish_reason) == ("length", "cancelled")
+    assert [answer.finish_reason for answer in finished(engine, [first, second])] == ["length", "cancelled"]
     assert target.pool.in_use == 0
 
 
@@ -305,11 +302,7 @@ def test_requests_join_and_leave_between_steps(target: MarkovModel, drafter: Dra
     for number in range(9):
         requests.append(engine.submit([number % VOCAB, 3], SamplingParams(max_tokens=3 + 2 * (number % 4))))
         engine.step()
-    while engine.step():
-        pass
-    for number, request in enumerate(requests):
-        answer = request.pieces[-1].answer
-        assert answer is not None
+    for number, answer in enumerate(finished(engine, requests)):
         assert answer.token_ids == greedy_reference(target, [number % VOCAB, 3], 3 + 2 * (number % 4))
     assert target.pool.in_use == 0
 
@@ -325,8 +318,7 @@ def test_ctrl_c_in_a_step_leaves_nothing_behind(target: MarkovModel) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.generate([2, 5], SamplingParams(max_tokens=9))
     assert target.pool.in_use == 0
-    assert short.pieces[-1].answer is not None
-    assert short.pieces[-1].answer.token_ids == greedy_reference(target, [3, 1], 3)
+    assert finished(engine, [short])[0].token_ids == greedy_reference(target, [3, 1], 3)
     assert engine.step() is False
 
 

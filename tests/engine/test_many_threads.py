@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from support.answers import finished
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel
 from truedraft.engine import StepRecord
@@ -141,8 +142,8 @@ def test_cancelling_does_not_wait_and_takes_effect_after_the_step() -> None:
     assert came == [True]
     assert sizes[:7] == [2] * 5 + [1] * 2
     assert answer.token_ids == plain([3, 1])
-    left = other.pieces[-1].answer
-    assert left is not None and (left.finish_reason, left.token_ids) == ("cancelled", plain([2, 5])[:5])
+    (left,) = finished(engine, [other])
+    assert (left.finish_reason, left.token_ids) == ("cancelled", plain([2, 5])[:5])
     assert model.pool.in_use == 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -100,6 +100,14 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
     patch.setattr(Request, "emit", recording_emit)
     patch.setattr(Request, "finish", checking_finish)
     yield
+
+
+def finished(engine: Engine, requests: Iterable[Request]) -> list[Answer]:
+    """Answers of requests, after steps until all are over."""
+    waiting = list(requests)
+    while not all(request.closed for request in waiting):
+        engine.step()
+    return [answer for request in waiting if (answer := request.pieces[-1].answer) is not None]
 
 
 def assert_ends_inside_blocks(plain: Engine, drafting: Engine, prompt: list[int]) -> None:

@@ -1,13 +1,9 @@
-"""Speculative beam search (Leviathan et al. 2211.17192, appendix A.4): several steps of beam search per forward.
-
-The draft continues the running beams with a wider beam search of its own. One forward of the target reads running and
-drafted beams as one tree, and the target's search steps as long as its beams are among the drafted ones. If one is not,
-the last step is still valid, because its distributions were computed. So the beams are those of plain beam search,
-whatever was drafted. The common prefix of all beams is committed; the rest of the tree is read again with the next
-forward.
-
-The search follows transformers' `generate(num_beams=...)` exactly: float32 scores, the order of candidates, separate
-finished beams, length penalty and early stopping.
+"""Speculative beam search (Leviathan et al. 2211.17192, appendix A.4): several steps of beam search per forward. The
+draft continues the running beams by a wider search of its own; one forward of the target reads all as one tree, and
+its search steps as long as its beams are among the drafted ones. The last step is still valid if one is not, because
+its distributions were computed, so the beams are those of plain search. The search follows transformers'
+`generate(num_beams=...)` exactly: float32 scores, the order of candidates, separate finished beams, length penalty
+and early stopping.
 """
 
 from __future__ import annotations
@@ -47,12 +43,8 @@ class Beam:
 
 @dataclass
 class BeamAnswer:
-    """The result of a beam search.
-
-    Attributes:
-        beams: the best first.
-        steps: of the search; plain beam search needs a target call for each.
-        target_calls: forwards of the target after the prompt.
+    """The result of a beam search: the best beams first, and the steps of the search, for each of which plain beam
+    search needs one of the `target_calls`.
     """
 
     beams: list[Beam] = field(default_factory=list)

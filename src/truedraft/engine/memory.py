@@ -1,10 +1,7 @@
-"""Memory of requests: the target's key/value caches, drafters' caches and state, and free buffers kept for reuse.
-
-A request is granted room for its prompt and the next 256 tokens of its answer, or for all that `max_tokens` lets it
-write. Memory is distributed when requests arrive, approach the end of their grant, or finish; other steps count
-nothing. The target's caches come first; drafters get the rest and release theirs when more is needed. If even that is
-not enough, the latest request is preempted: it releases its memory and waits. Later its prompt and the answer so far
-are computed again, and it continues exactly where it was.
+"""Memory of requests: the target's key/value caches, drafters' caches and state, and free buffers kept for reuse. A
+request is granted room for its prompt and the next 256 tokens of its answer. Memory is distributed when requests
+arrive, approach the end of their grant, or finish. The target's caches come first; drafters release theirs when more
+is needed; then the latest request is preempted, and later continues exactly where it was.
 """
 
 from __future__ import annotations

@@ -44,17 +44,7 @@ class DraftLimits:
 
 
 class Request:
-    """A request from its prompt to its answer; `truedraft.engine.prompts.new_request` makes it.
-
-    Args:
-        draft: what was asked, as drafters see it.
-        tokens: of the prompt; the answer is appended to this list.
-        most_tokens: limit of prompt and answer together.
-        stop_ids: tokens that end the answer and are not part of it.
-        text: of the answer, and its stop texts.
-        rule: verifies its drafts.
-        sample: which of several answers to the same prompt; each has its own noise.
-    """
+    """A request from its prompt to its answer; `truedraft.engine.prompts.new_request` makes it."""
 
     def __init__(
         self,
@@ -67,10 +57,10 @@ class Request:
         sample: int,
     ) -> None:
         # What was asked.
-        self.draft, self.params, self.rule, self.sample = draft, draft.params, rule, sample
+        self.draft, self.params, self.rule, self.sample = draft, draft.params, rule, sample  # each sample has its noise
         self.noise_seed = draft.params.seed or 0  # key of its noise; an engine sets it for a request without a seed
         self.prompt_tokens, self.most_tokens = len(tokens), most_tokens
-        self._stop_ids = stop_ids
+        self._stop_ids = stop_ids  # they end the answer, and are not part of it
         # How far it is.
         self.tokens = tokens  # prompt and answer so far
         self.granted = most_tokens  # tokens that it has memory for

@@ -121,15 +121,12 @@ class FixedParts(PromptReading):
 class TimedParts(PromptReading):
     """As many tokens per step as a bound on its seconds allows, for devices, which read thousands as fast as hundreds.
 
-    The number is a power of two. A step that exceeds the bound halves it. It doubles if twice the seconds are within
-    the bound, and after 64 steps in any case, because something else may have been slow. Steps that also decode have
-    their own number and a tighter bound. Only steps for which the host waited show the time of reading: after a part
-    that is not the last of its prompt nothing is drawn, so it is only queued and counts for the next step that is
-    waited for.
+    The number is a power of two. A step that exceeds the bound halves it; it doubles if twice the seconds are within
+    the bound, and after 64 steps in any case. Steps that also decode have their own number and a tighter bound. A part
+    that is not the last of its prompt is only queued, and counts for the next step that is waited for.
 
-    Half of a step's tokens are for the oldest prompt, so that none starves. The other half is for the prompts with the
-    least left to read, so that a long prompt does not delay short ones. What one half leaves the other takes. Parts end
-    with their prompts or at multiples of 256 tokens.
+    Half of a step's tokens are for the oldest prompt, so that none starves, the other half for those with the least
+    left to read. Parts end with their prompts or at multiples of 256 tokens.
 
     Args:
         most: limit of a step's tokens, for memory; a power of two from 256 on.
@@ -198,12 +195,9 @@ def _whole(request: Request) -> int:
 
 
 def _part(request: Request, room: int) -> int:
-    """Tokens of a prompt's next part: all that is left, or up to the last multiple of 256 within `room` tokens.
-
-    A prompt with logprobs is read in parts of 256, because the logits of all its tokens are in memory then.
-
-    Worked example: of a prompt of 1,000 tokens 100 are computed. Room for 900 takes the rest, room for 700 takes 668 of
-    them (up to 768), and room for 100 none.
+    """Tokens of a prompt's next part: all that is left, or up to the last multiple of 256 within `room` tokens; with
+    logprobs 256, because the logits of all are in memory. Of 1,000 tokens with 100 computed, room for 900 takes the
+    rest, room for 700 takes 668 (up to 768), and room for 100 none.
     """
     if request.params.prompt_logprobs is not None:
         room = min(room, PIECE)

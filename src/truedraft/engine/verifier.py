@@ -28,7 +28,6 @@ class Verifier:
     Args:
         rule: verifies requests that are neither greedy nor seeded, or all of them if it is lossy.
         coupled: verifies seeded requests, and in its greedy form greedy ones under a lossless rule, by comparison.
-        drafting: is notified of invalid drafted ids, and of draws that do not match their probabilities.
     """
 
     def __init__(self, rule: Rule, coupled: Rule, drafting: Drafting) -> None:
@@ -37,13 +36,9 @@ class Verifier:
         self._drafting = drafting
 
     def rule_for(self, params: SamplingParams, own: Rule | None = None) -> Rule:
-        """The rule for a request, from its first step to its last.
-
-        Greedy requests under a lossless rule are verified by comparison, because every such rule keeps exactly the
-        argmax. So are seeded ones, because their tokens must not depend on drafter and rule.
-
-        Args:
-            own: the request's rule; None is the engine's.
+        """The rule for a request, its own or the engine's. Greedy ones under a lossless rule are verified by
+        comparison, because every such rule keeps exactly the argmax; so are seeded ones, because their tokens must
+        not depend on drafter and rule.
 
         Raises:
             OptionError: a seed together with a lossy rule, under which tokens depend on the drafts.

@@ -371,14 +371,8 @@ class Growing(Generic[Cost]):
 class StepCosts:
     """Costs of a target's steps on this machine, found on first use.
 
-    V is the given curve, or the one kept by an earlier benchmark, or a short measurement of about a second for a small
-    model. That one is kept as well, but separately, so that it never replaces a longer measurement. Where V is measured
-    now, drafting costs are too, so that both are of the same moment.
-
-    Args:
-        target: must not run elsewhere during a measurement.
-        refresh: measure even if there are kept costs.
-        store: where costs are kept; None is the user's cache folder.
+    V is the given curve, or the one kept by an earlier benchmark, or a short measurement, kept separately so that it
+    never replaces a longer one. Where V is measured now, drafting costs are too, so that both are of the same moment.
 
     Attributes:
         measuring_s: seconds of measuring so far; 0 where all costs were kept.

@@ -53,11 +53,7 @@ _CALLS_ON_CUDA = 20  # one call is over before the host has seen it start
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure.
-
-    Attributes:
-        budget_s: seconds after which no further round starts.
-        least_rounds: rounds that run regardless of the time.
+    """How long to measure: no further round starts after `budget_s` seconds, except the `least_rounds`.
 
     Raises:
         OptionError: a negative budget, or rounds below 1 or out of order.
@@ -80,12 +76,10 @@ def piecewise(
     label: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[int]:
-    """Call `measure(key, round)` for all keys, round after round, each round starting at another key; yields the number
-    of finished rounds after each.
-
-    Round -1 comes first, as a warm-up; its results should be dropped. In every round each key is measured until the
-    measurement is settled: shapes of forwards may have to be captured again, for example because caches grew for
-    another key. A key that does not settle within some tries is tried only once per round from then on.
+    """Call `measure(key, round)` for all keys, round after round, each starting at another key; yields the number of
+    finished rounds after each. Round -1 is a warm-up. A key is measured until `measure` says that it was settled
+    (see `Settling`): shapes may have to be captured again because caches grew. One that does not settle within some
+    tries is tried once per round from then on.
     """
     total = len(keys) * (effort.most_rounds + 1)
     tries = dict.fromkeys(keys, _TRIES)
@@ -303,15 +297,14 @@ def measure_drafter(
     progress: Progress = unwatched,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DraftCost:
-    """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own.
+    """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own, in rounds, see
+    `Times`.
 
-    The target runs before each proposal, untimed, as it does between two steps: without it, a small draft model would
-    stay in the processor's caches and look cheaper than it is. The request's text repeats itself, so that drafters that
-    copy find something; not so for a drafter that itself uses drafts (`Drafter.levels`), because guesses that are
-    always made and always wrong do not occur on real text. Proposals are accepted to none, all or half of their depth
-    in turn, so that the catch-up after full acceptance is included. Each depth is measured in interleaved rounds, see
-    `Times`. A proposal counts for the levels that it took, which are its depth where nothing else is known, not for the
-    depth allowed.
+    The target runs before each proposal, untimed, as between two steps: without it a small draft model would stay in
+    the processor's caches. The request's text repeats itself, so that drafters that copy find something; not so for a
+    drafter that itself uses drafts (`Drafter.levels`), because guesses that are always made and always wrong do not
+    occur on real text. Proposals are accepted to none, all or half of their depth in turn, so that the catch-up is
+    included. A proposal counts for the levels that it took, not for the depth allowed.
 
     Args:
         effort: how long to measure; None takes 4 seconds, and three rounds at least.
@@ -547,6 +540,9 @@ def read_bandwidth(device: str | torch.device = "cpu", *, size_bytes: int = _GIB
     Args:
         size_bytes: of the block, a multiple of 8; must be much larger than the caches.
         repetitions: of each kind, interleaved; the fastest counts, because other load can only slow one down.
+
+    Raises:
+        OptionError: an unusable size or number of repetitions, or a block that does not fit into memory.
     """
     if size_bytes < 8 or size_bytes % 8:
         raise OptionError(f"size_bytes must be a multiple of 8 above 0, got {size_bytes}")

@@ -37,13 +37,9 @@ _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
 class Corrected:
-    """Correction of a cost curve by measured seconds: a factor common to all sizes, and one per size that moves slowly.
-
-    The common factor is the median over the last few steps, so that a step that the system interrupted has no effect
-    and a machine that became slower is noticed after a few steps.
-
-    Attributes:
-        common: log of measured over expected seconds, common to all sizes.
+    """Correction of a cost curve by measured seconds: a factor common to all sizes, whose log is `common`, and one per
+    size that moves slowly. The common one is the median over the last few steps, so that an interrupted step has no
+    effect and a slower machine is noticed after a few.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -89,19 +85,14 @@ class Corrected:
 
 
 def _between(size: float) -> tuple[int, float]:
-    """The logarithm of a size to base 2: its whole part, and the rest.
-
-    Worked example: 3 is 0.58 of the way from 2, which is 1, to 4.
-    """
+    """The logarithm of a size to base 2: its whole part, and the rest, as 1 and 0.58 of 3."""
     place = math.log2(min(max(size, 1.0), _LARGEST))
     return int(place), place - int(place)
 
 
 class RunningTimes:
-    """Implements `truedraft.engine.policy.StepTimes` for the steps of an engine.
-
-    Curves are read or measured on first use, so an engine with a controller that needs none pays nothing. Everything
-    around the forward in a step counts as part of it, because more rows make more of that as well.
+    """`StepTimes` for the steps of an engine. Curves are read or measured on first use, so a controller that needs none
+    pays nothing. Everything around the forward counts as part of it, because more rows make more of that as well.
     """
 
     def __init__(

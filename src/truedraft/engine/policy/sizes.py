@@ -109,10 +109,10 @@ def sized(
     """A drafter with the number of nodes that pays on this machine, and why; arguments as in `nodes_for`.
 
     Each member of a portfolio gets the number that pays for it on its own. Drafters without an acceptance measurement,
-    and those with chosen sizes, stay unchanged.
+    and those with chosen sizes, stay unchanged. Also the budgets of the members that got one, by the same costs.
 
-    Returns:
-        The drafter, and the budgets of its members that got one, by name, all by the same costs.
+    Raises:
+        TruedraftError: target or drafter failed.
     """
     params, members = params or SamplingParams(), dict(drafter.members)
     budgets: dict[str, NodeBudget] = {}
