@@ -7,7 +7,6 @@ were not settled (`StepRecord.settled`) are counted without their seconds.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +16,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from truedraft.core.budget import Decision
+from truedraft.core.intervals import Numbers, resampled
 from truedraft.core.stats import PROBE, RequestStep, StepRecord
 from truedraft.core.sums import summed
 from truedraft.core.theory import ForwardTable
+from truedraft.options import record_of
 
 PLAIN = "plain"
 """Name of decisions to draft nothing; `PROBE` is the name of steps made to learn from, with any drafter."""
@@ -34,7 +35,8 @@ _SHOWN = 128  # stretches in a record
 _ENOUGH_PLAIN = 16  # plain steps needed to estimate the time of one
 _LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # of the bootstrap
 _DRAWS = 2000
-_INTERVAL = (0.025, 0.975)
+_COUNTS = ("steps", "drafted", "accepted", "emitted", "seconds")  # in records
+_PER_STEP = ("drafted_per_step", "acceptance", "expected_per_step", "emitted_per_step")
 
 
 def what_was_decided(step: RequestStep) -> str:
@@ -139,8 +141,6 @@ class Speedup:
     high: float | None
     by_plain_steps: bool
 
-    as_dict = dataclasses.asdict
-
     def describe(self) -> str:
         interval = "too few steps for an interval"
         if self.low is not None and self.high is not None:
@@ -221,10 +221,7 @@ class Decisions:
     def __add__(self, other: Decisions) -> Decisions:
         """The decisions of both runs, in this order."""
         found = Decisions(self._forward_s)
-        found.tallies = {
-            name: self.tallies.get(name, Tally()) + other.tallies.get(name, Tally())
-            for name in {**self.tallies, **other.tallies}
-        }
+        found.tallies = summed(self.tallies, other.tallies)
         found.stretches = [*self.stretches, *other.stretches]
         found._in_each = max(self._in_each, other._in_each)
         found._keep_bounded()
@@ -262,7 +259,7 @@ class Decisions:
         by_plain_steps = sum(each.plain_steps for each in self.stretches) >= _ENOUGH_PLAIN
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
-        factor = float(_factors(self._sums(by_plain_steps).sum(0)[None])[0])
+        factor = float(_factors(self._sums(by_plain_steps).sum(axis=0)))
         return Speedup(factor, None, None, by_plain_steps) if np.isfinite(factor) else None
 
     def speedup(self) -> Speedup | None:
@@ -276,16 +273,10 @@ class Decisions:
         blocks = np.add.reduceat(sums, range(0, len(sums), length))
         if len(blocks) < _LEAST_BLOCKS:
             return found
-        drawn = np.random.default_rng(0).integers(len(blocks), size=(_DRAWS, len(blocks)))
-        counts = np.bincount((drawn + len(blocks) * np.arange(_DRAWS)[:, None]).ravel(), minlength=drawn.size)
-        factors = _factors(counts.reshape(drawn.shape).astype(np.float64) @ blocks)
-        known = factors[np.isfinite(factors)]
-        if not len(known):
-            return found
-        low, high = np.quantile(known, _INTERVAL)
-        return replace(found, low=float(low), high=float(high))
+        interval = resampled(blocks.T, _factors, _DRAWS)
+        return replace(found, low=interval.low, high=interval.high)
 
-    def _sums(self, by_plain_steps: bool) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def _sums(self, by_plain_steps: bool) -> Numbers:
         """By stretch: measured seconds, V of plain decoding, and the pair that scales V to the run: seconds and V of
         the same steps.
         """
@@ -300,22 +291,13 @@ class Decisions:
         return {
             "steps": self.steps,
             "seconds": self.seconds,
-            "speedup": None if speedup is None else speedup.as_dict(),
+            "speedup": None if speedup is None else record_of(speedup),
             "decided": [
-                {
-                    "name": name,
-                    "share": self.share(each),
-                    **_named(each, "drafted_per_step", "acceptance", "expected_per_step", "emitted_per_step"),
-                    "time_share": self.time_share(each),
-                    **_named(each, "steps", "drafted", "accepted", "emitted", "seconds"),
-                    "reasons": dict(each.reasons),
-                }
+                {"name": name, "share": self.share(each), "time_share": self.time_share(each)}
+                | record_of(each, *_COUNTS, *_PER_STEP, "reasons")
                 for name, each in self.ordered.items()
             ],
-            "timeline": [
-                _named(each, "steps", "seconds", "drafted", "accepted", "emitted", "decisions")
-                for each in (self.timeline(most) if most else ())
-            ],
+            "timeline": [record_of(each, *_COUNTS, "decisions") for each in self.timeline(most)] if most else [],
         }
 
     def share(self, tally: Tally) -> float:
@@ -332,12 +314,8 @@ def _joined(stretches: Sequence[StepWindow], count: int) -> list[StepWindow]:
     return [functools.reduce(operator.add, part) for part in parts]
 
 
-def _named(counts: Tally | StepWindow, *names: str) -> dict[str, Any]:
-    return {name: getattr(counts, name) for name in names}
-
-
-def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Speed-ups from rows of sums; not finite where a draw of blocks has no plain step."""
-    measured_s, plain_curve_s, seconds, curve_s = sums.T
+def _factors(sums: Numbers) -> Numbers:
+    """Speed-ups from sums `[4, ...]`; not finite where a draw of blocks has no plain step."""
+    measured_s, plain_curve_s, seconds, curve_s = sums
     with np.errstate(divide="ignore", invalid="ignore"):
-        return plain_curve_s * seconds / curve_s / measured_s
+        return np.asarray(plain_curve_s * seconds / curve_s / measured_s)
