@@ -10,24 +10,18 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from support.bench_runs import summary
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
-from truedraft.core.stats import Counters, RequestStep, StepRecord
+from truedraft.core.stats import RequestStep, StepRecord
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.errors import DataError, MissingExtraError
 from truedraft.measure.bench.plots import draw_all, draw_decisions
 from truedraft.measure.bench.report import OutputFolder
 from truedraft.measure.bench.runs import Row, SystemOutput
-from truedraft.measure.bench.summary import Ratio, Spread, Summary
 
 COSTS = [
     {"rows": rows, "context": context, "seconds": 0.01 + 1e-3 * rows} for rows in (1, 2, 4) for context in (128, 512)
 ]
-
-
-def summary(name: str, speed: float, drafts: bool = False) -> Summary:
-    counters = Counters(accepted_per_position=[8, 4], tried_per_position=[10, 8]) if drafts else None
-    spread, ratio = Spread(speed, speed * 0.9, speed * 1.2), Ratio(speed / 10, 0.5, 2.0, 0.5)
-    return Summary(name, drafts, 1, 5, spread, spread, spread, 4, 1.0, counters, ratio, ratio, *[None] * 4, 1.0, 1, 1)
 
 
 def test_all_pictures(tmp_path: Path) -> None:
@@ -68,19 +62,12 @@ def test_rows_of_an_earlier_benchmark_stay_until_there_is_a_new_one(tmp_path: Pa
     for _ in range(2):
         with OutputFolder(tmp_path) as folder:
             folder.keep(row)
-            folder.keep(row)
+            folder.keep(row, {"note": "n"})
     with OutputFolder(tmp_path):
         pass
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and rows[0]["tokens"] == 2 and rows[0]["token_ids"] == [[1, 2]]
-
-
-def test_what_is_said_of_a_run_stands_in_each_row(tmp_path: Path) -> None:
-    with OutputFolder(tmp_path) as folder:
-        folder.keep(
-            Row("plain", ("a",), 0, 0, 1.0, 1.0, SystemOutput(((1,),), (0.5,), 0.5, 1, 0, 3, 1, 1.0)), {"note": "n"}
-        )
-    assert json.loads((tmp_path / "rows.jsonl").read_text())["note"] == "n"
+    assert rows[1] == rows[0] | {"note": "n"}
 
 
 def test_a_run_that_wrote_nothing_leaves_nothing_behind(tmp_path: Path) -> None:
