@@ -24,13 +24,17 @@ COSTS = [
 ]
 
 
+def assert_drawn(picture: Path, height: int) -> None:
+    with Image.open(picture) as image:
+        assert image.width >= 1000 and image.height >= height
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
+
+
 def test_all_pictures(tmp_path: Path) -> None:
     shown = [summary("plain", 10.0), summary("a drafter with a rather long name", 25.0, drafts=True)]
     assert draw_all(tmp_path, shown, COSTS, 0.008, "where and how " * 12) == ["speed", "cost", "acceptance"]
     for name in ("speed", "cost", "acceptance"):
-        with Image.open(tmp_path / f"{name}.png") as image:
-            assert image.width >= 1000 and image.height >= 350
-            assert len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
+        assert_drawn(tmp_path / f"{name}.png", 350)
         assert (tmp_path / f"{name}.svg").read_text().count("<path") > 10
 
 
@@ -45,8 +49,7 @@ def test_decisions_over_time(tmp_path: Path) -> None:
         step = RequestStep(0, 9, 1 + nodes, False, nodes, nodes, nodes, number % (nodes + 1), decision=decision)
         decisions(StepRecord((step,), 0.0, 0.0, 0.0, 0.002))
     assert draw_decisions(tmp_path, "auto,x=1", decisions, "where and how") == "decisions-auto-x=1"
-    with Image.open(tmp_path / "decisions-auto-x=1.png") as image:
-        assert image.width >= 1000 and len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
+    assert_drawn(tmp_path / "decisions-auto-x=1.png", 350)
     text = (tmp_path / "decisions-auto-x=1.svg").read_text()
     for colour in ("#0072b2", "#d55e00", "#cccccc"):
         assert colour in text.lower()

@@ -274,7 +274,9 @@ class Learner:
         with self._guard:
             n_bytes = sum(each.n_bytes for each in self._traffic.values())
         return LearnerStatus(
-            *(sum(getattr(each, name) for each in students) for name in ("promotions", "rollbacks", "trials")),
+            sum(each.promotions for each in students),
+            sum(each.rollbacks for each in students),
+            sum(each.trials for each in students),
             max((each.served.version for each in students), default=0),
             self._spent_s / max(self._clock() - self._began_s, 1e-9),
             n_bytes,
