@@ -1,8 +1,10 @@
-"""The files of a model in a folder or on the hub, and the tensors in their headers."""
+"""The files of a model in a folder or on the hub, and the tensors in their headers, which bound its sizes."""
 
 from __future__ import annotations
 
 import json
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,17 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from truedraft.errors import ModelError, first_line
 from truedraft.models.mapped import in_memory
+
+_COUNTS = {
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_blocks"),
+    *("num_decoder_layers", "num_encoder_layers", "num_experts", "num_local_experts", "n_routed_experts"),
+}
+_SIZES = {
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim", "num_attention_heads"),
+    *("num_key_value_heads", "d_model", "d_ff", "n_embd", "n_head", "n_inner", "ffn_dim"),
+}
+_LEAST_COUNT, _LEAST_SIZE = 4096, 1 << 20  # smaller ones take neither memory nor time
+_PER_CODE = 16  # weights in one entry of a quantised tensor, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +89,40 @@ def weight_files(source: str, name: str, revision: str | None) -> list[str]:
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
     return list(files)
+
+
+def refuse_vast_sizes(said: Mapping[str, Any], source: str, name: str, revision: str | None) -> None:
+    """Refuse a config.json with more layers, experts or entries than the weights can have, before any is made.
+
+    Args:
+        said: its content.
+
+    Raises:
+        ModelError: it has more, or the weights cannot be read.
+    """
+    vast = [(word, size) for word, size in _sizes_in(said) if size > (_LEAST_COUNT if word in _COUNTS else _LEAST_SIZE)]
+    if not vast:
+        return
+    places = tensors_of(source, name, revision)
+    tensors, longest = len(places), max((side for place in places.values() for side in place.shape), default=0)
+    try:
+        for path in () if places else Path(source).glob("*.bin"):  # pickles: the bytes of their entries
+            with zipfile.ZipFile(path) as opened:
+                sizes = [entry.file_size for entry in opened.infolist()]
+            tensors, longest = tensors + len(sizes), max(longest, *sizes, 0)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
+    for word, size in vast:
+        if size > max(tensors, longest * (1 if word in _COUNTS else _PER_CODE)):
+            raise ModelError(
+                f"config.json of {name!r} says {word} {size}, and its weights are {tensors} tensors of at most "
+                f"{longest} entries a side; fetch its files again, or mend config.json"
+            )
+
+
+def _sizes_in(said: Any) -> Iterator[tuple[str, int]]:
+    for word, value in said.items() if isinstance(said, dict) else ():
+        if isinstance(value, dict):
+            yield from _sizes_in(value)
+        elif type(value) in (int, float) and word in _COUNTS | _SIZES:
+            yield word, value
