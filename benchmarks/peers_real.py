@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, ChildEndedError, Lines, asked_once, note
-from launches import LLAMA_SERVER
 from peers_engines import llamacpp_surprise
 from peers_ways import DRAFTED, OURS, Engines, Turn, Weights, opened
 from real_prompts import SETS, TEMPERATURES
+from servers import LLAMA_SERVER
 from truedraft.errors import PeerError
 from truedraft.machine import machine_facts
 from truedraft.measure.bench.prompts import read_questions, spread
