@@ -220,7 +220,7 @@ def test_what_cannot_be_done_together_is_refused_in_a_sentence(tiny: str, tmp_pa
     config.save_pretrained(tmp_path)
     assert "no tensor parallel plan for the layers of" in refusal(tmp_path)
     needs_smollm2()
-    assert "not quantised, and those of 'smollm2' are, by GGUF" in refusal("smollm2", 3)
+    assert "not quantised, and those of 'smollm2' are quantised by GGUF" in refusal("smollm2", 3)
 
 
 def test_self_drafts_need_the_native_forward_which_runs_in_one_process(two: HuggingFaceModel) -> None:
