@@ -146,11 +146,7 @@ class OwnText:
 
 @dataclass(frozen=True)
 class StreamObjective:
-    """Trains a model towards a target's distributions along a text; without a target, towards the text itself.
-
-    The logits' gradient is computed in chunks in float32 and passed to the model in one backward pass. `own_text`
-    rewrites some of the text.
-    """
+    """Trains a model towards a target's distributions along a text; without a target, towards the text itself."""
 
     model: PreTrainedModel
     loss: DistillationLoss
@@ -181,12 +177,8 @@ class StreamObjective:
 class DraftConfig(DraftSizeOptions):
     """What decides the draft in addition to the target and the data.
 
-    `tokens` and `writing` decide how much the target writes, and how, where there are prompts to answer.
-
     The default loss is half forward KL, which learns all of the target's distribution, and half total variation, which
-    decides the acceptance rate of speculative sampling.
-
-    `on_policy` is the share of sequences with a second half that the draft writes.
+    decides the acceptance rate of speculative sampling. `tokens` and `writing` are for prompts that the target answers.
     """
 
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
@@ -324,7 +316,6 @@ def train_draft(
 
 
 def _train_beside(target: str | Path, work: Path, tokenizer: PreTrainedTokenizerBase, device: str) -> DraftResult:
-    """Run the training steps together with the main process, once that has sent the configuration."""
     processes = Processes.here()
     given: tuple[DraftConfig, int] = processes.from_main(None)
     config, tokens = replace(given[0], device=device), given[1]

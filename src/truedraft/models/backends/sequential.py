@@ -37,7 +37,7 @@ class SequentialBackend(Backend):
     """
 
     least_rows = 1
-    fast_paths = ()
+    fast_paths: tuple[str, ...] = ()
     _way = "one text at a time, since it cannot run packed"
     _needs_cache = True
 
