@@ -194,23 +194,24 @@ def test_rollback_sets_a_length(pool: CachePool) -> None:
     assert_holds(forward(cache, [70]), [0, 1, 2, 3, 4, 70])
 
 
-@pytest.mark.parametrize(
-    ("use", "said"),
-    [
-        (lambda cache: cache.commit([0, 5]), "cannot keep new token 5: the last forward wrote 2"),
-        (lambda cache: cache.commit([0, 2]), "cannot keep new token 2: the last forward wrote 2"),
-        (lambda cache: cache.reserve(4, written=3), "cannot build on 3 uncommitted tokens: 2 were written"),
-        (lambda cache: [cache.commit([0]), cache.commit([0])], "the last forward wrote 0"),
-        (lambda cache: [cache.rollback(3), cache.reserve(3, written=2)], "cannot build on 2 .* 0 were written"),
-        *((lambda cache, length=length: cache.rollback(length), f"to {length} tokens: the cache holds 3")
-          for length in (-1, 4, 5)),
-    ],
-)  # fmt: skip
-def test_what_was_not_written_cannot_be_used(use: Callable[[RequestCache], object], said: str, pool: CachePool) -> None:
-    cache = filled(pool, [1, 2, 3])
-    forward(cache, [4, 5])
-    with pytest.raises(CacheError, match=said):
-        use(cache)
+MISUSES: dict[str, Callable[[RequestCache], object]] = {
+    "cannot keep new token 5: the last forward wrote 2": lambda cache: cache.commit([0, 5]),
+    "cannot keep new token 2: the last forward wrote 2": lambda cache: cache.commit([0, 2]),
+    "cannot build on 3 uncommitted tokens: 2 were written": lambda cache: cache.reserve(4, written=3),
+    "the last forward wrote 0": lambda cache: [cache.commit([0]), cache.commit([0])],
+    "cannot build on 2 .* 0 were written": lambda cache: [cache.rollback(3), cache.reserve(3, written=2)],
+    "to -1 tokens: the cache holds 3": lambda cache: cache.rollback(-1),
+    "to 4 tokens: the cache holds 3": lambda cache: cache.rollback(4),
+    "to 5 tokens: the cache holds 3": lambda cache: cache.rollback(5),
+}
+
+
+def test_what_was_not_written_cannot_be_used(pool: CachePool) -> None:
+    for said, use in MISUSES.items():
+        cache = filled(pool, [1, 2, 3])
+        forward(cache, [4, 5])
+        with pytest.raises(CacheError, match=said):
+            use(cache)
 
 
 def test_the_pool_hands_buffers_on() -> None:
