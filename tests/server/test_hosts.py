@@ -14,8 +14,8 @@ from server.test_load import get, post
 from truedraft import Engine
 from truedraft.errors import OptionError
 from truedraft.server import ServerOptions, application
+from truedraft.server.access import Hosts
 from truedraft.server.errors import ApiError
-from truedraft.server.hosts import Hosts
 
 LOOPBACK = (
     "localhost", "localhost:8000", "LOCALHOST:1", "localhost.", "localhost.:8000", "localhost:", "a.localhost:8000",

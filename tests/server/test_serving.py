@@ -17,8 +17,8 @@ from truedraft import Engine
 from truedraft.core.stats import StepRecord
 from truedraft.errors import TruedraftError
 from truedraft.server import ServerOptions, application, serve, serving
-from truedraft.server.connections import Connections
 from truedraft.server.options import bound_socket
+from truedraft.server.serving import Connections
 
 
 def test_a_server_has_answered_before_anybody_can_ask(

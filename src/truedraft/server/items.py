@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
+from truedraft.server.conversations import FunctionFields, NamedFunction, called
 from truedraft.server.errors import ApiError, quoted
-from truedraft.server.fields import Items, LenientModel, SeenContent, by_type, parts_of
-from truedraft.server.tools import FunctionFields, NamedFunction, called
+from truedraft.server.fields import Items, LenientModel, SeenContent, parts_of
 from truedraft.text.calls import parsed
 
 HOSTED = (
@@ -38,10 +38,6 @@ _TEXT = "input"  # name of a custom tool's one argument
 _BEGIN = re.compile(rf'\s*\{{\s*"{_TEXT}"\s*:\s*"')
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # a surrogate pair
 _WHOLE = re.compile(rf"""(?:[^"\\]|\\["\\/bfnrt]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}})*""")
-
-
-def _is_hosted(kind: str) -> bool:
-    return any(kind == name or kind.startswith(f"{name}_") for name in HOSTED)
 
 
 class InputMessage(LenientModel):
@@ -156,8 +152,11 @@ class Hosted(LenientModel):
 
 
 def _kind(given: Any) -> str | None:
-    kind = by_type(given)
-    return HOSTED[0] if kind is not None and _is_hosted(kind) else kind
+    """The type by which pydantic selects the member of a union; the first of `HOSTED` for all of these."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    if not isinstance(kind, str):
+        return None
+    return HOSTED[0] if any(kind == name or kind.startswith(f"{name}_") for name in HOSTED) else kind
 
 
 _Callable = Annotated[FlatTool | CustomTool, Field(discriminator="type")]
@@ -258,13 +257,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Callable:
-    """A tool that may be called.
-
-    Attributes:
-        function: its description for the model.
-        namespace: None if it is in none.
-        custom: whether its input is a text.
-    """
+    """A tool that may be called; `custom` if its input is a text."""
 
     function: FunctionFields
     name: str
@@ -274,12 +267,7 @@ class Callable:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of a request.
-
-    Attributes:
-        callables: by their names in a prompt.
-        warnings: about ignored tools.
-    """
+    """The tools of a request, by their names in a prompt, and warnings about ignored ones."""
 
     callables: dict[str, Callable] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

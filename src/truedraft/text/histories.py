@@ -112,11 +112,7 @@ class HistoryForm:
         return [{**tool, "function": {**added, **tool["function"]}} for tool in tools]
 
     def fitted(self, messages: Sequence[Mapping[str, Any]], notation: Notation) -> list[dict[str, Any]]:
-        """Messages in this form.
-
-        Args:
-            messages: in OpenAI's format, with arguments as objects if they are objects.
-        """
+        """Messages in OpenAI's format in this form; arguments are objects if they can be."""
         found = [self._fitted(message) for message in messages]
         if self.calls_as_text:
             found = [_with_calls_as_text(message, notation) for message in found]

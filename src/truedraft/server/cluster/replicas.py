@@ -40,11 +40,7 @@ _CAUSE = re.compile(r"^(?:.*\s)?truedraft\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 class Replica:
-    """One engine and its application, in a Ray actor.
-
-    Args:
-        make: loads them in the replica's process; receives the replica's rank.
-    """
+    """One engine and its application, in a Ray actor; `make` loads them in its process, by the replica's rank."""
 
     _service: Service | None = None  # before it is loaded
 
@@ -204,11 +200,7 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
 
 
 def serve_replicas(make: Make, server: ServerOptions, size: Callable[[], Size], ready: Callable[[str], None]) -> None:
-    """Serve with replicas until Ctrl-C or SIGTERM; arguments and errors as for `running`.
-
-    Args:
-        ready: is called with the address once all replicas answer.
-    """
+    """Serve with replicas until Ctrl-C or SIGTERM, as `running`; `ready` is called with the address."""
     stop = threading.Event()
     with running(make, server, size) as address:
         for number in (signal.SIGINT, signal.SIGTERM):

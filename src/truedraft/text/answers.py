@@ -1,10 +1,14 @@
-"""Answers in channels, as gpt-oss writes them: messages with a header each that names the recipient."""
+"""Answers split into text, reasoning and calls: by marks, or in channels, as gpt-oss writes them.
+
+A channel is a sequence of messages, each with a header that names the recipient.
+"""
 
 from __future__ import annotations
 
 import re
 
-from truedraft.text.calls import Call, CallDelta, Reasoning, Schemas, new_call_id, overlap, parsed
+from truedraft.text.calls import Call, CallDelta, CallsReader, Reasoning, Schemas, new_call_id, overlap, parsed
+from truedraft.text.notations import Notation
 
 _BODY = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -112,3 +116,102 @@ class ChannelReader:
             number = len(self._calls)
             found += [CallDelta(number, call, True, ""), CallDelta(number, call, False, call.arguments)]
         self._calls.append(call)
+
+
+class AnswerReader:
+    """Splits a streamed answer into text, reasoning and calls. The result does not depend on how the text is chunked.
+
+    Reasoning is the text between its marks at the beginning of an answer. Whitespace around it is dropped.
+
+    Args:
+        tools: functions that may be called; if empty, no calls are parsed.
+        reasoning_open: whether the prompt ends inside reasoning.
+        calls_only: whether a form allows no text, so that what looks like text is a truncated call.
+
+    Attributes:
+        calls: those parsed to their end or to the end of the answer.
+    """
+
+    def __init__(
+        self,
+        notation: Notation,
+        tools: Schemas | None = None,
+        *,
+        parallel: bool = True,
+        reasoning_open: bool = False,
+        calls_only: bool = False,
+    ) -> None:
+        self._calls_only = calls_only
+        self.calls: list[Call] = []
+        self._channels = ChannelReader(tools or {}, parallel, self.calls, calls_only) if notation.channels else None
+        self._reader = CallsReader(notation, tools, parallel, self.calls, calls_only) if tools else None
+        self._marks = notation.reasoning
+        self._before = self._marks is not None and not reasoning_open  # whether reasoning may still begin
+        self._inside = self._marks is not None and reasoning_open
+        self._begun = False  # whether any reasoning but whitespace was read
+        self._trims = False  # whether whitespace after reasoning is dropped
+        self._held = ""
+        self._pushed = self._reasoned = 0
+
+    @property
+    def reasoned(self) -> int:
+        """Number of characters of the reasoning at the beginning of the answer, marks included."""
+        if self._channels is not None:
+            return self._channels.reasoned
+        return self._pushed if self._inside else self._reasoned
+
+    def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
+        """Parse the next text.
+
+        Returns:
+            Plain text, reasoning and call deltas, in order.
+        """
+        found = self._read(text, last)
+        return [part for part in found if not isinstance(part, str)] if self._calls_only else found
+
+    def _read(self, text: str, last: bool) -> list[str | Reasoning | CallDelta]:
+        if self._channels is not None:
+            return self._channels.push(text, last=last)
+        self._pushed += len(text)
+        found: list[str | Reasoning | CallDelta] = []
+        if self._before or self._inside or self._trims:
+            text = self._reason(self._held + text, found, last)
+        if self._reader is not None:
+            found += self._reader.push(text, last=last)
+        elif text:
+            found.append(text)
+        return found
+
+    def _reason(self, text: str, found: list[str | Reasoning | CallDelta], last: bool) -> str:
+        """Take reasoning from the beginning of a text, or hold it back; returns the text after it."""
+        assert self._marks is not None
+        opening, closing = self._marks.opening, self._marks.closing
+        self._held = ""
+        if self._before or (self._inside and not self._begun):  # some models repeat the mark that ends the prompt
+            start = text.lstrip()
+            if opening.startswith(start) and start != opening and not last:
+                self._held = text
+                return ""
+            if start.startswith(opening):
+                text, self._inside = start.removeprefix(opening), True
+            self._before = False
+        if self._inside:
+            end = text.find(closing)
+            inside = text if end < 0 else text[:end]
+            kept = overlap(inside, closing) if end < 0 and not last else 0
+            inside = inside[: len(inside) - kept]
+            shown = inside.rstrip() if self._begun else inside.strip()
+            if end < 0:
+                self._held = text[len(inside.rstrip()) :]
+            if shown:
+                self._begun = True
+                found.append(Reasoning(shown))
+            if end < 0:
+                return ""
+            self._inside, self._trims = False, True
+            text = text[end + len(closing) :]
+            self._reasoned = self._pushed - len(text)
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        return text
