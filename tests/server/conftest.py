@@ -103,7 +103,7 @@ def client(running: Running) -> Any:
     return openai_client(running)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running(make_engine: Callable[..., Engine], template_file: Any) -> Iterator[Running]:
     engine = make_engine()
     with serving(engine, chat_template=template_file, allow_rule=("block", "speculative,lenience=0.5")) as found:

@@ -147,7 +147,7 @@ def test_no_work_on_a_long_body_is_done_in_the_event_loop(running: Running, monk
     watch(bodies, "_decoded")
     watch(Tokenizer, "chat")
     watch(Tokenizer, "encode")
-    watch(Conversation, "_told")
+    watch(Conversation, "_templated")
     watch(Conversation, "_urls")
     watch(server_tools, "Counter")  # that names are counted by
     watch(Front, "_reasoned")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from server.conftest import Running, serving
-from server.test_load import open_stream, post
+from server.test_load import post
+from server.test_recorded_requests import stream
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import Drafter, DraftModel
@@ -46,13 +46,8 @@ def test_a_stop_text_across_tokens_and_blocks(running: Running) -> None:
         expected = whole[: whole.index(stop)]
         body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stop": stop}
         assert post(running.url, body)[2]["choices"][0]["text"] == expected
-        stream = open_stream(running.url, body)
-        raw = b""
-        while b"[DONE]" not in raw:
-            raw += stream.recv(4096)
-        stream.close()
-        events = [json.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: {")]
-        assert "".join(each["choices"][0]["text"] for each in events) == expected
+        events = stream(running.url, "/v1/completions", body | {"stream": True})
+        assert "".join(data["choices"][0]["text"] for _, data in events) == expected
 
 
 def test_a_grammar_whose_tokens_are_drafted_and_committed_is_read_once(running: Running) -> None:

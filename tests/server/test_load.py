@@ -286,8 +286,8 @@ def test_a_request_that_follows_an_answer_joins_the_next_step(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However soon that step would begin by itself."""
-    monkeypatch.setattr("truedraft.server.service._LINGERING", 1e6)
-    monkeypatch.setattr("truedraft.server.service._MOST_LINGERING_S", 10.0)
+    monkeypatch.setattr("truedraft.server.service._FOLLOWUP_SHARE", 1e6)
+    monkeypatch.setattr("truedraft.server.service._MOST_FOLLOWUP_S", 10.0)
     service = Service(make_engine())
     steps, step = [0], service.engine.step
 
@@ -382,11 +382,11 @@ def test_a_reader_that_was_slow_gets_a_bounded_part_at_once(make_engine: Callabl
 def test_who_never_sends_another_request_is_not_waited_for(make_engine: Callable[..., Engine]) -> None:
     service = Service(make_engine())
     for _ in range(40):
-        service._linger(1, 1e-6)
+        service._wait_for_followups(1, 1e-6)
     waits = []
     for _ in range(32):
         before = service._following
-        service._linger(1, 1e-6)
+        service._wait_for_followups(1, 1e-6)
         waits.append(service._following != before)
     assert sum(waits) == 2
 

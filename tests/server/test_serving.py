@@ -80,7 +80,7 @@ def test_the_log_says_how_far_it_is_with_getting_ready(
     caplog.set_level("INFO", "truedraft.server")
     serving.warm_up(engine)
     assert "making ready" not in caplog.text
-    monkeypatch.setattr(serving, "_TELL_S", 0.0)
+    monkeypatch.setattr(serving, "_LOG_PROGRESS_S", 0.0)
     serving.warm_up(engine)
     assert "making ready: 25 %, tiny" in caplog.text
 

@@ -88,24 +88,24 @@ class View:
         if stream:
             return EventStream(self._events(http), self._answering.close, self.failed)
         await cancel_on_disconnect(http.receive, self._answering.finished())
-        return await self._apart(http, lambda: JSONResponse(self.whole([each.whole() for each in self.streams])))
+        return await self._run(http, lambda: JSONResponse(self.whole([each.whole() for each in self.streams])))
 
     async def _events(self, http: HttpRequest) -> AsyncIterator[str]:
         def read(output: StreamUpdate) -> list[str]:
             return list(self.read(output.parsed()))
 
-        for each in await self._apart(http, lambda: list(self.begun())):
+        for each in await self._run(http, lambda: list(self.begun())):
             yield each
         begun = set[int]()  # samples with output so far: the first event may contain the prompt
         async for output in self._answering.news():
             is_first = output.stream.number not in begun
             begun.add(output.stream.number)
-            for each in await self._apart(http, partial(read, output)) if is_first else read(output):
+            for each in await self._run(http, partial(read, output)) if is_first else read(output):
                 yield each
-        for each in await self._apart(http, lambda: list(self.ended())):
+        for each in await self._run(http, lambda: list(self.ended())):
             yield each
 
-    async def _apart(self, http: HttpRequest, work: Callable[[], _Value]) -> _Value:
+    async def _run(self, http: HttpRequest, work: Callable[[], _Value]) -> _Value:
         """Run work over all of the request and its answers; in a thread if that is long, so that other clients need not
         wait.
         """

@@ -67,9 +67,11 @@ def build_app(front: Front, metrics: Metrics, keys: ApiKeys, hosts: Hosts) -> Fa
     answering = completions_router(front), chat_router(front), responses_router(front)
     openai = *answering, _models(front), _texts(front), _state(front, metrics)
     for form, routers in ((ErrorAnswer, openai), (AnthropicErrorAnswer, (messages_router(front),))):
-        errors = {status: {"model": form, "description": meaning} for status, meaning in _ERRORS.items()}
+        errors: dict[int | str, dict[str, Any]] = {
+            status: {"model": form, "description": meaning} for status, meaning in _ERRORS.items()
+        }
         for router in routers:
-            app.include_router(router, responses={**errors})
+            app.include_router(router, responses=errors)
     if not options.no_playground:
         page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
         headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
@@ -154,7 +156,7 @@ def _texts(front: Front) -> APIRouter:
     async def tokenize(body: TokenizeRequest, http: HttpRequest) -> Response:
         """The token ids of a text."""
         front.check_model(body.model)
-        return await front.apart(http, tokenized, body)
+        return await front.run_in_thread(http, tokenized, body)
 
     def tokenized(body: TokenizeRequest) -> Response:
         encode = tokenizer().encode if body.add_special_tokens else tokenizer().plain_ids
@@ -168,7 +170,7 @@ def _texts(front: Front) -> APIRouter:
     async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> dict[str, Any]:
         """The text of token ids."""
         front.check_model(body.model)
-        return {"prompt": await front.apart(http, detokenized, body)}
+        return {"prompt": await front.run_in_thread(http, detokenized, body)}
 
     def detokenized(body: DetokenizeRequest) -> str:
         wrong = next((token for token in body.tokens if not 0 <= token < target.vocab_size), None)

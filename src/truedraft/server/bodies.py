@@ -23,7 +23,7 @@ _QUICK_VALUES = 1 << 15
 
 
 class BodyRoute(APIRoute):
-    """An endpoint with a body that is parsed and validated by `Front.apart`, not in the event loop."""
+    """An endpoint with a body that is parsed and validated by `Front.run_in_thread`, not in the event loop."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
@@ -38,7 +38,7 @@ class BodyRoute(APIRoute):
             except ClientDisconnect:
                 raise ApiError(499, "the client closed the connection") from None
             if body and is_json(http.headers.get("content-type", "")):
-                given.known = await http.app.state.front.apart(http, read_body, body, model)
+                given.known = await http.app.state.front.run_in_thread(http, read_body, body, model)
             return await answer(given)
 
         return read_and_answer

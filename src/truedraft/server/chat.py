@@ -198,7 +198,7 @@ def chat_router(front: Front) -> APIRouter:
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         """Answer the last message of a conversation."""
         front.check_model(body.model)
-        talk = await front.apart(http, body.conversation, front)
+        talk = await front.run_in_thread(http, body.conversation, front)
         return await _Chat(front, await talk.answers(front, body, http), body, talk.use).reply(http, body.stream)
 
     return router

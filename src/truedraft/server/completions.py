@@ -80,14 +80,21 @@ class CompletionRequest(SamplingFields):
 def completions_router(front: Front) -> APIRouter:
     """The router of the endpoint."""
     router = APIRouter(route_class=BodyRoute)
-    infilling_of = cache(_infilling)
+
+    @cache
+    def infilling() -> Infilling:
+        tokenizer = front.service.engine.target.tokenizer
+        if tokenizer is None:
+            message = "suffix is a text, and this model has no tokenizer; it takes token ids"
+            raise ApiError(400, message, param="suffix")
+        return Infilling.of(tokenizer)
 
     @router.post("/v1/completions", responses=OR_STREAM)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Continue texts."""
         body.check()
         front.check_count(len(body.prompts) * body.drawn, len(body.prompts))
-        prompts, params = await front.apart(http, prepared, body)
+        prompts, params = await front.run_in_thread(http, prepared, body)
         answering = await front.begin(prompts, params, body, http, samples=body.drawn)
         return await _Completion(front, answering, body).reply(http, body.stream)
 
@@ -99,27 +106,14 @@ def completions_router(front: Front) -> APIRouter:
             params = replace(params, prompt_logprobs=body.logprobs)
         if not body.suffix:
             return body.prompts, params
-        infilling = infilling_of(front)
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, *infilling.ends))
-        return _infilled(infilling, body.prompts, body.suffix), params
+        form_of = infilling()
+        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+        if len(texts) < len(body.prompts):
+            raise ApiError(400, "suffix goes with a prompt that is text, not token ids; send the text", param="suffix")
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *form_of.ends))
+        return [form_of.prompt(text, body.suffix) for text in texts], params
 
     return router
-
-
-def _infilling(front: Front) -> Infilling:
-    """The model's format of fill-in-the-middle prompts."""
-    tokenizer = front.service.engine.target.tokenizer
-    if tokenizer is None:
-        raise ApiError(400, "suffix is a text, and this model has no tokenizer; it takes token ids", param="suffix")
-    return Infilling.of(tokenizer)
-
-
-def _infilled(infilling: Infilling, prompts: Sequence[TextPrompt], suffix: str) -> list[TextPrompt]:
-    """Prompts for the text between each of `prompts` and `suffix`."""
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) < len(prompts):
-        raise ApiError(400, "suffix goes with a prompt that is text, not token ids; send the text", param="suffix")
-    return [infilling.prompt(text, suffix) for text in texts]
 
 
 class _Completion(View):

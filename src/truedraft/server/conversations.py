@@ -215,11 +215,11 @@ class Conversation:
             OptionError: the further variables are not variables of the template.
         """
         variables = {**front.switches(self.thinks), **self.variables}
-        urls = await front.apart(http, self._urls)
+        urls = await front.run_in_thread(http, self._urls)
         if not urls:
-            return await front.apart(http, self._ids, front, variables)
+            return await front.run_in_thread(http, self._ids, front, variables)
         front.reserve(http, max(samples, 1))  # its range is checked later
-        messages, how = await front.apart(http, self._told, front, variables)
+        messages, how = await front.run_in_thread(http, self._templated, front, variables)
         return await front.pictures.chat(messages, urls, param=self.param, **how)
 
     def _urls(self) -> list[str]:
@@ -233,7 +233,7 @@ class Conversation:
         if tokenizer is None:
             message = "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids"
             raise ApiError(400, message)
-        messages, how = self._told(front, variables)
+        messages, how = self._templated(front, variables)
         try:
             if not self.counts and target.sources is None:
                 how["most_tokens"] = target.context_length
@@ -242,14 +242,14 @@ class Conversation:
             code = "context_length_exceeded" if isinstance(error, PromptLengthError) else "invalid_value"
             raise ApiError(400, str(error), param=self.param, code=code) from error
 
-    def _told(self, front: Front, variables: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], ChatOptions]:
+    def _templated(self, front: Front, variables: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], ChatOptions]:
         """Messages and options for the chat template; a system message describes the tools if the template does not."""
         use, messages = self.use, list(self.messages)
         tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in use.tools]
         if any(message.get("tool_calls") or message.get("tool_call_id") for message in messages):
             messages = list(front.history.fitted(messages, use.notation))
         if tools and "tools" not in front.template:
-            text = use.notation.told(tools)
+            text = use.notation.tools_text(tools)
             # Many templates allow only one system message.
             if messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
                 text += "\n\n" + messages.pop(0)["content"]
@@ -280,7 +280,8 @@ class Conversation:
         def params() -> SamplingParams:
             return use.fitted(body.sampling(most, logprobs=self.logprobs, form=use.forced or self.form))
 
-        answering = await front.begin([prompt], await front.apart(http, params), body, http, notation=front.notation)
+        options = await front.run_in_thread(http, params)
+        answering = await front.begin([prompt], options, body, http, notation=front.notation)
         schemas, inside, forced = schemas_of(use.tools), front.reasons(use.notation, prompt), use.forced is not None
         for each in answering.streams:
             each.reader = AnswerReader(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -131,12 +131,10 @@ class RefusalPart(LenientModel):
         return self.refusal
 
 
-def _content_kind(given: Any) -> str | None:
-    return "text" if isinstance(given, str) else "parts" if isinstance(given, list) else None
-
-
 text_or_parts = Discriminator(
-    _content_kind, custom_error_type="content", custom_error_message="must be a text or a list of parts"
+    lambda given: "text" if isinstance(given, str) else "parts" if isinstance(given, list) else None,
+    custom_error_type="content",
+    custom_error_message="must be a text or a list of parts",
 )
 """Selects the type of a content: text or parts."""
 _TextParts = Items[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
@@ -277,36 +275,15 @@ def json_form(kind: str, schema: dict[str, Any] | None) -> Structured:
     return Structured("json_schema", schema)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-_THINKING: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "thinking": {
-        "type": ("enabled", "disabled", "adaptive", "auto").__contains__,
-        "budget_tokens": _is_count,
-        # Without effect here.
-        "display": _is_text,
-        "clear_thinking": _is_flag,
-    },
+# The last two of the first, and the last three of the second, have no effect here.
+_THINKING: dict[str, dict[str, type]] = {
+    "thinking": {"type": str, "budget_tokens": int, "display": str, "clear_thinking": bool},
     "reasoning": {
-        "max_tokens": _is_count,
-        "effort": _is_text,
-        "enabled": _is_flag,
-        "summary": _is_text,
-        "generate_summary": _is_text,
-        "exclude": _is_flag,
+        "max_tokens": int, "effort": str, "enabled": bool, "summary": str, "generate_summary": str, "exclude": bool
     },
-}
-"""The fields about reasoning of all clients, with a check of each key's values."""
+}  # fmt: skip
+"""The fields about reasoning of all clients, with the type of each key's values; numbers are 0 or more."""
+_THINKS = ("enabled", "disabled", "adaptive", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +322,8 @@ class Thinking:
                 param = f"{field}.{name}"
                 if name not in _THINKING[field]:
                     raise ApiError(400, f"unrecognized request argument: {param}", param=param)
-                if value is not None and not _THINKING[field][name](value):
+                fits = type(value) is _THINKING[field][name] and (type(value) is not int or value >= 0)
+                if value is not None and not (fits and (name != "type" or value in _THINKS)):
                     raise ApiError(400, f"{param} cannot be {quoted(value)}", param=param)
         word = effort or reasoning.get("effort")
         kind, enabled = thinking.get("type"), reasoning.get("enabled")

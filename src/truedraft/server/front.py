@@ -18,7 +18,7 @@ from urllib.parse import quote
 from fastapi import Request as HttpRequest
 
 from truedraft.core.logprobs import TokenLogprobs
-from truedraft.core.params import ReasoningSpan, SamplingParams, Structured
+from truedraft.core.params import ReasoningSpan, SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.engine import Request
 from truedraft.engine.prompts import Chat, Prompt, check_max_tokens
@@ -31,7 +31,6 @@ from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.options import ServerOptions
 from truedraft.server.preparing import PictureReader
 from truedraft.server.service import ResponseHandle, Service
-from truedraft.text.forms import Prepared
 from truedraft.text.histories import HistoryForm
 from truedraft.text.notations import Notation, notation_of
 from truedraft.verification import Rule
@@ -124,11 +123,11 @@ class Front:
         return marks.opens(tokenizer.shown_text(ids[-_END_TOKENS:]))
 
     @cached_property
-    def _turn_ends(self) -> list[int]:
+    def _turn_end(self) -> int | None:
         """The end-of-turn token of a template that replaces the model's own; the model's own token ends all answers."""
-        tokenizer = self._tokenizer
-        end = None if tokenizer is None or self.chat_template is None else tokenizer.turn_end(self.chat_template)
-        return [] if end is None else [end]
+        if self._tokenizer is None or self.chat_template is None:
+            return None
+        return self._tokenizer.turn_end(self.chat_template)
 
     @cached_property
     def _switch(self) -> str | None:
@@ -158,8 +157,9 @@ class Front:
         marks, thinks = None if notation is None else notation.reasoning, fields.thinks
         if fields.model is not None and fields.model not in self.names:
             params = replace(params, adapter=fields.model)
-        if notation is not None and (ends := (*notation.end_ids, *self._turn_ends)):
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
+        if notation is not None:
+            ends = *notation.end_ids, *(() if self._turn_end is None else (self._turn_end,))
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends)) if ends else params
         if notation is None or marks is None:
             if fields.reasoning_budget is not None:
                 message = "needs a chat with a model whose chat template shows marks around reasoning; leave it out"
@@ -200,16 +200,23 @@ class Front:
         count = samples if samples is not None else params.n
         self.check_count(len(prompts) * count, len(prompts))
         shown = {number: token for token, number in notation.special.items()} if notation is not None else None
-        params = await self.apart(http, self._reasoned, params, prompts[0], fields, notation)
-        deadline = None if self.options.request_timeout_s is None else time.monotonic() + self.options.request_timeout_s
-        names = fields.called
+        params = await self.run_in_thread(http, self._reasoned, params, prompts[0], fields, notation)
+        limit_s = self.options.request_timeout_s
+        deadline, names = None if limit_s is None else time.monotonic() + limit_s, fields.called
+        # The client within which prefixes and forms are shared; None is all clients.
+        scope: Client | None = None if self.options.share_prefixes else http.state.client
         answering = ResponseHandle(self.service, deadline, names)
         try:
             check_max_tokens(self.service.engine.target, params.max_tokens)
             params = replace(params, max_tokens=min(params.max_tokens, self.options.max_new_tokens))
             # Referenced until there are requests, because a form without references may be dropped and prepared again.
-            form = await self._form(http, params.structured, deadline, len(prompts) * count)
-            requests = await self.apart(http, self._prepared, prompts, params, fields, self._scope(http), count, shown)
+            form = None
+            if params.structured is not None:
+                if http.state.reserved is None:  # places in the queue, while the request waits for its form
+                    self.reserve(http, len(prompts) * count)
+                preparing = self.service.forms.prepared(params.structured, deadline, scope)
+                form = await cancel_on_disconnect(http.receive, preparing)
+            requests = await self.run_in_thread(http, self._prepared, prompts, params, fields, scope, count, shown)
             del form
         except TruedraftError as error:
             if isinstance(error, PromptError) and notation is None:
@@ -221,21 +228,6 @@ class Front:
         answering.start(requests, http.state.client, shows_steps=traced, late=late)
         http.state.answering = answering
         return answering
-
-    async def _form(
-        self, http: HttpRequest, structured: Structured | None, deadline: float | None, count: int
-    ) -> Prepared | None:
-        """Prepare a form, with places in the queue reserved while the request waits for it."""
-        if structured is None:
-            return None
-        if http.state.reserved is None:
-            self.reserve(http, count)
-        preparing = self.service.forms.prepared(structured, deadline, self._scope(http))
-        return await cancel_on_disconnect(http.receive, preparing)
-
-    def _scope(self, http: HttpRequest) -> Client | None:
-        """The client within which prefixes and forms are shared; None is all clients."""
-        return None if self.options.share_prefixes else http.state.client
 
     def check_count(self, count: int, prompts: int = 1) -> None:
         """Refuse more answers to one request than the limit.
@@ -263,7 +255,7 @@ class Front:
             http.state.reserved = None
             self.service.give_back(http.state.client, count)
 
-    async def apart(self, http: HttpRequest, work: Callable[..., _Value], *given: Any) -> _Value:
+    async def run_in_thread(self, http: HttpRequest, work: Callable[..., _Value], *given: Any) -> _Value:
         """Run work over a request's body; in a thread if the body is long, so that other clients need not wait.
 
         Each client has at most `_AT_ONCE` such threads.
@@ -289,8 +281,13 @@ class Front:
         count: int,
         shown: Mapping[int, str] | None,
     ) -> list[Request]:
-        speculation = fields.speculation
-        rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)
+        speculation, rule = fields.speculation, None
+        if speculation is not None and (words := speculation.rule) is not None:
+            if words not in self.rules:
+                allowed = ", ".join(map(repr, self.rules)) or "none but the server's own, which needs no asking"
+                message = f"speculation.rule {quoted(words)} is not allowed here; allowed is {allowed}"
+                raise ApiError(400, message, param="speculation.rule")
+            rule = self.rules[words]
         limits = None if speculation is None else speculation.limits
         prepare = self.service.engine.prepare
         return [
@@ -298,13 +295,6 @@ class Front:
             for prompt in prompts
             for sample in range(count)
         ]
-
-    def _rule(self, words: str) -> Rule:
-        if words not in self.rules:
-            allowed = ", ".join(map(repr, self.rules)) or "none but the server's own, which needs no asking"
-            message = f"speculation.rule {quoted(words)} is not allowed here; allowed is {allowed}"
-            raise ApiError(400, message, param="speculation.rule")
-        return self.rules[words]
 
     def logprobs_entry(self, found: TokenLogprobs) -> dict[str, Any]:
         """The logprobs of one token, in the format of chats."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -20,18 +20,9 @@ from truedraft.server.fields import Items, LenientModel, SeenContent, parts_of
 from truedraft.text.calls import parsed
 
 HOSTED = (
-    "web_search",
-    "file_search",
-    "code_interpreter",
-    "image_generation",
-    "local_shell",
-    "computer",
-    "mcp",
-    "shell",
-    "apply_patch",
-    "tool_search",
-    "programmatic_tool_calling",
-)
+    "web_search", "file_search", "code_interpreter", "image_generation", "local_shell", "computer", "mcp", "shell",
+    "apply_patch", "tool_search", "programmatic_tool_calling",
+)  # fmt: skip
 """Prefixes of the types of tools that run at OpenAI, and of their calls and results in a conversation."""
 
 _TEXT = "input"  # name of a custom tool's one argument
@@ -188,9 +179,8 @@ class AdditionalTools(LenientModel):
 
 
 def _item_kind(given: Any) -> str | None:
-    if isinstance(given, dict) and given.get("type") is None and "role" in given:
-        return "message"
-    return _kind(given)
+    is_message = isinstance(given, dict) and given.get("type") is None and "role" in given
+    return "message" if is_message else _kind(given)
 
 
 Item: TypeAlias = Annotated[
@@ -206,13 +196,13 @@ Item: TypeAlias = Annotated[
 ]
 
 
-def _input_kind(given: Any) -> str | None:
-    return "text" if isinstance(given, str) else "items" if isinstance(given, list) else None
-
-
 Input: TypeAlias = Annotated[
     Annotated[str, Tag("text")] | Annotated[Items[Item], Tag("items")],
-    Discriminator(_input_kind, custom_error_type="content", custom_error_message="must be a text or a list of items"),
+    Discriminator(
+        lambda given: "text" if isinstance(given, str) else "items" if isinstance(given, list) else None,
+        custom_error_type="content",
+        custom_error_message="must be a text or a list of items",
+    ),
 ]
 
 
@@ -231,17 +221,13 @@ class AllowedChoice(LenientModel):
     tools: Items[dict[str, Any]]
 
 
-def _choice_kind(given: Any) -> str | None:
-    return "word" if isinstance(given, str) else _kind(given)
-
-
 Choice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedChoice, Tag("function")]
     | Annotated[NamedChoice, Tag("custom")]
     | Annotated[AllowedChoice, Tag("allowed_tools")]
     | Annotated[Hosted, Tag("web_search")],
-    Discriminator(_choice_kind),
+    Discriminator(lambda given: "word" if isinstance(given, str) else _kind(given)),
 ]
 
 
@@ -382,15 +368,10 @@ class TextReader:
         return new
 
     def finish(self, arguments: str) -> str:
-        """The remaining text, from all of the arguments."""
-        whole = _text_in(arguments)
+        """The remaining text: the one text in the arguments, under any name, or the arguments if there is none."""
+        value = parsed(arguments)
+        texts = [each for each in value.values() if isinstance(each, str)] if isinstance(value, dict) else []
+        whole = texts[0] if len(texts) == 1 else arguments
         new = whole[len(self.text) :] if whole.startswith(self.text) else ""
         self.text += new
         return new
-
-
-def _text_in(arguments: str) -> str:
-    """The one text in arguments, under any name; the arguments themselves if there is none."""
-    value = parsed(arguments)
-    texts = [each for each in value.values() if isinstance(each, str)] if isinstance(value, Mapping) else []
-    return texts[0] if len(texts) == 1 else arguments

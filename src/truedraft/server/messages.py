@@ -228,14 +228,14 @@ def messages_router(front: Front) -> APIRouter:
         """Answer the last message of a conversation."""
         if body.samples != 1:
             raise ApiError(400, f"a message is one answer, n must be 1, got {body.n}", param="n")
-        talk = await front.apart(http, body.conversation, front)
+        talk = await front.run_in_thread(http, body.conversation, front)
         answering = await talk.answers(front, body, http)
         return await _Message(front, answering, body, talk.use, talk.warnings).reply(http, body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: HttpRequest) -> dict[str, int]:
         """How many tokens a conversation has."""
-        prompt = await (await front.apart(http, body.conversation, front)).prompt(front, http)
+        prompt = await (await front.run_in_thread(http, body.conversation, front)).prompt(front, http)
         return {"input_tokens": len(prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt)}
 
     return router

@@ -13,7 +13,6 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
-from truedraft.core.params import Structured
 from truedraft.server.answers import Segment, Segments, View
 from truedraft.server.bodies import BodyRoute
 from truedraft.server.conversations import Conversation, ToolUse
@@ -114,23 +113,19 @@ class ResponseRequest(SamplingFields):
             messages[: len(texts)] = [{"role": "system", "content": first}] if first else []
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
+        given = None if self.text is None else self.text.format
+        form = None if given is None or given.type == "text" else json_form(given.type, given.schema_)
         requested = "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs
         return Conversation(
             messages,
             use,
             self.thinks,
             param="input",
-            form=self._form,
+            form=form,
             max_tokens=self.max_output_tokens,
             logprobs=checked_logprobs("top_logprobs", self.top_logprobs or 0) if requested else None,
             warnings=toolbox.warnings,
         )
-
-    @property
-    def _form(self) -> Structured | None:
-        """The grammar of the text; None for free text."""
-        requested = self.text.format if self.text is not None else None
-        return None if requested is None or requested.type == "text" else json_form(requested.type, requested.schema_)
 
 
 def responses_router(front: Front) -> APIRouter:
@@ -146,7 +141,7 @@ def responses_router(front: Front) -> APIRouter:
             raise ApiError(400, message, param="previous_response_id")
         if body.samples != 1:
             raise ApiError(400, f"a response is one answer, n must be 1, got {body.n}", param="n")
-        toolbox, talk = await front.apart(http, read, body)
+        toolbox, talk = await front.run_in_thread(http, read, body)
         answering = await talk.answers(front, body, http)
         return await _Response(front, answering, body, talk, toolbox).reply(http, body.stream)
 
@@ -245,7 +240,7 @@ class _Response(View):
     def read(self, part: StreamUpdate) -> Iterator[str]:
         self._ending = part.ending
         for step in self._segments.read(part):
-            yield from self._told(*step)
+            yield from self._step(*step)
 
     def ended(self) -> Iterator[str]:
         yield from self._closed()
@@ -263,11 +258,11 @@ class _Response(View):
     def _closed(self) -> Iterator[str]:
         """End the last item; an answer without items gets an empty message."""
         for step in () if self._items else self._segments.begin("text"):
-            yield from self._told(*step)
+            yield from self._step(*step)
         for step in self._segments.end():
-            yield from self._told(*step, status=self._last_status)
+            yield from self._step(*step, status=self._last_status)
 
-    def _told(
+    def _step(
         self, what: str, segment: Segment, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
     ) -> Iterator[str]:
         """Events of a change of an item; `status` is the item's status at its end."""

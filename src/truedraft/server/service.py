@@ -32,8 +32,8 @@ _log = logging.getLogger("truedraft.server")
 _LONGEST_WAIT_S = 60
 _IDLE_S = 10.0  # without a request, after which buffers are released to the system
 _RECENT = 0.9  # weight of the old value in exponential moving averages
-_LINGERING = 0.05  # of the last step's time: the longest wait for requests that follow its answers
-_MOST_LINGERING_S = 0.02
+_FOLLOWUP_SHARE = 0.05  # of the last step's time: the longest wait for requests that follow its answers
+_MOST_FOLLOWUP_S = 0.02
 _LEAST_FOLLOWING = 0.25  # share of these waits that must yield a request
 _TRIED_AGAIN = 16  # finished answers until waiting is tried again
 _LEAST_STEPS = 32  # a preempted request runs at least so many before it can be preempted again
@@ -485,7 +485,7 @@ class Service:
                 ended = self._hand_over()
                 self._step_began = None
                 if ended and busy:
-                    self._linger(ended, _LINGERING * (time.monotonic() - began))
+                    self._wait_for_followups(ended, _FOLLOWUP_SHARE * (time.monotonic() - began))
                 if not busy and not self.waiting:
                     while not self._work.is_set() and self.engine.measure_ahead():
                         pass
@@ -514,13 +514,13 @@ class Service:
             self._device_lost = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             _log.exception("the device computes no more")
 
-    def _linger(self, ended: int, most_s: float) -> None:
+    def _wait_for_followups(self, ended: int, most_s: float) -> None:
         """Wait briefly for the requests that clients send after finished answers, so that they join the next step."""
         self._unawaited += 1
         if self._following < _LEAST_FOLLOWING and self._unawaited < _TRIED_AGAIN:
             return
         self._unawaited = 0
-        end = time.monotonic() + min(most_s, _MOST_LINGERING_S)
+        end = time.monotonic() + min(most_s, _MOST_FOLLOWUP_S)
         self._work.clear()
         while self.waiting < ended and not self._stopped and (left := end - time.monotonic()) > 0.0:
             self._work.wait(left)

@@ -45,7 +45,7 @@ _LEAST, _MOST = 8, 65_536
 _LOG_EVERY_S = 1.0
 _WARM_PROMPT, _WARM_TOKENS = 48, 16
 """Tokens of the warm-up's prompt and of each answer."""
-_TELL_S = 5.0
+_LOG_PROGRESS_S = 5.0
 """Seconds between log lines of the warm-up's progress."""
 _ENDING_S = 5
 """Seconds for sending the rest of answers after open requests were aborted."""
@@ -205,12 +205,12 @@ def warm_up(engine: Engine) -> None:
 
 
 def _logged() -> Progress:
-    """Progress that is logged every `_TELL_S` seconds."""
+    """Progress that is logged every `_LOG_PROGRESS_S` seconds."""
     last_s = time.monotonic()
 
     def report(done: float, remark: str) -> None:
         nonlocal last_s
-        if time.monotonic() - last_s >= _TELL_S:
+        if time.monotonic() - last_s >= _LOG_PROGRESS_S:
             last_s = time.monotonic()
             _log.info("making ready: %.0f %%, %s", 100.0 * done, remark)
 
@@ -271,7 +271,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def most_connections(asked: int | None) -> int:
+def most_connections(requested: int | None) -> int:
     """The limit of open connections: the requested one, or what the limit of open files leaves.
 
     Raises:
@@ -286,11 +286,11 @@ def most_connections(asked: int | None) -> int:
         limit = _MOST
     used = next((len(list(each.iterdir())) for each in _DESCRIPTORS if each.is_dir()), _RESERVED)
     left = limit - used - _RESERVED
-    if left < (asked or _LEAST):
-        ways = "ask for fewer" if asked else "raise it"
+    if left < (requested or _LEAST):
+        ways = "ask for fewer" if requested else "raise it"
         message = f"the limit of {limit} open files leaves {max(left, 0)} connections; {ways} (ulimit -n)"
         raise OptionError(message, field="max_connections")
-    return min(left, asked or _MOST)
+    return min(left, requested or _MOST)
 
 
 class Connections:

@@ -43,21 +43,19 @@ class ChannelReader:
         self._held = ""
         self._kind: type[str] | type[Reasoning] | None = None  # of the message; None in a header, and in a call
         self._call: Call | None = None
-        self._told: set[type[str] | type[Reasoning]] = set()  # kinds already returned
+        self._seen: set[type[str] | type[Reasoning]] = set()  # kinds already returned
 
     def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
         self._held += text
         self._pushed += len(text)
         found: list[str | Reasoning | CallDelta] = []
-        while self._read_message(found, last) if self._in_message else self._read_header(last, found):
-            pass
+        reading = True
+        while reading:
+            in_header = self._kind is None and self._call is None
+            reading = self._read_header(found, last) if in_header else self._read_message(found, last)
         return found
 
-    @property
-    def _in_message(self) -> bool:
-        return self._kind is not None or self._call is not None
-
-    def _read_header(self, last: bool, found: list[str | Reasoning | CallDelta]) -> bool:
+    def _read_header(self, found: list[str | Reasoning | CallDelta], last: bool) -> bool:
         head, mark, rest = self._held.partition(_BODY)
         start = head.lstrip()
         begins = any(each.startswith(start[: len(each)]) for each in _HEADS)
@@ -78,7 +76,7 @@ class ChannelReader:
         else:
             is_text = not name and (channel is None or channel[1] in ("final", "commentary"))
             self._kind = str if is_text else Reasoning
-            if self._kind in self._told:
+            if self._kind in self._seen:
                 found.append(self._part("\n\n"))
         return True
 
@@ -99,9 +97,9 @@ class ChannelReader:
             if end >= 0 or last:
                 self._end_call(self._call, found)
         elif self._kind is not None and text:
-            self._told.add(self._kind)
+            self._seen.add(self._kind)
             found.append(self._part(text))
-        if self._kind is Reasoning and str not in self._told:
+        if self._kind is Reasoning and str not in self._seen:
             self.reasoned = self._pushed - len(self._held)
         if end >= 0 or last:
             self._kind = self._call = None
@@ -109,7 +107,7 @@ class ChannelReader:
 
     def _end_call(self, call: Call, found: list[str | Reasoning | CallDelta]) -> None:
         if not self._formed and not isinstance(parsed(call.arguments), dict):
-            self._told.add(str)
+            self._seen.add(str)
             found.append("".join(self._raw))
             return
         if not self._formed:

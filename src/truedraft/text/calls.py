@@ -131,7 +131,7 @@ class CallsReader:
             found.append(self._space)
         return found
 
-    def _tell(self, text: str, found: list[str | CallDelta]) -> None:
+    def _add_text(self, text: str, found: list[str | CallDelta]) -> None:
         if not self._wrote:
             text = self._space + text
             self._wrote = bool(text.strip())
@@ -144,17 +144,17 @@ class CallsReader:
         held = self._held
         allowed = self._most is None or len(self._calls) < self._most
         if allowed and self._bare and not self._wrote and held.lstrip()[:1] == "{":
-            self._tell(held[: held.index("{")], found)
+            self._add_text(held[: held.index("{")], found)
             return self._begin_call(held.lstrip())
         if allowed and self._again:
             found_call = re.search(rf"{re.escape(self._again)}\s*(?={{)", held)
             if found_call is not None:
-                self._tell(held[: found_call.end()], found)
+                self._add_text(held[: found_call.end()], found)
                 return self._begin_call(held[found_call.end() :])
         marks = [words[0] for words in (self._begin, self._opening) if words and allowed]
         place, mark = min(((place, mark) for mark in marks if (place := held.find(mark)) >= 0), default=(-1, ""))
         if place >= 0:
-            self._tell(held[:place], found)
+            self._add_text(held[:place], found)
             self._marks, self._held = mark, held[place + len(mark) :]
             self._begins, self._step = mark in self._begin[:1], self._read_marks
             self._left = self._begin[1:] if self._begins else self._opening[1:]
@@ -163,11 +163,11 @@ class CallsReader:
         if self._again and not last and (half := re.search(rf"{re.escape(self._again)}\s*$", held)) is not None:
             kept = max(kept, len(held) - half.start())
         self._held = held[len(held) - kept :]
-        self._tell(held[: len(held) - kept], found)
+        self._add_text(held[: len(held) - kept], found)
         return False
 
     def _read_marks(self, found: list[str | CallDelta], last: bool) -> bool:
-        place = behind(self._held, self._left)
+        place = match_words(self._held, self._left)
         if place is None and not last:
             return False
         if place is None and self._formed:
@@ -183,8 +183,8 @@ class CallsReader:
     def _read_between(self, found: list[str | CallDelta], last: bool) -> bool:
         """After a mark that begins calls, or after a call: parse the next call or the end."""
         held = self._held.lstrip(" \t\r\n,;")
-        opens = behind(held, self._opening or ["{"])
-        ends = behind(held, self._end) if self._end else -1
+        opens = match_words(held, self._opening or ["{"])
+        ends = match_words(held, self._end) if self._end else -1
         if (opens is None or ends is None or not held) and not last:
             return False
         if ends is not None and ends >= 0:
@@ -238,7 +238,7 @@ class CallsReader:
     def _read_closing(self, found: list[str | CallDelta], last: bool) -> bool:
         """Drop the marks after a call, as far as present; returns whether parsing can continue."""
         while self._left:  # the first ones may be missing
-            place = behind(self._held, self._left[:1])
+            place = match_words(self._held, self._left[:1])
             if place is None:
                 if not last:
                     return False
@@ -514,10 +514,10 @@ class ParametersText(CallText):
         """Length of the held text that certainly belongs to an unfinished value."""
         held, end = self._held, self._held.rfind(self._closing[0])
         place = len(held) - max(overlap(held, mark) for mark in (*self._marks, self._opening[0]))
-        if end >= 0 and behind(held[end:], self._closing) is None:
+        if end >= 0 and match_words(held[end:], self._closing) is None:
             place = min(place, end)
         call = held.rfind(self._opening[0])
-        if call >= 0 and (behind(held[call:], self._opening) is None or self._half_call.fullmatch(held, call)):
+        if call >= 0 and (match_words(held[call:], self._opening) is None or self._half_call.fullmatch(held, call)):
             place = min(place, call)
         return len(held[:place].removesuffix("\n"))
 
@@ -565,7 +565,7 @@ def words_of(marks: str) -> list[str]:
     return _WORDS.findall(marks)
 
 
-def behind(text: str, words: Sequence[str]) -> int | None:
+def match_words(text: str, words: Sequence[str]) -> int | None:
     """The index after words at the beginning of a text, with any whitespace between them.
 
     Returns:

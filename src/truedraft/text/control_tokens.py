@@ -27,6 +27,7 @@ _TRUSTED_MARKS = frozenset(("system", "developer", "assistant"))
 wrote them. Special tokens are text in these roles too."""
 _MARKS = range(0xE000, 0xF900)  # the private use area, of which two unused characters are taken
 _SECRET_CHARACTERS, _LARGE_AREA = 8, range(0x100000, 0x10FFFE)  # 2^128 names
+_MARK = re.compile(r"[^\w\s▁]")  # no words, numbers and whitespace, because templates write them as text
 _HINT = 3  # first characters of a token, a quick test that most texts fail
 
 
@@ -61,7 +62,7 @@ class ControlTokens:
         added = getattr(backend, "added_tokens_decoder", {}).values()
         special = [token for token in added if token.special]
         written = [token for token in added if not token.special and token.content in template]
-        marks = [token for token in written if _is_mark(token.content)]
+        marks = [token for token in written if _MARK.search(token.content)]
         normalizer = backend.backend_tokenizer.normalizer if getattr(backend, "is_fast", False) else None
         self._special = _Finder(special, normalizer)
         self._all = _Finder([*special, *marks], normalizer)
@@ -276,11 +277,6 @@ def _parts(tokens: Sequence[Any], part: Callable[[str, int], str]) -> dict[str, 
         for cut in range(1, len(token.content)):
             found.setdefault(part(token.content, cut), set()).add(number)
     return {text: frozenset(numbers) for text, numbers in found.items()}
-
-
-def _is_mark(token: str) -> bool:
-    """Whether a token is a mark; words, numbers and whitespace are not, because templates write them as text."""
-    return re.search(r"[^\w\s▁]", token) is not None
 
 
 def _merged(merge: str | Sequence[str]) -> set[str]:

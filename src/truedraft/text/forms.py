@@ -327,7 +327,7 @@ class FormState:
     def allows(self, path: Path, token: int) -> bool:
         self._go_on()
         key = tuple(path)
-        matcher = None if key in self._masks else self._behind(key)
+        matcher = None if key in self._masks else self._matcher_after(key)
         if matcher is None or matcher.is_error() or matcher.is_stopped():
             return bool(self._mask(key)[token >> 3] >> (token & 7) & 1)
         trial = matcher.deep_copy()  # a token that is too ambiguous would break the state
@@ -401,7 +401,7 @@ class FormState:
                 self._learn(new)
                 self._forced = None
 
-    def _behind(self, path: tuple[int, ...]) -> Any:
+    def _matcher_after(self, path: tuple[int, ...]) -> Any:
         """The matcher after a path, read-only; None after a path that leaves the form."""
         if not path:
             return self._matcher
@@ -424,9 +424,9 @@ class FormState:
         if key not in self._masks:
             if len(self._masks) >= _MOST_MASKS:
                 self._masks.clear()
-            mask = self._made(self._behind(key))
+            mask = self._made(self._matcher_after(key))
             if mask is None and self._began_anew():
-                mask = self._made(self._behind(key))
+                mask = self._made(self._matcher_after(key))
             self._masks[key] = mask if mask is not None else bytes(self._mask_bytes)
         return self._masks[key]
 

@@ -74,8 +74,8 @@ class Infilling:
             field="suffix",
         )
 
-    def prompt(self, before: str, behind: str) -> list[int]:
-        """Prompt ids for the text between `before` and `behind`.
+    def prompt(self, before: str, after: str) -> list[int]:
+        """Prompt ids for the text between `before` and `after`.
 
         Raises:
             PromptError: a text spells a token that this tokenizer cannot keep as text.
@@ -83,7 +83,7 @@ class Infilling:
         first = self.tokenizer.backend.bos_token_id
         begun = [first] if first is not None and self.tokenizer.encode("")[:1] == [first] else []
         head = [self.prefix, *self.control.literal_ids(before)]
-        tail = [self.suffix, *self._continued(behind)]
+        tail = [self.suffix, *self._continued(after)]
         return [*begun, *tail, *head] if self.middle is None else [*begun, *head, *tail, self.middle]
 
     def _continued(self, text: str) -> list[int]:

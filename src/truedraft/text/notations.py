@@ -241,7 +241,7 @@ class Notation:
         thoughts = "not marked" if marks is None else f"between {marks.opening} and {marks.closing}"
         return f"calls of functions {calls}; reasoning {thoughts}"
 
-    def told(self, tools: Sequence[Mapping[str, Any]]) -> str:
+    def tools_text(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The system text that describes the tools, for templates that do not."""
         lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
         form = self.written([("NAME", _EXAMPLE)])

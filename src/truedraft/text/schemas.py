@@ -70,7 +70,9 @@ def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
     form = found.get("format")
     if isinstance(form, str) and not _supports_format(form):
         del found["format"]
-    if found.get("uniqueItems") is False or (_is_number(found.get("maxItems")) and found["maxItems"] <= 1):
+    most = found.get("maxItems")
+    holds_one = isinstance(most, int | float) and not isinstance(most, bool) and most <= 1
+    if found.get("uniqueItems") is False or holds_one:
         found.pop("uniqueItems", None)
     options = found.get("oneOf")
     if isinstance(options, list) and "anyOf" not in found and exclusions.of(options):
@@ -153,14 +155,8 @@ def _types(schema: dict[str, Any]) -> set[str] | None:
     return set(types) if isinstance(types, list) and all(isinstance(each, str) for each in types) else None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 class _Exclusions:
-    """Which parts of a schema exclude each other; after many compared pairs the answer is always that it is
-    uncertain.
-    """
+    """Which parts of a schema exclude each other; after many compared pairs this is always uncertain."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -172,11 +168,8 @@ class _Exclusions:
     def of(self, options: list[Any]) -> bool:
         """Whether it is certain that no value matches two of these schemas."""
         options = [_resolved(each, self._root, self._targets) for each in options]
-        values = {
-            number: found
-            for number, each in enumerate(options)
-            if isinstance(each, dict) and (found := self._values(each)) is not None
-        }
+        known = [self._values(each) if isinstance(each, dict) else None for each in options]
+        values = {number: found for number, found in enumerate(known) if found is not None}
         rest, distinct = options, list[Any]()
         if sum(map(len, values.values())) == len(set().union(*values.values())):  # no two of these share a value
             rest = [each for number, each in enumerate(options) if number not in values]

@@ -19,16 +19,9 @@ from truedraft.text.control_tokens import ControlTokens, MarkedChat, refuse_half
 # A folder or repository with none of these has no tokenizer: prompts and answers are ids. A file outside this list
 # (a SentencePiece model under a name of its own, say) is named by tokenizer_config.json, which is in it.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD = "word"  # answer of the probe that shows what a template writes after it
 _MOST_CLOSING = 2
