@@ -16,6 +16,7 @@ from truedraft.core.stats import Counters
 from truedraft.core.verdict import Origin
 from truedraft.engine.batch import StepItem
 from truedraft.engine.policy.decisions import Decisions
+from truedraft.options import record_of
 from truedraft.server.conversations import ToolUse
 from truedraft.server.errors import ApiError
 from truedraft.server.events import EventStream, cancel_on_disconnect, event
@@ -184,7 +185,7 @@ class View:
                 name: {"num_draft_tokens": each.draft_tokens, "num_accepted_tokens": each.accepted_tokens}
                 for name, each in counters.by_drafter.items()
             },
-            "speedup": None if speedup is None else speedup.as_dict(),
+            "speedup": None if speedup is None else record_of(speedup),
         }
 
     def metrics(self) -> dict[str, Any]:
