@@ -169,7 +169,7 @@ def loaded_after(statement: str) -> set[str]:
         "from truedraft import SamplingParams; SamplingParams()",
         "from truedraft.core.stats import Counters; from truedraft.core.budget import Budget",
         "import truedraft.engine.policy",
-        "import truedraft.text.tokenizer, truedraft.text.stopping",
+        "import truedraft.text.tokenizer, truedraft.text.detokenizer",
         "import truedraft.cli.main",
     ],
 )
