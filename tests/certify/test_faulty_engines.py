@@ -19,7 +19,7 @@ from support.faulty_peer import FaultyPeer, serve
 from support.pairwise import some_of
 from truedraft import SamplingParams
 from truedraft.certify import faults
-from truedraft.certify.closed_forms import as_bfloat16_draws
+from truedraft.certify.faults import as_bfloat16_draws
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.verdict import Origin
 from truedraft.errors import PeerError

@@ -10,7 +10,7 @@ from certify.planted_faults import markov
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify.checks import Context, Stack, Status
-from truedraft.certify.lossy import Interval, LossyDivergence
+from truedraft.certify.statistics import Interval, LossyDivergence
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.verification.specs import rule_from_spec
 

@@ -41,8 +41,8 @@ def _rejecting(key: Key) -> float:
 class ScriptedNoise:
     """Returns scripted numbers, and records the keys.
 
-    By default, keys outside the script reject whatever may be rejected, so that the verdict by itself shows what
-    was accepted: two draws may name one child.
+    By default, keys outside the script reject whatever may be rejected, so that the verdict itself shows what was
+    accepted.
     """
 
     def __init__(self, script: Script, elsewhere: Callable[[Key], float] = _rejecting) -> None:
@@ -153,13 +153,7 @@ def completed(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A box of uniform numbers with a constant verdict.
-
-    Attributes:
-        case: number of the proposal.
-        sides: bounds of the box for each decision.
-        mass: its volume.
-    """
+    """A box of uniform numbers with a constant verdict: its proposal's number, bounds for each decision, and volume."""
 
     case: int
     sides: dict[Key, tuple[float, float]]

@@ -149,12 +149,7 @@ class SampledControls(Check):
 
 
 class ComparedControls(Check):
-    """Runs the comparison of greedy or seeded answers with plain decoding on faults.
-
-    Args:
-        rounds: maximum number of answers to each prompt.
-        tokens: maximum length of an answer.
-    """
+    """Runs the comparison of greedy or seeded answers with plain decoding on faults, in at most `rounds` of answers."""
 
     part = Part.CONTROLS
 
@@ -357,11 +352,7 @@ class _Setting:
         certified: Mapping[str, Any],
         deadline: Deadline,
     ) -> Shown:
-        """Run the tests until they find a fault, or their tokens or the time are used up.
-
-        `healthy` is the target without the fault, which judges; `certified` are the facts of the tests when they
-        certified.
-        """
+        """Run the tests until they find a fault, or their tokens or time are used up; the `healthy` target judges."""
         tests = TokenTests(healthy.vocab_size, allowance=certified["rounding_allowed_tv"])
         sizes: list[Tensor] = []
         for answers in scored_answers(

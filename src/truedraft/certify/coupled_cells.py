@@ -210,7 +210,7 @@ class CoupledAnswers:
 
     Attributes:
         proposals: all those drafted under the same noise count as one.
-        cells: number of cells, each probed at three places.
+        cells: each is probed at three places.
         distance: largest total variation of answers from the target's distribution.
         moved: largest probability of cells in which the answer is not the same everywhere.
     """

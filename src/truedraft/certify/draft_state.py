@@ -66,12 +66,9 @@ class CacheDifference:
 class Guesses:
     """Records what a drafter proposes. Engines get `drafter`, by itself or as a member of a portfolio.
 
-    Args:
-        checks_caches: whether a draft model's caches are compared with fresh forwards.
-
     Attributes:
         of: the proposals of each request, by id, in order.
-        caches: of a draft model, after each step in which it had drafted.
+        caches: differences of a draft model's cache from a fresh forward, after each step in which it had drafted.
     """
 
     def __init__(self, drafter: Drafter, *, checks_caches: bool = False) -> None:
@@ -114,11 +111,10 @@ class Guesses:
 class DraftState(Check):
     """Compares proposals of a drafter after many steps with those of a fresh drafter on the same text.
 
-    Greedy answers are generated in batches and verified by comparison, whatever the stack's rules are. Then,
-    at some positions of each answer, a new request with the text so far as its prompt must get the same proposed tree.
-    A draft model's cache is also compared with a forward over the same tokens. Members of a portfolio answer together
-    and draft in turn with their full budget; each is then compared with a fresh one that drafts by itself. The time may
-    be exceeded several times until one answer was compared.
+    Greedy answers are generated in batches and verified by comparison, whatever the stack's rules are. Then, at some
+    positions of each answer, a new request with the text so far as its prompt must get the same proposed tree. A draft
+    model's cache is also compared with a forward over the same tokens. Members of a portfolio answer together and draft
+    in turn with their full budget; each is then compared with a fresh one that drafts by itself.
 
     One finding per drafter: HOLDS if all proposals are equal; MEASURED if not, because answers stay exact;
     DOES_NOT_APPLY if nothing was proposed; NOT_ENOUGH if nothing could be compared in time.
@@ -158,13 +154,7 @@ class DraftState(Check):
 
 
 def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[None]:
-    """Generate answers to the prompts in one batch, then compare one answer after another; yields after each.
-
-    Results for member `name` are added to `found`.
-
-    Raises:
-        OutOfTimeError: earlier results are kept.
-    """
+    """Generate answers to the prompts in one batch, then compare one answer after another; yields after each."""
     stack, group, options = context.stack, context.prompts, as_greedy(context.params)
     members = stack.drafter.members
     original = Guesses(members[name], checks_caches=True)
@@ -199,11 +189,7 @@ def _fresh_guess(
 ) -> Guess | None:
     """What a new request proposes for a text; None if its first token is not the last token of the text.
 
-    `text` has at least 2 tokens: a prompt, and the token that its prefill must choose. `limit` is the total length of
-    the original request, near which proposals are cut.
-
-    Raises:
-        OutOfTimeError: the deadline is over.
+    `limit` is the total length of the original request, near which proposals are cut.
     """
     prompt = list(text[:-1])
     request = engine.submit(prompt, replace(options, max_tokens=limit - len(prompt)))
@@ -304,8 +290,8 @@ class _Comparison:
 def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> CacheDifference:
     """Compare a cache with a forward over the tokens that it should hold.
 
-    Entries after the last token but one are not compared, because the next proposal cuts them. States that layers carry
-    are compared only if they are those after that token.
+    Entries after the last token but one are not compared, because the next proposal cuts them, nor are states that
+    layers carry beyond it.
     """
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()

@@ -119,7 +119,7 @@ class Equality(Check):
 
 
 class EqualityInFloat32(Check):
-    """The same comparison for the stack in float32, where rounding is smallest. Omitted for a float32 stack.
+    """The same comparison for the stack in float32, where rounding is smallest; omitted for a float32 stack.
 
     Args:
         load: makes that stack.
@@ -211,7 +211,6 @@ class Comparison:
 
     Attributes:
         compared: tokens of the references.
-        points: traced divergences.
         untraced: number of divergences that were not traced, after several faults or because answers have no margins.
     """
 
@@ -237,8 +236,7 @@ class Comparison:
         Args:
             asked: the prompt, the request's own options and the batch size of the found answer.
             number: of the prompt.
-            has_margins: whether the request is greedy or seeded, without stop texts; for others a divergence is only
-                counted.
+            has_margins: whether the request is greedy or seeded; for others a divergence is only counted.
         """
         self.answers += 1
         self.compared += len(expected.token_ids)
@@ -254,10 +252,9 @@ class Comparison:
     def finding(
         self, part: Part, name: str, stack: Stack, others: str, *, least: int = 1, explained: float = 0.0, **facts: Any
     ) -> Finding:
-        """The finding for all comparisons.
+        """The finding for all comparisons with `others`.
 
         Args:
-            others: what the answers were compared with, in words.
             least: with fewer answers, or no token at all, there is not enough evidence.
             explained: number of untraced divergences that rounding explains at most, where answers have no margins.
             facts: further facts.
@@ -314,7 +311,6 @@ class DivergencePoint:
         found: token of the other answer there; None if it had ended.
         best: the two tokens with the largest logits there, and these logits.
         margin: how far logits must move for the other token to be chosen; infinite if no move suffices.
-        rounding: measured there; None if it was not measured.
         fault: whether rounding does not explain it.
     """
 
@@ -390,11 +386,8 @@ def divergence_point(expected: Answer, found: Answer, asked: Context, number: in
 def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection[int]) -> float:
     """The smallest amount that must be added to the logits `[vocab]` of some tokens until one of them is chosen.
 
-    `choose` maps logits `[vocab]` in float64 to a token.
-
-    Returns:
-        0 if one of them is chosen already; infinite if no amount suffices. Found by bisection, so that it is right also
-        if top-k, top-p or min-p removes a token.
+    It is found by bisection of `choose`, from logits to a token, so that it is right also if top-k, top-p or min-p
+    removes a token: 0 if one of them is chosen already, infinite if no amount suffices.
     """
     logits = row.double()
     places = torch.tensor(sorted(tokens), dtype=torch.int64, device=row.device)

@@ -100,7 +100,6 @@ class Rounding:
     """Differences between shapes of the same computation on the same texts.
 
     Attributes:
-        dtype: of the target's weights.
         largest_logit: largest absolute value of a finite logit.
         drafted: speculation's shapes; empty if nothing is drafted.
     """
@@ -263,15 +262,12 @@ def compare_shapes(
     params: SamplingParams,
     limits: Budget,
 ) -> tuple[Tensor, Rounding]:
-    """Logits of one text under plain decoding, and their differences from other shapes.
+    """Logits `[len(text) - start, vocab]` of one text under plain decoding, and the rounding of other shapes.
 
     Args:
         text: token ids; the last is never fed.
         start: tokens of the prompt, at least 1; plain decoding starts after it.
         near: other shapes start at this position, from `start` to the last token.
-
-    Returns:
-        Logits `[len(text) - start, vocab]` of plain decoding, and the rounding at the positions from `near` on.
     """
     baseline = fed_logits(target, text, start, ALONE)
     rows = baseline[near - start :]
@@ -388,7 +384,7 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
     Wrong guesses after it are dropped.
 
     Returns:
-        `[len(text) - start, vocab]` in the model's dtype: row i is the logits that `text[start + i]` is chosen from.
+        `[len(text) - start, vocab]`: row i is the logits that `text[start + i]` is chosen from.
     """
     caches = [target.new_cache() for _ in range(1 + len(feeding.beside))]
     try:

@@ -15,12 +15,10 @@ from truedraft import SamplingParams
 from truedraft.certify import Report
 from truedraft.certify.checks import Status
 from truedraft.certify.engines import certify_engine, compare_engines
-from truedraft.certify.engines.allowance import EXACT
 from truedraft.certify.engines.alternatives import COPIED, alternatives_for, ngram_candidates
-from truedraft.certify.engines.answer_probs import AnswerProbs, Judge
+from truedraft.certify.engines.answer_probs import EXACT, AnswerProbs, Judge
 from truedraft.certify.engines.behaviour import lengths
-from truedraft.certify.engines.bets import WEIGHTS, Bets
-from truedraft.certify.engines.evidence import Evidence
+from truedraft.certify.engines.evidence import WEIGHTS, Bets, Evidence
 from truedraft.certify.engines.run import drafted
 from truedraft.errors import OptionError, PeerError
 from truedraft.measure.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply

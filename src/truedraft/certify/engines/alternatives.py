@@ -28,11 +28,10 @@ _BEHIND = 2
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A distribution that a faulty engine may sample from.
+    """A distribution that a faulty engine may sample from, and the class of fault that it represents.
 
-    Attributes:
-        fault: the class of fault that it represents.
-        probs: float64, folded (`AnswerProbs.folded`), from an answer and its drafts; a row that equals p bets nothing.
+    `probs` gives it, float64 and folded (`AnswerProbs.folded`), from an answer and its drafts; a row that equals p bets
+    nothing.
     """
 
     name: str

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.certify.checks import Finding, Part, Status
-from truedraft.certify.engines.allowance import Allowance
-from truedraft.certify.engines.answer_probs import Judge, unknown_end
+from truedraft.certify.engines.answer_probs import Allowance, Judge, unknown_end
 from truedraft.certify.engines.under_test import Answered, EngineUnderTest
 from truedraft.measure.peers import Question, Reply
 from truedraft.models.base import LanguageModel
@@ -79,12 +78,7 @@ def stop_questions(asked: EngineUnderTest, tokenizer: Tokenizer, greedy: Sequenc
 def stops(
     answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: Tokenizer, judge: Judge
 ) -> Finding:  # fmt: skip
-    """Check that answers end before their stop text, and not earlier.
-
-    Args:
-        answered: answers with stop texts.
-        greedy: answers to the same prompts without. They are compared as far as the two agree.
-    """
+    """Check that answers end at their stop text, as far as they agree with the `greedy` ones without it."""
     whole = {question.prompt: tokenizer.decode(reply.token_ids) for question, reply in greedy}
     wrong: list[str] = []
     for question, reply in answered:
@@ -144,12 +138,7 @@ def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Fin
 
 
 def logprobs(differences: Tensor | None, allowance: Allowance, judged: bool) -> Finding:
-    """Compare the engine's log-probabilities with the target's.
-
-    Args:
-        differences: the engine's minus ours, `[tokens]`; None if it returns none.
-        judged: whether rounding was measured, so that larger differences are a fault.
-    """
+    """Compare log-probabilities; `judged` is whether rounding was measured, so that larger differences are a fault."""
     name = "told log-probabilities are the target's"
     if differences is None or not len(differences):
         return Finding(Part.LOGPROBS, name, Status.DOES_NOT_APPLY, "the engine tells none")

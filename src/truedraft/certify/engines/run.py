@@ -13,9 +13,16 @@ from torch import Tensor
 from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
 from truedraft.certify.e_process import ALARM, CERTAIN, ENOUGH
 from truedraft.certify.engines import behaviour
-from truedraft.certify.engines.allowance import Allowance, judging_logits, measured_allowance
 from truedraft.certify.engines.alternatives import COPIED, ngram_candidates
-from truedraft.certify.engines.answer_probs import AnswerProbs, Judge, filtered, with_one_end
+from truedraft.certify.engines.answer_probs import (
+    Allowance,
+    AnswerProbs,
+    Judge,
+    filtered,
+    judging_logits,
+    measured_allowance,
+    with_one_end,
+)
 from truedraft.certify.engines.evidence import Evidence
 from truedraft.certify.engines.under_test import (
     GREEDY_PROMPTS,
@@ -56,10 +63,9 @@ def certify_engine(
     """Check that an engine's tokens follow the model's own forward, and its lengths, stops and seeds.
 
     Args:
-        peer: the engine.
-        target: the model that it is said to run, preferably in float32.
+        target: the model that the engine is said to run, preferably in float32.
         prompts: token ids; more prompts give more power.
-        params: temperature, top-k, top-p, min-p, penalties. With a seed, requests get consecutive seeds from it on.
+        params: temperature, filters, penalties. With a seed, requests get consecutive seeds from it on.
         rounded: the same weights in the engine's likely precision, to measure the effect of rounding.
         drafts: draft models that the engine may use, by name, so that faults of verification can be named.
         allowance: largest difference of its log-probabilities from the target's; None measures it.

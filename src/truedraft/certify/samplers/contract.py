@@ -84,14 +84,7 @@ class Sampler:
         return cls(name, function, tuple(names))
 
     def emit(self, rows: Rows, seed: int) -> Tensor:
-        """Call the sampler.
-
-        Args:
-            rows: its input.
-            seed: for its random numbers, however it gets them.
-
-        Returns:
-            Emitted tokens `[batch, k + 1]`, int64, padded with -1.
+        """The tokens `[batch, k + 1]`, int64, padded with -1, that the sampler emits with the random numbers of a seed.
 
         Raises:
             OptionError: it failed, or returned something else.

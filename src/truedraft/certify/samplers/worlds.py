@@ -43,10 +43,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class SamplerWorld:
-    """A target and a draft over all texts of up to k tokens.
+    """A target and a draft over all texts of up to k tokens; the name is for reports.
 
     Attributes:
-        name: for reports.
         target: `[vocab**d, vocab]` for d = 0 to k, float64: the target's distribution after each text of d tokens.
         draft: `[vocab**d, vocab]` for d = 0 to k - 1, float64: the draft's.
     """
