@@ -153,13 +153,6 @@ def test_findings_hold_for_a_correct_stack_and_fail_for_a_broken_one(monkeypatch
     assert tokens.status is Status.FAILS
 
 
-def test_a_token_that_the_target_forbids_fails_at_once() -> None:
-    """With top-k 1 all but the best token is impossible; accepting always emits some."""
-    broken = Stack(markov(0), faults.next_id(8), faults.accepts_always(SpeculativeSampling()))
-    sample = sample_of(broken, 1, SamplingParams(temperature=1.0, top_k=1))
-    assert sample.impossible > 10
-
-
 # ------------------------------------------------------------------------------------------------- distributions and
 # sets
 

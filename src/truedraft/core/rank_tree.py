@@ -196,10 +196,6 @@ class CandidatePaths:
     Worked example: with 2 heads, 3 ranks and 3 nodes the candidates are (0), (1), (2), (0, 0) and (0, 1); (1, 0) is
     none, because (0), (1) and (0, 0) come first.
 
-    Args:
-        depth: number of heads.
-        ranks: guesses of each head.
-
     Attributes:
         nodes: limited to the number of candidates.
         paths: the candidates: shorter ones first, then those of lower ranks. So a child comes after its parent.
@@ -296,8 +292,7 @@ def _candidates(depth: int, ranks: int, nodes: int) -> tuple[list[tuple[int, ...
 
 @lru_cache(maxsize=64)
 def candidate_paths(depth: int, ranks: int, nodes: int) -> CandidatePaths:
-    """The candidates for trees of `nodes` nodes, cached because they recur at every step. Arguments as in
-    `CandidatePaths`."""
+    """The candidates for trees of `nodes` nodes, cached because they recur at every step."""
     return CandidatePaths(depth, ranks, nodes)
 
 
