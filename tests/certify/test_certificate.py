@@ -248,6 +248,6 @@ def test_a_model_that_loads_slowly_is_not_loaded_again_and_has_its_seconds_other
         raise AssertionError("it was loaded")
 
     slow, quick = EqualityInFloat32(load, 30.0, 60.0), EqualityInFloat32(load, 15.0, 60.0)
-    assert (slow.apart_s, quick.apart_s) == (0.0, 15.0)
+    assert (slow.extra_s, quick.extra_s) == (0.0, 15.0)
     (finding,) = slow.run(Context(healthy(), TEXTS, WARM, seconds=3.0, ends=common.now() + 3.0))
     assert finding.status is Status.DOES_NOT_APPLY and "about --minutes 1.5" in finding.summary

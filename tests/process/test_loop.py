@@ -266,8 +266,7 @@ def test_windows_are_chosen_where_batches_are_free_and_not_where_they_cost_their
     chains: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(process: Dear, window: int | Windows) -> Chains:
-        for module in ("loop", "plain"):
-            monkeypatch.setattr(f"truedraft.process.{module}.time", process)
+        monkeypatch.setattr("truedraft.process.loop.time", process)
         return speculate(process, Wells().start(chains), 400, draft=LastOutput(), window=window)
 
     free = Dear(3e-3, 0.0)

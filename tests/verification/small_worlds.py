@@ -67,7 +67,7 @@ def run(rule: Rule, cases: Sequence[Case], scripts: Sequence[Script]) -> list[tu
     noise = [ScriptedNoise(script) for script in scripts]
     verdicts = verdicts_of(rule, cases, noise)
     return [
-        (verdict, [key for key in decisions(rule, case, verdict) if key in own.asked])
+        (verdict, [key for key in decisions(rule, case, verdict) if key in own.requested])
         for case, verdict, own in zip(cases, verdicts, noise, strict=True)
     ]
 

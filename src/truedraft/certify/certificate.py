@@ -58,7 +58,7 @@ def certify(
     check_run(prompts, stack.target.context_length - 2, batch, seconds)
     began = common.now()
     checks = checks_of(stack, params, in_float32)
-    shared_s = seconds - sum(check.apart_s for check in checks)
+    shared_s = seconds - sum(check.extra_s for check in checks)
     whole = Context(stack, prompts, params, batch, shared_s, ends=began + most_seconds)
     try:
         if announce is not None and stack.rule.lossless:
@@ -70,7 +70,7 @@ def certify(
     return Report(
         "Certificate",
         findings,
-        _options(params, batch),
+        ", ".join([*option_words(params), *["seeded"] * params.seeded, f"batch {batch}"]),
         _notes(findings),
         {"lossless": stack.rule.lossless, "batch": batch},
         lossy=not stack.rule.lossless,
@@ -85,7 +85,7 @@ def _findings(checks: Sequence[Check], whole: Context, report: Callable[[Part, f
         own = [each for each in checks if each.part is check.part]
         left_s = whole.ends - common.now()
         coming_s = sum(each.share for each in checks[number:]) * whole.seconds
-        extra_s = sum(each.apart_s for each in checks[number:])
+        extra_s = sum(each.extra_s for each in checks[number:])
         scale = min(1.0, max(left_s - extra_s, 0.0) / coming_s)
         seconds = check.share * whole.seconds * scale
         context = replace(
@@ -93,7 +93,7 @@ def _findings(checks: Sequence[Check], whole: Context, report: Callable[[Part, f
             seconds=seconds,
             tell=share_of(partial(report, check.part), own.index(check), len(own)),
             earlier=tuple(findings),
-            ends=whole.ends - (coming_s * scale - seconds) - (extra_s - check.apart_s),  # less the time of later checks
+            ends=whole.ends - (coming_s * scale - seconds) - (extra_s - check.extra_s),  # less the time of later checks
         )
         try:
             findings += check.run(context)
@@ -133,10 +133,6 @@ def _refuse_unusable(stack: Stack, params: SamplingParams) -> None:
         )
 
 
-def _options(params: SamplingParams, batch: int) -> str:
-    return ", ".join([*option_words(params), *["seeded"] * params.seeded, f"batch {batch}"])
-
-
 def _notes(findings: Sequence[Finding]) -> list[str]:
     notes = []
     if any(finding.part is Part.STATISTICAL for finding in findings):
@@ -158,14 +154,19 @@ _MINUTE = 60.0
 
 def predicted_time(context: Context, seconds: float) -> str:
     """A sentence with the measured rate, the number of tokens in `seconds`, and the detectable deviation."""
+    stack, length = context.stack, min(_TRIED, context.params.max_tokens)
     if context.params.greedy:
-        rate = _compared_per_s(context)
+        options, prompt = open_ended(as_greedy(context.params), length), [list(context.prompts[0])[:_TRIED]]
+        engines = [stack.plain(1), stack.engine(1)]
+        rate = _per_s(lambda: sum(len(each.generate(prompt, options)[0].token_ids) for each in engines) // 2)
         tokens = int(rate * Equality.share * seconds)
         return (
             f"{rate:.1f} tokens a second are answered plainly and with speculation, so in {_said(seconds)} about "
             f"{tokens:,} are compared with plain decoding's"
         )
-    rate = _tested_per_s(context)
+    prompts = beginnings(context.prompts, _TRIED, len(context.prompts))
+    answers = scored_answers(stack, prompts, context.params, context.batch, length=length)
+    rate = _per_s(lambda: sum(len(scored.tokens) for scored in next(answers)))
     share = Statistics.share * TOKENS_SHARE
     found = detectable(int(rate * share * seconds), context)
     most = max(seconds, 1.0)
@@ -187,21 +188,6 @@ def detectable(tokens: int, context: Context) -> float:
     tests = len(Events(context.stack.target.vocab_size, context.batch).names)
     whole = TestResult("", tokens, tokens / 2, tokens // 2, tokens / 4, 1.0)
     return whole.smallest_detectable(FALSE_ALARM / tests)
-
-
-def _tested_per_s(context: Context) -> float:
-    """Tokens per second that are generated and have their distributions computed."""
-    prompts, length = beginnings(context.prompts, _TRIED, len(context.prompts)), min(_TRIED, context.params.max_tokens)
-    answers = scored_answers(context.stack, prompts, context.params, context.batch, length=length)
-    return _per_s(lambda: sum(len(scored.tokens) for scored in next(answers)))
-
-
-def _compared_per_s(context: Context) -> float:
-    """Tokens per second that are generated plainly and again with speculation."""
-    options = open_ended(as_greedy(context.params), min(_TRIED, context.params.max_tokens))
-    prompt = [list(context.prompts[0])[:_TRIED]]
-    engines = [context.stack.plain(1), context.stack.engine(1)]
-    return _per_s(lambda: sum(len(each.generate(prompt, options)[0].token_ids) for each in engines) // len(engines))
 
 
 def _per_s(trial: Callable[[], int]) -> float:

@@ -160,12 +160,12 @@ class Check(ABC):
 
     Attributes:
         share: fraction of the certificate's time that it may take.
-        apart_s: seconds that it takes in addition to its share.
+        extra_s: seconds that it takes in addition to its share.
     """
 
     part: ClassVar[Part]
     share: float = 0.0
-    apart_s: float = 0.0
+    extra_s: float = 0.0
 
     @abstractmethod
     def run(self, context: Context) -> list[Finding]:

@@ -337,7 +337,12 @@ def next_id(vocab: int) -> Drafter:
 
 def hides_unlikely_draws(drafter: Drafter, least: float) -> Drafter:
     """Shows a proposal only if the first drawn token was likely under the draft: a choice after the draw."""
-    return _showing_where(drafter, lambda own: _first_probability(own) >= least)
+
+    def likely(own: Proposal) -> bool:
+        draw = own.draws[0][0]
+        return own.probs is None or float(own.probs[draw.dist, own.tree.host_ids[draw.child]]) >= least
+
+    return _showing_where(drafter, likely)
 
 
 def loses_what_it_drew(drafter: Drafter) -> Drafter:
@@ -351,11 +356,6 @@ def _showing_where(drafter: Drafter, shows: Callable[[Proposal], bool]) -> Draft
         return [own if not len(own.tree) or shows(own) else Proposal.empty() for own in drafted]
 
     return altered(drafter, propose=propose)
-
-
-def _first_probability(proposal: Proposal) -> float:
-    draw = proposal.draws[0][0]
-    return 1.0 if proposal.probs is None else float(proposal.probs[draw.dist, proposal.tree.host_ids[draw.child]])
 
 
 def loses_last_accepted(model: LanguageModel) -> LanguageModel:
@@ -398,7 +398,7 @@ class Fault:
         form: its effect at a node with one draft; None if it is not in verification.
         plant: makes the broken stack from one that drafts one token a step; None if it cannot be planted.
         needs_draw: whether it shows only if drafts are drawn from a distribution.
-        behind: its effect on the token after an accepted one, from p `[vocab]` before that one, its id, and p after it.
+        following: its effect on the token after an accepted one, from p before that one, its id, and p after it.
         joint: the probability of each cell of a sampler world `[cells]`, float64; None if `form` determines it.
     """
 
@@ -407,7 +407,7 @@ class Fault:
     form: Form | None = None
     plant: Callable[[Stack], Stack] | None = None
     needs_draw: bool = False
-    behind: Callable[[Tensor, int, Tensor], Tensor] | None = None
+    following: Callable[[Tensor, int, Tensor], Tensor] | None = None
     joint: Callable[[SamplerWorld], Tensor] | None = None
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
@@ -421,11 +421,12 @@ class Fault:
         return self.plant(stack)
 
 
-def _accepting_always(stack: Stack) -> Stack:
-    return stack.but(rule=accepts_always(stack.rule), coupled_rule=coupled_accepts_always())
-
-
-KEEPS_ALL = Fault("keeps every drafted token", "whatever the target says", lambda p, q: after(q, p), _accepting_always)
+KEEPS_ALL = Fault(
+    "keeps every drafted token",
+    "whatever the target says",
+    lambda p, q: after(q, p),
+    lambda stack: stack.but(rule=accepts_always(stack.rule), coupled_rule=coupled_accepts_always()),
+)
 RESIDUAL_IS_P = Fault(
     "the residual is p",
     "after a rejection the token is drawn from p",
@@ -442,7 +443,7 @@ ONE_GUMBEL = Fault("shared noise", "the Gumbel noise that drew the draft also dr
 SHARED_BY_TOKENS = Fault(
     "two tokens share their noise",
     plant=lambda stack: stack.but(coupled_rule=coupled_one_key()),
-    behind=probs_under_shared_noise,
+    following=probs_under_shared_noise,
 )
 IN_BFLOAT16 = Fault(
     "draft drawn in bfloat16, judged in float32",

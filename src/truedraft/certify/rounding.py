@@ -30,7 +30,6 @@ from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.cache import RequestCache
 from truedraft.models.cache.carried import PIECE
 
 _LEEWAY = 2.0
@@ -386,65 +385,52 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
     Returns:
         `[len(text) - start, vocab]`: row i is the logits that `text[start + i]` is chosen from.
     """
-    caches = [target.new_cache() for _ in range(1 + len(feeding.beside))]
-    try:
-        return torch.cat(_Fed(target, text, caches, feeding).rows(start))
-    finally:
-        for cache in caches:
-            target.release_cache(cache)
+    text = list(text)
+    cache, *others = caches = [target.new_cache() for _ in range(1 + len(feeding.beside))]
 
-
-class _Fed:
-    def __init__(
-        self, target: LanguageModel, text: Sequence[int], caches: Sequence[RequestCache], feeding: Feeding
-    ) -> None:
-        self._target = target
-        self._text = list(text)
-        self._cache, *self._others = caches
-        self._feeding = feeding
-
-    def rows(self, start: int) -> list[Tensor]:
-        prefilled = len(self._text) - 1 if self._feeding.at_once else start
-        found: list[Tensor] = []
-        for first in range(0, prefilled, PIECE):
-            ids = self._text[first : min(first + PIECE, prefilled)]
-            rows = [row for row in range(len(ids)) if first + row >= start - 1] if first + len(ids) >= start else []
-            logits = self._forward(ids, chain_shape(len(ids)), rows, range(len(ids)))
-            found += [logits] if rows else []
-        while self._cache.length < len(self._text) - 1:
-            ids, shape, path = self._drafted(self._cache.length)
-            found.append(self._forward(ids, shape, range(len(ids)), path)[path])
-        return found
-
-    def _drafted(self, place: int) -> tuple[list[int], TreeShape, list[int]]:
-        """The token at a position and the tree below it: ids, shape, and the nodes of the text."""
-        path = self._text[place : min(place + 1 + self._feeding.depth, len(self._text) - 1)]
-        ids, parents, nodes = [path[0]], [-1], [0]
-        for token in path[1:]:
-            # Wrong guesses come first, so that keeping the path moves cache entries.
-            ids += [self._other(token, number) for number in range(self._feeding.siblings)] + [token]
-            parents += [nodes[-1]] * (self._feeding.siblings + 1)
-            nodes.append(len(ids) - 1)
-        for number in range(self._feeding.rejected):
-            parents.append(len(ids) - 1)
-            ids.append(self._other(ids[-1], number))
-        return ids, TreeShape(tuple(parents)), nodes
-
-    def _other(self, token: int, number: int) -> int:
-        return (token + 1 + number) % self._target.vocab_size
-
-    def _forward(self, ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
+    def forward(ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
         """Run one forward with the neighbours, commit the path, and return the logits of some rows."""
         segments = []
-        for number, (cache, count) in enumerate(zip(self._others, self._feeding.beside, strict=True), 1):
-            cache.rollback(0)
-            tokens = [self._text[(7 * number + i) % len(self._text)] for i in range(count)]
-            segments.append(_chain(cache, tokens[: self._target.context_length]))
-        segments.append(Segment(self._cache, torch.tensor(list(ids)), shape, rows))
-        logits = self._target.forward(segments).logits
-        self._cache.commit(path)
+        for number, (other, count) in enumerate(zip(others, feeding.beside, strict=True), 1):
+            other.rollback(0)
+            tokens = [text[(7 * number + i) % len(text)] for i in range(count)][: target.context_length]
+            segments.append(Segment(other, torch.tensor(tokens), chain_shape(len(tokens)), range(len(tokens))))
+        segments.append(Segment(cache, torch.tensor(list(ids)), shape, rows))
+        logits = target.forward(segments).logits
+        cache.commit(path)
         return logits[len(logits) - len(rows) :].clone()
 
+    try:
+        prefilled = len(text) - 1 if feeding.at_once else start
+        found: list[Tensor] = []
+        for first in range(0, prefilled, PIECE):
+            ids = text[first : min(first + PIECE, prefilled)]
+            rows = [row for row in range(len(ids)) if first + row >= start - 1] if first + len(ids) >= start else []
+            logits = forward(ids, chain_shape(len(ids)), rows, range(len(ids)))
+            found += [logits] if rows else []
+        while cache.length < len(text) - 1:
+            ids, shape, path = _drafted(text[cache.length : -1], feeding, target.vocab_size)
+            found.append(forward(ids, shape, range(len(ids)), path)[path])
+        return torch.cat(found)
+    finally:
+        for each in caches:
+            target.release_cache(each)
 
-def _chain(cache: RequestCache, tokens: Sequence[int]) -> Segment:
-    return Segment(cache, torch.tensor(list(tokens)), chain_shape(len(tokens)), range(len(tokens)))
+
+def _drafted(text: Sequence[int], feeding: Feeding, vocab: int) -> tuple[list[int], TreeShape, list[int]]:
+    """The first token of a text and the tree below it: ids, shape, and the nodes of the text."""
+
+    def other(token: int, number: int) -> int:
+        return (token + 1 + number) % vocab
+
+    first, *drafted = text[: 1 + feeding.depth]
+    ids, parents, nodes = [first], [-1], [0]
+    for token in drafted:
+        # Wrong guesses come first, so that keeping the path moves cache entries.
+        ids += [other(token, number) for number in range(feeding.siblings)] + [token]
+        parents += [nodes[-1]] * (feeding.siblings + 1)
+        nodes.append(len(ids) - 1)
+    for number in range(feeding.rejected):
+        parents.append(len(ids) - 1)
+        ids.append(other(ids[-1], number))
+    return ids, TreeShape(tuple(parents)), nodes

@@ -347,7 +347,8 @@ class LossyDivergence(Check):
             if deadline.over and (len(found) > batch or not found):
                 break
         if not found:
-            return [_unmeasured()]
+            summary = "the rule is lossy and says nothing of its divergence"
+            return [Finding(self.part, "divergence of a token's distribution", Status.FAILS, summary)]
         return [_measured(found), *([] if params.greedy else [_outside(tests)])]
 
 
@@ -371,11 +372,6 @@ def _measured(found: Sequence[Divergence]) -> Finding:
         "total_variation_greedy": greedy.mean,
     }
     return Finding(Part.DIVERGENCE, "divergence of a token's distribution", Status.MEASURED, summary, facts)
-
-
-def _unmeasured() -> Finding:
-    summary = "the rule is lossy and says nothing of its divergence"
-    return Finding(Part.DIVERGENCE, "divergence of a token's distribution", Status.FAILS, summary)
 
 
 def _outside(tests: TokenTests) -> Finding:

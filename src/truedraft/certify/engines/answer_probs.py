@@ -23,16 +23,16 @@ class Allowance:
     Attributes:
         log_ratio: bound for sums over many tokens (bets and events), as if each log-probability were off by it.
         edge: largest |log p' - log p| of any single token, which decides on which side of a filter's edge it is.
-        told: the origin, in words.
+        origin: of these numbers, in words.
     """
 
     log_ratio: float
     edge: float
-    told: str
+    origin: str
 
     def at(self, params: SamplingParams) -> float:
         """The log ratio under the options' temperature and penalties; greedy requests compare logits as they are."""
-        return min(self.log_ratio * stretch(params) / (1.0 if params.greedy else params.temperature), FAR)
+        return min(self.log_ratio * penalty_factor(params) / (1.0 if params.greedy else params.temperature), FAR)
 
 
 FAR = 300.0
@@ -40,7 +40,7 @@ FAR = 300.0
 EXACT = Allowance(0.0, 0.0, "nothing is rounded")
 
 
-def stretch(params: SamplingParams) -> float:
+def penalty_factor(params: SamplingParams) -> float:
     """Factor by which penalties increase an error in logits; the repetition penalty multiplies them."""
     return max(params.repetition_penalty, 1.0 / params.repetition_penalty)
 
@@ -318,7 +318,7 @@ def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], all
 
     Greedy requests take the most likely token, ties to the lowest id. `logits` `[rows, vocab]` are float64.
     """
-    off, edge = (min(each * stretch(params), FAR) for each in (allowance.log_ratio, allowance.edge))
+    off, edge = (min(each * penalty_factor(params), FAR) for each in (allowance.log_ratio, allowance.edge))
     if params.greedy:
         return _greedy(logits, edge)
     scores = logits

@@ -100,7 +100,7 @@ def certify_engine(
     findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
     findings += _promises(engine, greedy, [*greedy, *answers], judge)
     tell(Part.BEHAVIOUR, 1.0)
-    more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
+    more = {"allowance": allowed.log_ratio, "allowance_is": allowed.origin}
     return engine_report(findings, [engine], now() - began, **more)
 
 
@@ -160,7 +160,7 @@ def _sampled(
         if evidence.tokens >= tokens or deadline.over or CERTAIN in evidence.process.reached:
             break
         try:
-            answered = engine.ask(questions)
+            answered = engine.send(questions)
         except PeerError as error:
             failed = error
             break
@@ -229,7 +229,7 @@ def _promises(
     try:
         questions = [] if tokenizer is None else behaviour.stop_questions(engine, tokenizer, greedy[:GREEDY_PROMPTS])
         if questions and tokenizer is not None:
-            found.insert(0, behaviour.stops(engine.ask(questions), greedy, tokenizer, judge))
+            found.insert(0, behaviour.stops(engine.send(questions), greedy, tokenizer, judge))
         found += behaviour.seeds(engine)
     except PeerError as error:
         name = "stop texts and seeds"

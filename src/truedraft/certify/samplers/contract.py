@@ -35,18 +35,18 @@ from truedraft.measure.peers import load_function
 _OFFSET = 3.0
 
 
-def _uniforms(rows: Rows, seed: int) -> Tensor:
-    batch, drafted = rows.draft_tokens.shape
-    return torch.rand(batch, 2 * drafted + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 _ARGUMENTS: Mapping[str, Callable[[Rows, int], Any]] = {
     "draft_tokens": lambda rows, seed: rows.draft_tokens.clone(),
     "draft_probs": lambda rows, seed: rows.draft_probs.clone(),
     "target_probs": lambda rows, seed: rows.target_probs.clone(),
     # Logits have an arbitrary offset in each row, so these are not logarithms of probabilities.
     "target_logits": lambda rows, seed: rows.target_probs.log() + _OFFSET,
-    "uniforms": _uniforms,
+    "uniforms": lambda rows, seed: torch.rand(
+        len(rows),
+        2 * rows.draft_tokens.shape[1] + 1,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
+    ),
     "generator": lambda rows, seed: torch.Generator().manual_seed(seed),
 }
 _OF_TARGET = ("target_probs", "target_logits")

@@ -131,7 +131,11 @@ def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], se
         "Certificate of a sampler",
         [_verdict(facts, found, worlds, diagnosis), *worlds, *worst_places(tallies)],
         f"{sampler.name}, {rows:,} rows",
-        [*map(_note, itertools.count(1), facts), _kept(kept, by_rule), *diagnosis.get("notes", ())],
+        [
+            *map(_note, itertools.count(1), facts),
+            f"{kept:.3f} drafted tokens kept for each row; speculative sampling keeps {by_rule:.3f}, token by token",
+            *diagnosis.get("notes", ()),
+        ],
         {**about, "runs": facts, "accepted": kept, "accepted_by_rule": by_rule},
         seconds=seconds,
     )
@@ -165,10 +169,6 @@ def _note(number: int, run: Mapping[str, Any]) -> str:
     for level, rows in run["rows_to"].items():
         words.append(f"{level} after {rows} rows, {run['tokens_to'][level]} tokens" if rows else f"{level} not reached")
     return "; ".join(words)
-
-
-def _kept(kept: float, by_rule: float) -> str:
-    return f"{kept:.3f} drafted tokens kept for each row; speculative sampling keeps {by_rule:.3f}, token by token"
 
 
 def _of_worlds(evidence: Evidence) -> list[Finding]:

@@ -47,17 +47,32 @@ def suspects() -> list[Fault]:
     """All faults that can be named; `joint_of` gives their output."""
     position, typical, other = "judged at the wrong position", "typical acceptance", "judged at another temperature"
     bonus = "the bonus token is wrong"
+    typically = _judging(lambda p, q: faults.after(faults.typical(p, q), faults.argmax(p)))
     return [
         *faults_of_judging(),
         Fault(position, "by the target one token later", joint=partial(_joint, step=_too_late)),
-        Fault(position, "by the target one token earlier", joint=partial(_joint, step=_too_early)),
+        Fault(
+            position,
+            "by the target one token earlier",
+            joint=partial(_joint, step=lambda level: faults.judged(level.before, level.q, level.q)),
+        ),
         *(Fault(bonus, detail, joint=partial(_joint, bonus=drawn_from)) for detail, drawn_from in _BONUSES),
         Fault("shared noise", "one number judges all drafted tokens of a row", joint=_one_number_for_all),
-        Fault(typical, f"{_TYPICAL}, behind it the argmax", joint=_typical_joint),
+        Fault(
+            typical, f"{_TYPICAL}, behind it the argmax", joint=partial(_joint, step=typically, bonus=_BONUSES[2][1])
+        ),
         Fault(typical, f"{_TYPICAL}, behind it a draw from p", lambda p, q: faults.after(faults.typical(p, q), p)),
-        Fault("greedy", "the argmax of p is emitted, whatever was drafted", joint=_greedy),
-        Fault(other, "all of the target's distributions at temperature 2", joint=partial(_flat, 2.0)),
-        Fault(other, "all of the target's distributions at 0.5", joint=partial(_flat, 0.5)),
+        Fault("greedy", "the argmax of p is emitted, whatever was drafted", joint=partial(_as_if, faults.argmax)),
+        Fault(
+            other,
+            "all of the target's distributions at temperature 2",
+            joint=partial(_as_if, partial(faults.at_temperature, 2.0)),
+        ),
+        Fault(
+            other,
+            "all of the target's distributions at 0.5",
+            joint=partial(_as_if, partial(faults.at_temperature, 0.5)),
+        ),
     ]
 
 
@@ -88,11 +103,9 @@ def accepted_by_rule(world: SamplerWorld) -> float:
 # ----------------------------------------------------------------------------------------------------- joint answers
 
 
-def _own_bonus(world: SamplerWorld) -> Tensor:
-    return world.target[-1]
-
-
-def _joint(world: SamplerWorld, step: Step = _SOUND, bonus: Callable[[SamplerWorld], Tensor] = _own_bonus) -> Tensor:
+def _joint(
+    world: SamplerWorld, step: Step = _SOUND, bonus: Callable[[SamplerWorld], Tensor] = lambda world: world.target[-1]
+) -> Tensor:
     """The cells of a token-by-token rule; `bonus` gives `[texts, vocab]` for texts of k tokens."""
     cells = torch.zeros_like(world.joint)
     reach = torch.ones(1, dtype=torch.float64)  # probability that each text was drafted and kept
@@ -123,20 +136,9 @@ def _one_number_for_all(world: SamplerWorld) -> Tensor:
     return cells + (reach[:, None] * world.target[-1]).flatten()
 
 
-def _typical_joint(world: SamplerWorld) -> Tensor:
-    step = _judging(lambda p, q: faults.after(faults.typical(p, q), faults.argmax(p)))
-    return _joint(world, step, lambda world: faults.argmax(world.target[-1]))
-
-
-def _greedy(world: SamplerWorld) -> Tensor:
-    argmax = tuple(faults.argmax(p) for p in world.target)
-    return SamplerWorld(world.name, argmax, world.draft).joint
-
-
-def _flat(temperature: float, world: SamplerWorld) -> Tensor:
-    return SamplerWorld(
-        world.name, tuple(faults.at_temperature(temperature, p) for p in world.target), world.draft
-    ).joint
+def _as_if(changed: Callable[[Tensor], Tensor], world: SamplerWorld) -> Tensor:
+    """The joint distribution of a target with changed distributions."""
+    return SamplerWorld(world.name, tuple(map(changed, world.target)), world.draft).joint
 
 
 _BONUSES: tuple[tuple[str, Callable[[SamplerWorld], Tensor]], ...] = (
@@ -153,7 +155,3 @@ def _too_late(level: Level) -> tuple[Tensor, Tensor]:
     kept = level.q * faults.ratio(own, level.q).clamp_max(1.0)
     left = L.residual(level.after, level.q[:, None].expand_as(level.after))  # [texts, drafted, vocab]
     return kept, ((level.q - kept)[..., None] * left).sum(-2)
-
-
-def _too_early(level: Level) -> tuple[Tensor, Tensor]:
-    return faults.judged(level.before, level.q, level.q)
