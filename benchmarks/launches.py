@@ -39,7 +39,6 @@ class Drafting:
     ngram: int = 3
 
     def check_model(self) -> dict[Path, str]:
-        """What must be there."""
         return {} if self.model is None else {self.model: _EXPORT}
 
 
@@ -58,16 +57,6 @@ def vllm_launch(
     more: Sequence[str] = (),
     program: Sequence[str] = VLLM_SERVER,
 ) -> Launch:
-    """vLLM's server.
-
-    Args:
-        name: for its log and for reports.
-        venv: the virtual environment that has vLLM.
-        target: folder of the model.
-        drafting: None answers plainly.
-        more: words behind its command.
-        program: that Python runs.
-    """
     started = (str(venv / "bin" / "python"), *program, "--model", str(target))
     named = ("--host", "127.0.0.1", "--port", PORT, "--served-model-name", SERVED_NAME, "--dtype", "bfloat16")
     limits = ("--max-num-seqs", str(_SEQUENCES))
@@ -109,7 +98,6 @@ def _vllm_environment(venv: Path) -> dict[str, str]:
 
 
 def _cores() -> list[int]:
-    """Numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -118,15 +106,6 @@ def _cores() -> list[int]:
 def llamacpp_launch(
     name: str, program: Path, target: Path, drafting: Drafting | None = None, more: Sequence[str] = ()
 ) -> Launch:
-    """llama.cpp's server.
-
-    Args:
-        name: for its log and for reports.
-        program: `llama-server`.
-        target: the model's GGUF file.
-        drafting: None answers plainly.
-        more: words behind its command.
-    """
     served = (str(program), "--model", str(target), "--alias", SERVED_NAME, "--host", "127.0.0.1", "--port", PORT)
     # The context is shared among the slots. Its threads spin while they wait, which costs seconds on cores that others
     # use too, so it gets one; words behind these say otherwise.

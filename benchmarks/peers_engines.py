@@ -53,15 +53,6 @@ class Running:
 
 @dataclass(frozen=True)
 class EngineWay:
-    """A way of answering of an engine.
-
-    Attributes:
-        engine: its name.
-        way: "plain", or how it drafts.
-        open: starts it, with the target.
-        batches: numbers of questions at once that it can be asked.
-    """
-
     engine: str
     way: str
     open: Callable[[LanguageModel], AbstractContextManager[Running]]
@@ -69,7 +60,6 @@ class EngineWay:
 
 
 def engine_ways() -> list[EngineWay]:
-    """All of them; models are made when a way is opened."""
     drafts: dict[str, Callable[[Callable[[str], Path]], Drafting | None]] = {
         "plain": lambda model: None,
         "draft model": lambda model: Drafting(DRAFT_TOKENS, model("draft"), NGRAM),
@@ -96,7 +86,6 @@ def engine_ways() -> list[EngineWay]:
 
 @contextlib.contextmanager
 def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Running]:
-    """An engine's server."""
     started = launch()
     ends = target.eos_token_ids
     tokenizer = Tokenizer.load(str(model_folder("target")))
@@ -111,7 +100,6 @@ def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Runn
 
 @contextlib.contextmanager
 def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Running]:
-    """transformers, in this process."""
     made, model = way(), stock("target")
 
     def peer(together: int, seed: int) -> Peer:
@@ -127,7 +115,6 @@ def vllm(way: str, drafting: Callable[[Callable[[str], Path]], Drafting | None])
 
 
 def llamacpp(way: str, drafting: Callable[[Callable[[str], Path]], Drafting | None]) -> Launch:
-    """llama.cpp's server."""
     return llamacpp_launch(f"llama.cpp {way}", LLAMA_SERVER, gguf("target"), drafting(gguf))
 
 
@@ -142,7 +129,6 @@ def universal() -> Way:
 
 @cache
 def model_folder(name: str) -> Path:
-    """An embedded model, exported."""
     return exported(RUNS, name)
 
 
@@ -153,7 +139,6 @@ def stock(name: str) -> PreTrainedModel:
 
 
 def loaded(folder: Path) -> PreTrainedModel:
-    """A model in bfloat16, as the other engines hold it."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 

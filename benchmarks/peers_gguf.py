@@ -16,7 +16,6 @@ PRETOKENIZER = "llama-bpe"
 
 
 def main() -> None:
-    """Run the script."""
     source, folder, out = (Path(word).resolve() for word in sys.argv[1:])
     sys.path[:0] = [str(source), str(source / "gguf-py")]
     from conversion import base  # lies beside the script

@@ -19,7 +19,6 @@ from common import be_asked
 
 
 def main() -> None:
-    """Load and answer."""
     file, threads = sys.argv[1:]
 
     def make() -> Callable[[dict[str, Any]], float]:
@@ -31,7 +30,6 @@ def main() -> None:
 
 
 def surprise(model: Any, pieces: list[list[int]]) -> float:
-    """The mean over all pieces, each read from an empty cache."""
     found: list[float] = []
     for ids in pieces:
         model.reset()

@@ -16,7 +16,6 @@ import llama_cpp
 
 
 def main() -> None:
-    """Write a file for each type."""
     file, folder, *types = sys.argv[1:]
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name in types:

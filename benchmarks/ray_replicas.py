@@ -63,7 +63,6 @@ async def exchange(port: int, path: str, body: dict[str, Any], leaves_s: float |
 
 
 def draw(chance: random.Random, expected: dict[tuple[str, int, int], str]) -> tuple[str, dict[str, Any], str | None]:
-    """Path and body of a request, and its answer where that is known."""
     prompt, tokens, seed = chance.choice(PROMPTS), chance.choice((4, 8, 16)), chance.randrange(-1, 4)
     body: dict[str, Any] = {"max_tokens": tokens, "stream": chance.random() < 0.5}
     body |= {"temperature": 0} if seed < 0 else {"temperature": 1.0, "seed": seed}
@@ -115,7 +114,6 @@ def replicas_below(root: int) -> list[int]:
 
 @contextlib.contextmanager
 def served_by(words: Sequence[str], logs: Path, count: int, name: str) -> Iterator[list[Server]]:
-    """So many servers, once all answer."""
     launch = Launch(name, (sys.executable, "-m", "truedraft", "serve", "--port", PORT, "--no-playground", *words))
     servers = [Server(launch, logs / str(number)) for number in range(count)]
     try:
@@ -133,7 +131,6 @@ ON_RAY = ("--ray", "--replicas", str(_REPLICAS), "--threads", "1")
 async def under_kills(
     server: Server, asked: argparse.Namespace, expected: dict[tuple[str, int, int], str]
 ) -> Counter[str]:
-    """What became of all requests, and how many replicas were killed."""
     chance, numbers, came = random.Random(asked.seed), iter(range(asked.requests)), Counter[str]()
 
     async def client() -> None:
@@ -237,7 +234,6 @@ def throughput(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
 
 
 def kills(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    """The first part."""
     expected = expected_answers(Engine(load_model("embedded:target"), prefix_cache_bytes=0))
     template = logs / "plain.jinja"
     template.write_text(_TEMPLATE)
@@ -261,7 +257,6 @@ def kills(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000, help="0 leaves the first part out")
     parser.add_argument("--clients", type=int, default=64)

@@ -44,17 +44,11 @@ class Launch:
     needs: Mapping[Path, str] = field(default_factory=dict)
 
     def at(self, port: int) -> list[str]:
-        """Its command, on a port."""
         return [word.replace(PORT, str(port)) for word in self.words]
 
 
 class Server:
     """An engine's server in a process of its own, in a process group of its own.
-
-    Args:
-        launch: how it is started.
-        logs: folder of its log, which is made where it is missing.
-        port: that it gets; None takes a free one.
 
     Raises:
         PeerError: something that it needs is not there, or its program cannot be run.
@@ -80,20 +74,14 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
-        """Of its first process."""
         return self._process.pid
 
     def wait(self, note: Callable[[str], None] | None = None, patience_s: float = _PATIENCE_S) -> None:
         """Until it is healthy.
-
-        Args:
-            note: is told every ten seconds how long it has been waited for, and the log's last line.
-            patience_s: how long.
 
         Raises:
             PeerError: it ended, or is not healthy by then; the log's last lines are told.
@@ -167,7 +155,6 @@ def serving(
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -54,22 +54,12 @@ DRAFT_TOKENS = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured.
-
-    Attributes:
-        row: of these.
-        name: in it.
-    """
-
     row: str
     name: str
 
 
 class Measured(Server):
-    """A server that is asked once before it is measured."""
-
     def warm(self) -> None:
-        """Wait until it is healthy, and answer a request."""
         self.wait(note)
         asyncio.run(closed_loop(self.port, Load([Request("x", 2)], 1)))
 
@@ -79,7 +69,6 @@ class Measured(Server):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mb(self) -> float:
-        """Resident memory of it and its children."""
         own = psutil.Process(self.pid)
         return sum(each.memory_info().rss for each in (own, *own.children(recursive=True))) / 2**20
 
@@ -91,7 +80,6 @@ def ours(
     drafter: str = "draft,num_speculative_tokens=12",
     size: str | None = SIZE,
 ) -> Measured:
-    """Our server."""
     padded = [] if size is None else ["--pad-to", size]
     words = (
         str(Path(sys.executable).with_name("truedraft")), "serve", "--model", "embedded:target", "--port", PORT,
@@ -111,19 +99,14 @@ def prompts(count: int, tokens: int | None = None) -> list[str]:
 
 
 class Kept(Lines):
-    """The file of what was measured."""
-
     def turns(self, cell: Cell) -> int:
-        """How many there are of a cell."""
         return sum((line["row"], line["name"]) == (cell.row, cell.name) for line in self.records)
 
     def keep(self, cell: Cell, found: Mapping[str, Any]) -> None:
-        """Write a turn."""
         self.add({**asdict(cell), **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
 
 
 def loads(clients: int, temperature: float, each: int = 4) -> Load:
-    """A closed loop's requests, so many for each client."""
     texts = prompts(max(each * clients, 12))
     return Load([Request(text, 64, temperature) for text in texts], clients)
 
@@ -163,7 +146,6 @@ def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) 
 
 
 def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], LoadResult]]]:
-    """The cells of a row, and how one server's turn of it is measured."""
     if row == "first":
         texts = prompts(TURNS * 2, 1400)
         numbers = iter(range(1 << 30))
@@ -193,7 +175,6 @@ def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], LoadRes
 
 
 def _capacity(kept: Kept, way: str) -> float:
-    """Tokens per second of the slower server with 16 clients, from the row closed."""
     lines = [line for line in kept.records if line["row"] == "closed" and line["name"] == f"16 clients, {way}"]
     if not lines:
         raise RuntimeError("the row open needs the row closed")
@@ -201,7 +182,6 @@ def _capacity(kept: Kept, way: str) -> float:
 
 
 def run(work: Any) -> LoadResult:
-    """What came of a load."""
     return asyncio.run(work)
 
 
@@ -356,7 +336,6 @@ def summary(kept: Kept) -> Iterator[dict[str, Any]]:
 
 
 def report(figures: Sequence[Mapping[str, Any]]) -> str:
-    """The summary as a table in Markdown."""
     lines = ["| row | cell | what | turns | median |", "|---|---|---|---|---|"]
     for each in figures:
         spread = "{median:.3f} ({least:.3f} to {most:.3f})".format(**each)
@@ -399,7 +378,6 @@ def _figures(row: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
 
 
 def main() -> int:
-    """Measure, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--minutes", type=float, default=75.0)

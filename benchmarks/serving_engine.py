@@ -27,7 +27,6 @@ while True:
 
 
 def answer(engine: Engine, load: dict[str, Any]) -> LoadResult:
-    """Answer all requests of a load, so many at a time."""
     waiting = [
         (each["prompt"], SamplingParams(each["max_tokens"], each["temperature"])) for each in reversed(load["requests"])
     ]
@@ -50,7 +49,6 @@ def answer(engine: Engine, load: dict[str, Any]) -> LoadResult:
 
 
 def answering() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What answers loads, beside a process that burns."""
     target = load_model("embedded:target", pad_to="500M")
     engine = Engine(target, with_own_drafts(from_spec("draft,num_speculative_tokens=12", target)), prefix_cache_bytes=0)
     engine.measure()

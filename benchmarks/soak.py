@@ -62,7 +62,6 @@ class Unreliable(PromptLookup):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """One time in 2,000 it raises."""
         if self._chance.random() < 1 / 2000:
             raise RuntimeError("a planted fault")
         return super().propose(batch, budgets, noise)
@@ -70,14 +69,6 @@ class Unreliable(PromptLookup):
 
 @dataclass
 class Case:
-    """One request.
-
-    Attributes:
-        body: of it.
-        leaves: when its client goes: "never", "before", "during", or "unread".
-        expected: the text, where it is known.
-    """
-
     body: dict[str, Any]
     leaves: str
     expected: str | None
@@ -85,21 +76,12 @@ class Case:
 
 @dataclass
 class Tally:
-    """What became of the requests.
-
-    Attributes:
-        ended: how often by what.
-        wrong: requests whose answer was not the expected one.
-        memory: bytes of this process after so many requests.
-    """
-
     ended: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)
 
 
 def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) -> Case:
-    """A request of any kind."""
     prompt, tokens = chance.choice(_PROMPTS), chance.choice((1, 4, 8, 16))
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
     text = None
@@ -129,7 +111,6 @@ def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) 
 
 
 async def ask(port: int, case: Case, tally: Tally) -> None:
-    """Send one request and read its answer, as far as its client does."""
     async with posted(port, json.dumps(case.body).encode()) as reader:
         if case.leaves == "before":
             tally.ended["left before"] += 1
@@ -178,7 +159,6 @@ def _unchunked(body: bytes) -> bytes:
 
 
 async def soak(port: int, requests: int, clients: int, chance: random.Random, expected: dict[Any, str]) -> Tally:
-    """Send all requests, so many at a time."""
     tally = Tally()
     numbers = iter(range(requests))
 
@@ -217,7 +197,6 @@ def expected_answers(engine: Engine) -> dict[tuple[str, int, int], str]:
 
 
 def main() -> int:
-    """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--clients", type=int, default=48)
@@ -254,7 +233,6 @@ def main() -> int:
 
 
 def report(engine: Engine, idle: bool, tally: Tally, requests: int, seconds: float) -> dict[str, Any]:
-    """What was found, and whether all held."""
     warm = [memory for number, memory in tally.memory if number >= _WARM * requests]
     growth = max(warm[-3:]) / max(warm[:3]) if len(warm) > 6 else None
     models = [engine.target, *(each.model for each in engine.drafter.members.values() if each.model is not None)]

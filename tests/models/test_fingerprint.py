@@ -18,9 +18,9 @@ from truedraft import load_model
 from truedraft.errors import ModelError
 from truedraft.models import checkpoint, huggingface
 from truedraft.models.backends.fused import FusedBackend
-from truedraft.models.checkpoint import sample_of
+from truedraft.models.checkpoint import fingerprint_of, sample_of
 from truedraft.models.export import export_model, save_padded
-from truedraft.models.huggingface import HuggingFaceModel, fingerprint_of
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.padding import PaddedSize, pad_model
 
@@ -119,9 +119,9 @@ def test_it_is_kept_as_long_as_the_files_are_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[PreTrainedModel] = []
-    real = huggingface.weights_hash
+    real = checkpoint.weights_hash
     monkeypatch.setattr(checkpoint, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(huggingface, "weights_hash", lambda model, dtype: asked.append(model) or real(model, dtype))
+    monkeypatch.setattr(checkpoint, "weights_hash", lambda model, dtype: asked.append(model) or real(model, dtype))
     first = load_model(folder).fingerprint
     assert [load_model(folder, dtype=dtype).fingerprint for dtype in ("float32", "float16")] == [first, first]
     assert len(asked) == 1
@@ -189,11 +189,11 @@ def test_packed_weights_have_none() -> None:
 
 def test_a_model_padded_in_memory_does_not_know_what_it_was() -> None:
     padded = pad_model(stock("llama"), SIZE)
-    with pytest.raises(ModelError, match="does not record what it was padded from"):
+    with pytest.raises(ModelError, match="was padded, and does not record"):
         fingerprint_of(padded)
     for backend in (fused_backend, graph_backend):
         model = HuggingFaceModel(pad_model(stock("llama"), SIZE), None, "padded", backend)
-        with pytest.raises(ModelError, match="is not known, for it was padded in memory"):
+        with pytest.raises(ModelError, match="was padded, and does not record"):
             _ = model.fingerprint
 
 

@@ -128,7 +128,7 @@ def test_values_that_no_file_has_are_refused(values: list[bytes], part: str, tmp
     [
         ([tensor("a", 2**32, 2**32)], "is cut off or damaged"),
         ([tensor("a", 0)], "has the tensor 'a' of the shape [0]"),
-        ([tensor("a", 33, kind=8)], "has the tensor 'a' of the shape [33], which type Q8_0 cannot have"),
+        ([tensor("a", 33, kind=8)], "has the tensor 'a' of the shape [33], which Q8_0 cannot have"),
         ([tensor("a", 8), tensor("a", 8, offset=32)], "has the tensor 'a' twice"),
         ([tensor("a", 8), tensor("b", 8, offset=0)], "is cut off or damaged"),
         ([tensor("a", 8, offset=2**63)], "is cut off or damaged"),

@@ -388,12 +388,12 @@ def test_quantised_weights_that_are_not_read(method: str, llama: Path, tmp_path:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ('{"eos_token_id"', "cannot be read"),
-        ("", "cannot be read"),
+        ('{"eos_token_id"', "cannot be used"),
+        ("", "cannot be used"),
         ("[]", "holds a list"),
-        (DEEP, "cannot be read"),
-        ('{"eos_token_id": "end"}', "has the eos_token_id 'end'"),
-        ('{"eos_token_id": [3, true]}', "has the eos_token_id [3, True]"),
+        (DEEP, "cannot be used"),
+        ('{"eos_token_id": "end"}', "eos_token_id is 'end'"),
+        ('{"eos_token_id": [3, true]}', "eos_token_id is [3, True]"),
     ],
 )
 def test_a_broken_generation_config(content: str, what: str, llama: Path, tmp_path: Path) -> None:

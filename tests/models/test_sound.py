@@ -22,7 +22,7 @@ from truedraft.engine.policy.sizes import ratio_of_steps
 from truedraft.errors import CompositionError, ModelError, PromptError, UnsupportedModelError
 from truedraft.models import HuggingFaceModel, MultimodalPrompt
 from truedraft.models.base import Segment
-from truedraft.models.sound import Sound
+from truedraft.models.sources import Sound
 
 COUNT = 24
 GREEDY = SamplingParams(max_tokens=COUNT)
@@ -223,7 +223,7 @@ def test_what_is_no_sound_is_refused() -> None:
             engine.generate(prompt, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="pixel_values beside its tokens, and 'whisper' takes none"):
         engine.generate(MultimodalPrompt((5, 6), {"pixel_values": FEATURES}), GREEDY)
-    with pytest.raises(PromptError, match="begins with token id 2, which stands for the sound"):
+    with pytest.raises(PromptError, match="begins with token id 2, the placeholder"):
         engine.generate(MultimodalPrompt.heard({"input_features": FEATURES}, (2, 3)), GREEDY)
     with pytest.raises(PromptError, match="token id 97 is outside"):
         engine.generate(MultimodalPrompt.heard({"input_features": FEATURES}, (97,)), GREEDY)

@@ -213,7 +213,7 @@ def test_what_cannot_be_done_together_is_refused_in_a_sentence(tiny: str, tmp_pa
     assert "2 key heads" in refusal(count=4) and "must be 1 or more, got 0" in refusal(count=0)
     for option, given in {"weights": "q8", "pad_to": "110M", "adapters": {"a": "b"}}.items():
         assert refusal(**{option: given}) == (
-            f"{option}: {option} is for a model in one process, and tensor_parallel asks for 2; leave one of them out"
+            f"{option}: {option} is for one process, and tensor_parallel is 2; leave one of them out"
         )
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8)
     config.architectures = ["GPT2LMHeadModel"]

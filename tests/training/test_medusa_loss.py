@@ -11,7 +11,7 @@ from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.models.lm_head import LmHead
 from truedraft.training import losses
-from truedraft.training.head_objective import HeadLoss, HeadsObjective
+from truedraft.training.head_config import HeadLoss, HeadsObjective
 from truedraft.training.losses import DistillationLoss, ForwardKL
 from truedraft.training.targets import ComputedTarget
 from truedraft.training.texts.self_distillation import CollatedBatch, text_tokens

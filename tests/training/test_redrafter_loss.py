@@ -10,7 +10,7 @@ from support.shares import assert_shares_add_up
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.kinds.redrafter.training import RedrafterTrainingConfig, SelfFeeding
 from truedraft.training import losses
-from truedraft.training.head_objective import HeadLoss, HeadsObjective, heads_optimizer
+from truedraft.training.head_config import HeadLoss, HeadsObjective, heads_optimizer
 from truedraft.training.losses import loss_from_spec
 from truedraft.training.targets import ComputedTarget
 from truedraft.training.texts.self_distillation import CollatedBatch, text_tokens

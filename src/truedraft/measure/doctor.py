@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from truedraft.core.intervals import Interval, Numbers, ratio_over_prompts, resampled, sign_flips
 from truedraft.core.params import SamplingParams
 from truedraft.core.theory import holm
 from truedraft.drafters.heads.head import Head
 from truedraft.errors import DataError, TruedraftError
 from truedraft.measure.cases import Case, Variant, behind
-from truedraft.measure.predictions import Interval, difference_over_prompts, ratio_over_prompts, sign_flips
 from truedraft.measure.traces import outputs_along, trace_answers
 from truedraft.measure.variants import Examined
-from truedraft.measure.walks import Numbers, walk_along
+from truedraft.measure.walks import walk_along
 
 TOKENS = 64
 """Tokens of an answer."""
@@ -337,7 +337,7 @@ def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Tri
             untried.append(Trial(each, reason=" ".join(str(error).split())))
             continue
         more = (changed.accepted - baseline.accepted).reshape(-1, len(case.traces)).sum(axis=0)
-        gain = difference_over_prompts(*(x.tolist() for x in (changed.places, changed.calls, baseline.calls)))
+        gain = tokens_gained(changed.places, changed.calls, baseline.calls)
         matters = changed.mean_accepted - baseline.mean_accepted >= max(
             _LEAST_TOKENS, _LEAST_SHARE * baseline.mean_accepted
         )
@@ -349,6 +349,11 @@ def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Tri
         for each, p_value in zip(found, corrected, strict=True)
     ]
     return [*found, *untried], better
+
+
+def tokens_gained(tokens: Numbers, calls: Numbers, before: Numbers) -> Interval:
+    """Gain in tokens per call on the same prompts, by tokens emitted and target calls, now and before, per prompt."""
+    return resampled([tokens, calls, before], lambda sums: sums[0] / sums[1] - sums[0] / sums[2])
 
 
 def _gain(trial: Trial) -> float:

@@ -15,91 +15,21 @@ drafter that finds nothing to propose costs no rows. Further assumptions:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from truedraft.core.intervals import Interval, ratio_over_prompts
 from truedraft.core.theory import CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost, predicted_speedup
 from truedraft.errors import DataError
-from truedraft.measure.walks import Numbers, Walk
+from truedraft.measure.walks import Walk
 from truedraft.options import check_positive
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes for which a plan has curves."""
-CONFIDENCE = 0.95
-_RESAMPLED = 1000
-_FLIPS = 20_000
 _LEAST_SHARE = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Interval:
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
-
-
-def ratio_over_prompts(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """The ratio of two sums over prompts, and its interval by resampling prompts (percentile bootstrap).
-
-    Args:
-        above: the numerator's terms, one per prompt.
-        below: the denominator's, with a sum above 0.
-    """
-    return _resampled(np.array([above, below], np.float64), lambda sums: sums[0] / sums[1])
-
-
-def ratio_of_rates(fast: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]) -> Interval:
-    """How many times faster one way was than another on the same prompts: ratio of all tokens over all seconds.
-
-    Args:
-        fast: tokens and seconds of the one, per prompt.
-        plain: tokens and seconds of the other, per prompt.
-    """
-    numbers = np.concatenate([np.array(fast, np.float64).T, np.array(plain, np.float64).T])
-    return _resampled(numbers, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
-
-
-def difference_over_prompts(tokens: Sequence[float], calls: Sequence[float], before: Sequence[float]) -> Interval:
-    """Gain in tokens per call of one way over another on the same prompts.
-
-    Args:
-        tokens: emitted, per prompt.
-        calls: target calls of the one way, per prompt.
-        before: target calls of the other, per prompt.
-    """
-    numbers = np.array([tokens, calls, before], np.float64)
-    return _resampled(numbers, lambda sums: sums[0] / sums[1] - sums[0] / sums[2])
-
-
-def sign_flips(differences: Numbers) -> float:
-    """Probability that paired differences `[prompts]` have so large a sum if either sign of each is equally likely.
-
-    By random signs; one-sided, and never 0. If two ways are exchangeable on each prompt, the probability of calling one
-    better is at most the level used, however large the differences. Where only their mean is 0 and they are skewed,
-    that holds only for many prompts.
-    """
-    signs = np.random.default_rng(0).integers(0, 2, (_FLIPS, len(differences))) * 2 - 1
-    as_large = (signs @ differences >= differences.sum() - 1e-9).sum()
-    return float((1 + as_large) / (1 + _FLIPS))
-
-
-def _resampled(numbers: Numbers, ratio: Callable[[Numbers], Numbers]) -> Interval:
-    """A ratio of sums of `numbers` `[kinds, prompts]`, with an interval by the same resampled prompts at every call."""
-    count = numbers.shape[1]
-    chosen = np.random.default_rng(0).integers(0, count, (_RESAMPLED, count))
-    with np.errstate(all="ignore"):  # a resample may have a denominator of 0
-        ratios = ratio(numbers[:, chosen].sum(axis=2))
-    tail = 100.0 * (1.0 - CONFIDENCE) / 2.0
-    low, high = np.percentile(ratios[np.isfinite(ratios)], [tail, 100.0 - tail])
-    return Interval(float(ratio(numbers.sum(axis=1))), float(low), float(high))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import ModelError, OptionError
 from truedraft.machine import dtype_name, pick_dtype
-from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.checkpoint import fingerprint_of
 from truedraft.models.loading import quiet_transformers, read_model, resolve_source
 from truedraft.models.padding import (
     count_parameters,

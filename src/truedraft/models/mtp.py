@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -28,9 +27,8 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_config, packed_backend, quiet_transformers, resolve_source
-from truedraft.models.mapped import in_memory
 from truedraft.models.mtp_names import SPECULATORS, MtpNames, mtp_layers
-from truedraft.models.quantized_folder import weight_files
+from truedraft.models.weight_files import tensors_of
 
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
@@ -102,11 +100,8 @@ def brings_mtp(target: LanguageModel) -> bool:
     """Whether the files of a model contain an MTP layer; no tensor is read."""
     if not isinstance(target, HuggingFaceModel) or not target.module.config.name_or_path:
         return False
-    with contextlib.suppress(TruedraftError, OSError, SafetensorError):
-        for file in weight_files(target.module.config.name_or_path, target.name, _revision(target)):
-            with safe_open(file, framework="pt") as opened:
-                if mtp_layers(opened.keys()):
-                    return True
+    with contextlib.suppress(TruedraftError, OSError):
+        return bool(mtp_layers(tensors_of(target.module.config.name_or_path, target.name, _revision(target))))
     return False
 
 
@@ -120,8 +115,8 @@ def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
     """
     if not isinstance(target, HuggingFaceModel) or not (folder or target.module.config.name_or_path):
         raise UnsupportedModelError(f"{target.name} was not loaded from files that could hold MTP layers")
-    config, source = target.module.config, target.module.config.name_or_path
-    name, names, found = _layer_in(source, target.name, _revision(target), folder)
+    config = target.module.config
+    name, names, found = _layer_in(config.name_or_path, target.name, _revision(target), folder)
     with _running_as(config, name):
         model = _model_of(_config_of_one(config), names, found, name, target.dtype)
         model = model.eval().requires_grad_(False).to(target.device)
@@ -172,14 +167,15 @@ def _layer_in(
         if not path.is_dir():
             raise ModelNotFoundError(f"there is no folder {folder!r} with an MTP layer; check the path")
         source, revision = str(path), None
-    found = _tensors(source, name, revision)
-    layers = mtp_layers(found)
+    places = tensors_of(source, name, revision)
+    layers = mtp_layers(places)
     if not layers:
         raise ModelNotFoundError(
             f"the files of {name!r} hold no MTP layer (mtp.*, or behind the last layer one with eh_proj); name a model "
             "that brings one along, or a folder of speculators' MTPDraftModel"
         )
-    return name, layers[0], found
+    prefixes = tuple(each.prefix for each in layers)
+    return name, layers[0], {each: place.read() for each, place in places.items() if each.startswith(prefixes)}
 
 
 @contextlib.contextmanager
@@ -194,20 +190,6 @@ def _running_as(config: Any, name: str) -> Iterator[None]:
 
 def _revision(target: HuggingFaceModel) -> str | None:
     return getattr(target.module.config, "_commit_hash", None)
-
-
-def _tensors(source: str, name: str, revision: str | None) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    try:
-        opened = [safe_open(file, framework="pt") for file in weight_files(source, name, revision)]
-        places = {tensor: file for file in opened for tensor in file.keys()}  # noqa: SIM118 - it is no dict
-        prefixes = tuple(each.prefix for each in mtp_layers(places))
-        for tensor, file in places.items():
-            if prefixes and tensor.startswith(prefixes):
-                found[tensor] = in_memory(file.get_tensor(tensor))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read the weights of {name!r} ({first_line(error)}); {_AGAIN}") from error
-    return found
 
 
 def _config_of_one(whole: Any) -> Any:

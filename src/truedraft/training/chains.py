@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,15 +21,12 @@ from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.base import Segment
-from truedraft.models.huggingface import weights_hash
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
-from truedraft.training.head_objective import heads_optimizer
-from truedraft.training.loop import Measurement, Phase, RunFolder, TrainingLoop
+from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
-from truedraft.training.optimizer import MixedOptimizer
 from truedraft.training.options import ChainRunOptions, LayerHeadOptions
 from truedraft.training.report import size_of
 from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
@@ -105,9 +101,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
     def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains:
         """The head along texts, in training."""
 
-    def optimizer_of(self, head: Any) -> MixedOptimizer:
-        return heads_optimizer(head, self.optimizer)
-
     def loop(
         self,
         head: Any,
@@ -119,34 +112,24 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         on_progress: Callable[[str, int, int], None],
     ) -> TrainingLoop:
         """The loop that trains a head on whole answers; the target recomputes its vectors each time."""
-        del on_progress
         text, held_out = texts
         model = load_model(target, device=self.device)
         head.config = head.config.at_usual_layers(model.shown_layers)
         if wrong := [each for each in head.config.layers if not 0 <= each < model.shown_layers]:
             last = model.shown_layers - 1
             raise OptionError(f"must be 0 to {last} for this target, got {wrong[0]}", field="layers")
-        more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
-        if self.start_from is not None:
-            more["start_from"] = weights_hash(head)
-        elif head.draft_ids is not None:
+        if self.start_from is None and head.draft_ids is not None:
             head.draft_ids.copy_(likeliest_ids(text, len(head.draft_ids)))
             head.start_from(lm_head.weight.float().to(self.device))
         sampler = _NumberedAnswers(text, 1, _WHOLE, self.seed)
         mean = max(1, sampler.positions // len(sampler.windows))
         answers = max(1, self.positions_per_step // mean)
         schedule = self.schedule(max(1, len(sampler.windows) * self.windows_per_step // answers))
-        run = RunFolder(folder, self.identity(schedule, self.decisive, **more), self.device, self.checkpoint_every_s)
         unrolled = self.chains(head, lm_head, model)
-        return TrainingLoop(
-            head,
-            self.optimizer_of(head),
-            ChainObjective(unrolled, text, self.distillation_loss, None if self.by_acceptance else self.place_decay),
-            [Phase(schedule.total_steps, sampler, answers, answers)],
-            schedule,
-            run,
-            Measurement(self.evaluate_every, lambda: accuracies(unrolled, held_out, self.evaluated_positions)),
-        )
+        decay = None if self.by_acceptance else self.place_decay
+        objective = ChainObjective(unrolled, text, self.distillation_loss, decay)
+        accuracy = partial(accuracies, unrolled, held_out, self.evaluated_positions)
+        return self.loop_of(head, objective, sampler, answers, schedule, text, fingerprint, folder, accuracy)
 
     def calibrate(
         self,
@@ -158,7 +141,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
     ) -> Calibrated:
         """The rounds to measure in the engine: chains of several lengths, and trees, with predictions from held-out
         answers."""
-        del on_progress
         unrolled = self.chains(head.float(), lm_head, target)
         facts = {"accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
         served = head.to(torch.bfloat16)

@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from truedraft.core.intervals import CONFIDENCE, Interval, ratio_over_prompts
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters.base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import DataError, TrainingError
-from truedraft.measure import CONFIDENCE, Interval, ratio_over_prompts, traces_of_answers, walk_along
+from truedraft.measure import traces_of_answers, walk_along
 from truedraft.models.base import LanguageModel
 from truedraft.training.workspace import TimeBudget
 
@@ -51,9 +52,6 @@ class PairReport:
     alpha: float  # E[sum_x min(p(x), q(x))]: the acceptance rate of single drafted tokens
     greedy_agreement: float  # share of positions with the same likeliest token
     draft_loss: float  # the draft's, in nats per token
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def context_of(model: PreTrainedModel) -> int:

@@ -36,10 +36,9 @@ from truedraft.training.loop import (
 from truedraft.training.processes import Processes
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import Watch, write_answers
-from truedraft.training.texts.answered import Writing
+from truedraft.training.texts.answered import SELF, Writing, names_of, opening_of
 from truedraft.training.texts.data import read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
-from truedraft.training.texts.questions import SELF, names_of, opening_of
 from truedraft.training.texts.self_distillation import (
     SelfDistillationData,
     WindowSampler,
@@ -451,7 +450,7 @@ def judge(
     """Save trained heads to `out` with their effort, calibrate them on held-out text, and measure them in the serving
     engine."""
     head = head.eval().requires_grad_(False).to(torch.bfloat16)  # as saved and served
-    record = replace(record, facts=effort.as_dict())
+    record = replace(record, facts=asdict(effort))
     head.save(out, record)
     target = load_model(record.target_name, device=job.config.device)
 

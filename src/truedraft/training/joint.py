@@ -22,12 +22,11 @@ from truedraft.drafters.heads.head import HeadRecord, VectorHead
 from truedraft.errors import MissingExtraError
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm, save_llama
-from truedraft.models.huggingface import weights_hash
+from truedraft.models.checkpoint import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.training.evaluate import context_of, mean_loss
-from truedraft.training.head_config import HeadTrainingConfig
-from truedraft.training.head_objective import HeadLoss, heads_optimizer
+from truedraft.training.head_config import HeadLoss, HeadTrainingConfig, heads_optimizer
 from truedraft.training.heads import (
     TREE_TEXT,
     HeadJob,

@@ -14,10 +14,15 @@ from truedraft.core.stats import Counters, StepRecord
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.errors import TruedraftError
 from truedraft.measure.bench.breakdown import Breakdown, CurveCosts, break_down
+from truedraft.options import record_of
 from truedraft.progress import Progress, unwatched
 
 T = TypeVar("T")
 _WARM_UP_TOKENS = 16
+_RECORDED = (
+    "first_token_s", "prefill_s", "first_tokens", "forwards", "draft_forwards", "context_tokens", "target_calls",
+    "mean_acceptance_length", "counters", "token_ids",
+)  # fmt: skip
 _WARM_UPS = 3  # of all groups, where steps were not settled: a shape is settled from its third forward on
 
 
@@ -127,28 +132,9 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """For the file of rows: counts and seconds, no rates, so that every rate can be recomputed."""
-        output = self.output
-        return {
-            "system": self.system,
-            "prompts": list(self.prompts),
-            "run": self.run,
-            "place": self.place,
-            "tokens": self.tokens,
-            "total_s": self.total_s,
-            "cpu_s": self.cpu_s,
-            "first_token_s": list(output.first_token_s),
-            "prefill_s": output.prefill_s,
-            "first_tokens": output.first_tokens,
-            "forwards": output.forwards,
-            "draft_forwards": output.draft_forwards,
-            "context_tokens": output.context_tokens,
-            "target_calls": output.target_calls,
-            "mean_acceptance_length": output.mean_acceptance_length,
-            "counters": None if output.counters is None else dataclasses.asdict(output.counters),
-            "breakdown": None if self.breakdown is None else dataclasses.asdict(self.breakdown),
-            "decisions": None if self.decisions is None else self.decisions.as_dict(most=0),
-            "token_ids": [list(tokens) for tokens in output.token_ids],
-        }
+        decisions = None if self.decisions is None else self.decisions.as_dict(most=0)
+        own = record_of(self, "system", "prompts", "run", "place", "tokens", "total_s", "cpu_s", "breakdown")
+        return own | {"decisions": decisions} | record_of(self.output, *_RECORDED)
 
 
 @dataclass(frozen=True, slots=True)

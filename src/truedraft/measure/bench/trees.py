@@ -14,6 +14,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.engine.policy import StepCosts
 from truedraft.measure import sized
 from truedraft.measure.bench.suite import OurEngine, Suite
+from truedraft.options import record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +86,9 @@ class DraftedTree:
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "system": self.system,
-            "trees": "fixed" if self.chosen is None else "likeliest",
-            "nodes": self.nodes,
-            "promised": self.promised,
-            "promised_on": self.promised_on,
-            "counted": self.counted,
-            "product": self.product,
-            "measured": self.measured,
-            "measured_over_promised": self.measured_over_promised,
-            "tree": self.tree.as_dict(),
-        }
+        numbers = ("nodes", "promised", "promised_on", "counted", "product", "measured", "measured_over_promised")
+        kind = "fixed" if self.chosen is None else "likeliest"
+        return {"trees": kind} | record_of(self, "system", *numbers, "tree")
 
 
 def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:

@@ -65,6 +65,11 @@ class Pages:
         return self._data.device
 
     @property
+    def width(self) -> int:
+        """Entries of a key."""
+        return self._row[1]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page, keys and values of all attention calls."""
         return self._data[:, :, 0].nbytes

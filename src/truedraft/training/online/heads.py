@@ -24,7 +24,7 @@ from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainLoss, Chains, Texts, chains_at
-from truedraft.training.head_objective import HeadLoss, HeadsObjective
+from truedraft.training.head_config import HeadLoss, HeadsObjective
 from truedraft.training.online.learnable import Learnable
 from truedraft.training.online.replay import PLACES, Narrowed, agrees, replayed, scored
 from truedraft.training.online.traffic import Answered, Score
