@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from certify.planted_faults import ForgetsTheLast, markov
+from certify.planted_faults import TEXTS, ForgetsTheLast, healthy, markov
 from support.faulty_parts import keeps_rejected
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
@@ -22,7 +22,6 @@ from truedraft.errors import OptionError
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
 
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 WARM = SamplingParams(max_tokens=24, temperature=1.0)
 SECONDS = 12.0
 """About 2,500 tokens are needed for faults to be large enough beside what is found."""
@@ -32,11 +31,6 @@ SECONDS = 12.0
 def time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     """A hundred steps of an engine take a second, on every machine."""
     return VirtualTime(monkeypatch, 0.01)
-
-
-def healthy() -> Stack:
-    draft = DraftModel(markov(0, astray=1.0), num_speculative_tokens=3)
-    return Stack(markov(0), draft, SpeculativeSampling())
 
 
 @pytest.mark.parametrize(

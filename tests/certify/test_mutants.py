@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from certify.planted_faults import StaleDraft, borrowed, markov, row_noise, wrong_mask
+from certify.planted_faults import TEXTS, StaleDraft, borrowed, healthy, markov, row_noise, wrong_mask
 from certify.test_exact_breaks import DrawsFromTarget
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
@@ -41,14 +41,9 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 GREEDY = SamplingParams(max_tokens=16)
 WARM = SamplingParams(max_tokens=16, temperature=1.0)
 SEEDED = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
-
-
-def healthy() -> Stack:
-    return Stack(markov(0), DraftModel(markov(0, astray=1.0), 3), SpeculativeSampling())
 
 
 def accepting() -> Stack:
@@ -289,7 +284,7 @@ MUTANTS = [
     (equality, "if margin > 2.0 * allowed:", "if False:", a_fault_among_roundings_is_a_fault),
     (
         rounding,
-        "self.plain_difference <= self.limit and self.apart <= _LEEWAY * self.plain_difference",
+        "self.plain_difference <= self.limit and self.off_plain <= _LEEWAY * self.plain_difference",
         "True",
         a_broken_mask_is_more_than_rounding,
     ),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from certify.planted_faults import markov, wrong_mask, wrong_positions
+from certify.planted_faults import TEXTS, markov, wrong_mask, wrong_positions
 from support.faulty_parts import keeps_rejected
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
@@ -31,7 +31,6 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import altered
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 FALSE_ALARM = 1e-3
 WARM = SamplingParams(temperature=1.0)
 

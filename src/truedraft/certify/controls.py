@@ -333,7 +333,7 @@ class _Setting:
     share: float
     own: bool = False
 
-    def worth(self, control: Fault) -> float:
+    def evidence(self, control: Fault) -> float:
         """Evidence per token about a fault: the mean square of the total variation where it counts."""
         rooms = [(p, q) for p, q, drawn in self.rooms if drawn or not control.needs_draw]
         sizes = [total_variation(p, control.emitted(p, q)) for p, q in rooms]
@@ -402,10 +402,10 @@ def _best_setting(control: Fault, settings: Sequence[_Setting], stack: Stack, pa
         itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
         return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
     own, best = (
-        max((each for each in settings if each.own is is_own), key=lambda setting: setting.worth(control))
+        max((each for each in settings if each.own is is_own), key=lambda setting: setting.evidence(control))
         for is_own in (True, False)
     )
-    return own if _OWN_IS_BETTER * own.worth(control) >= best.worth(control) else best
+    return own if _OWN_IS_BETTER * own.evidence(control) >= best.evidence(control) else best
 
 
 def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:

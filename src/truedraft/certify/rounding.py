@@ -57,8 +57,8 @@ class Spread:
         different: rows with any bit that differs.
         logits: largest absolute difference of two logits.
         mean_tv: mean total variation of the distributions under the sampling options.
-        apart: for a drafted shape, the largest absolute difference of two logits between a row and the nearest plain
-            one of any shape; 0 for a plain shape.
+        off_plain: for a drafted shape, the largest absolute difference of two logits between a row and the nearest one
+            of any plain shape; 0 for a plain shape.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Spread:
     logits: float
     mean_tv: float
     largest_tv: float
-    apart: float = 0.0
+    off_plain: float = 0.0
 
     def __add__(self, other: Spread) -> Spread:
         positions = self.positions + other.positions
@@ -79,7 +79,7 @@ class Spread:
             max(self.logits, other.logits),
             summed / max(positions, 1),
             max(self.largest_tv, other.largest_tv),
-            max(self.apart, other.apart),
+            max(self.off_plain, other.off_plain),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Spread:
             "largest_logit_difference": self.logits,
             "mean_total_variation": self.mean_tv,
             "largest_total_variation": self.largest_tv,
-            "from_nearest_plain": self.apart,
+            "from_nearest_plain": self.off_plain,
         }
 
 
@@ -128,9 +128,9 @@ class Rounding:
         return max((spread.logits for spread in self.drafted), default=0.0)
 
     @property
-    def apart(self) -> float:
+    def off_plain(self) -> float:
         """Largest distance of a drafted row from the nearest plain one."""
-        return max((spread.apart for spread in self.drafted), default=0.0)
+        return max((spread.off_plain for spread in self.drafted), default=0.0)
 
     @property
     def limit(self) -> float:
@@ -144,7 +144,7 @@ class Rounding:
         Plain shapes must not differ by more than `limit`. Drafted rows may be at most `_LEEWAY` times as far from plain
         ones as those are from each other, so if plain ones are bitwise equal, nothing is allowed.
         """
-        return self.plain_difference <= self.limit and self.apart <= _LEEWAY * self.plain_difference
+        return self.plain_difference <= self.limit and self.off_plain <= _LEEWAY * self.plain_difference
 
     @property
     def largest_difference(self) -> float:
@@ -194,8 +194,8 @@ class Rounding:
             )
         text = (
             f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
-            f"{self.drafted_difference:.3g} in drafted ones, whose rows lie up to {self.apart:.3g} from the nearest "
-            f"plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
+            f"{self.drafted_difference:.3g} in drafted ones, whose rows lie up to {self.off_plain:.3g} from the "
+            f"nearest plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
             f"{self.largest_total_variation:.2g} at most, over {self.positions} places"
         )
         return text if self.is_rounding else f"{text}; that is more than rounding in {dtype_name(self.dtype)} does"
@@ -209,7 +209,7 @@ class Rounding:
             "largest_logit": self.largest_logit,
             "plain_difference": self.plain_difference,
             "drafted_difference": self.drafted_difference,
-            "from_nearest_plain": self.apart,
+            "from_nearest_plain": self.off_plain,
             "mean_total_variation": self.mean_total_variation,
             "largest_total_variation": self.largest_total_variation,
             "shapes": [spread.as_dict() for spread in self._all],
@@ -316,7 +316,7 @@ class Feeding:
         depth: tokens of the text after the last known one in a forward, as if all had been drafted and accepted; 0 is
             plain decoding.
         siblings: wrong guesses next to each of them, which make the chain a tree.
-        beside: new tokens of each neighbour in the same forward, all with logits.
+        neighbours: new tokens of each neighbour in the same forward, all with logits.
         at_once: the whole text is one prompt; nothing is decoded.
         rejected: wrong guesses in a chain after them. With routed experts, tokens of the same forward may move a row.
     """
@@ -324,7 +324,7 @@ class Feeding:
     name: str
     depth: int = 0
     siblings: int = 0
-    beside: tuple[int, ...] = ()
+    neighbours: tuple[int, ...] = ()
     at_once: bool = False
     rejected: int = 0
 
@@ -347,10 +347,10 @@ def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
     return [
         Feeding("as one prompt", at_once=True),
         *(
-            Feeding(f"one token at a time, {count} requests", beside=(1,) * (count - 1))
+            Feeding(f"one token at a time, {count} requests", neighbours=(1,) * (count - 1))
             for count in sorted({2, *single, max(2, batch)})
         ),
-        Feeding(f"one token at a time beside a prompt of {rows}", beside=(rows,)),
+        Feeding(f"one token at a time beside a prompt of {rows}", neighbours=(rows,)),
     ]
 
 
@@ -370,7 +370,8 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
         found.append(Feeding(f"trees of {depth} x {width}", depth, width - 1, rejected=1))
     if batch > 1:
         found += [
-            replace(own, name=f"{own.name}, {batch} requests", beside=(1 + nodes,) * (batch - 1)) for own in list(found)
+            replace(own, name=f"{own.name}, {batch} requests", neighbours=(1 + nodes,) * (batch - 1))
+            for own in list(found)
         ]
     return found
 
@@ -386,12 +387,12 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
         `[len(text) - start, vocab]`: row i is the logits that `text[start + i]` is chosen from.
     """
     text = list(text)
-    cache, *others = caches = [target.new_cache() for _ in range(1 + len(feeding.beside))]
+    cache, *others = caches = [target.new_cache() for _ in range(1 + len(feeding.neighbours))]
 
     def forward(ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
         """Run one forward with the neighbours, commit the path, and return the logits of some rows."""
         segments = []
-        for number, (other, count) in enumerate(zip(others, feeding.beside, strict=True), 1):
+        for number, (other, count) in enumerate(zip(others, feeding.neighbours, strict=True), 1):
             other.rollback(0)
             tokens = [text[(7 * number + i) % len(text)] for i in range(count)][: target.context_length]
             segments.append(Segment(other, torch.tensor(tokens), chain_shape(len(tokens)), range(len(tokens))))

@@ -28,7 +28,7 @@ _SETTLED = 8  # minimum number of these at which their overhead is negligible pe
 _LEARNS = 8  # chains per round with verdicts that are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
 
-Ask = Callable[[int], float]
+Measure = Callable[[int], float]
 """Call the costly function at a number of points for a trial; returns seconds."""
 
 
@@ -89,14 +89,14 @@ class Times:
     def covers(self, active: int) -> bool:
         return active <= self._most_active
 
-    def begin(self, ask: Ask, active: int, most: int) -> int:
+    def begin(self, measure: Measure, active: int, most: int) -> int:
         """Measure what is missing for about these numbers of chains and rows; returns the number of calls."""
         self.active, trials, rows = active, 0, 1
         while rows <= most + 1:
             points = active * rows
             for _ in range(0 if self._target.near(points) else _REPEATS):
                 for _ in range(_TRIALS):  # the first has cold caches
-                    self._target.add(points, ask(points))
+                    self._target.add(points, measure(points))
                 trials += _TRIALS
                 if rows == 1 or self._pays(rows):
                     break
