@@ -20,8 +20,7 @@ from common import Lines, heldout_texts
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
-from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
-from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 from truedraft.models.base import LanguageModel
 
 _SYSTEM, _NEW, _ANSWER = 1500, 40, 24  # tokens

@@ -24,9 +24,8 @@ from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
 from truedraft.kinds.block.training import Blocks, DFlashTrainingConfig, DSparkTrainingConfig
-from truedraft.kinds.eagle.module import Eagle3Config
-from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
-from truedraft.kinds.p_eagle.training import PEagleTrainingConfig
+from truedraft.kinds.eagle.module import Eagle3Config, PEagleConfig, PEagleHead
+from truedraft.kinds.eagle.training import PEagleTrainingConfig
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective
 from truedraft.training.evaluate import predicted

@@ -13,8 +13,8 @@ from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
 from training.test_block_training import ANSWER, ANSWERS, PROMPT, text
 from truedraft.errors import OptionError
-from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
-from truedraft.kinds.p_eagle.training import Masked, PEagleTrainingConfig
+from truedraft.kinds.eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds.eagle.training import Masked, PEagleTrainingConfig
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective, chains_in
 from truedraft.training.losses import ForwardKL
