@@ -23,11 +23,11 @@ import numpy as np
 from common import RESULTS, Lines
 from real_prompts import SETS, TEMPERATURES
 from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.intervals import ratio_over_prompts
 from truedraft.core.stats import Counters
 from truedraft.drafters.specs import from_spec
 from truedraft.machine import dtype_name
 from truedraft.measure.bench.prompts import read_questions, spread
-from truedraft.measure.predictions import ratio_over_prompts
 from truedraft.models.base import LanguageModel
 from truedraft.training.evaluate import predicted
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
@@ -37,7 +37,6 @@ LONGEST = 1500
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER")
@@ -71,7 +70,6 @@ def main() -> None:
 
 
 def encoded(target: LanguageModel, folder: Path, limit: int) -> list[list[int]]:
-    """Questions of a set as token ids."""
     tokenizer = target.tokenizer
     assert tokenizer is not None
     texts = [question.text[:LONGEST] for question in spread(read_questions(folder)[1], limit)]
@@ -83,7 +81,6 @@ def encoded(target: LanguageModel, folder: Path, limit: int) -> list[list[int]]:
 def written(
     target: LanguageModel, prompts: list[list[int]], options: argparse.Namespace, temperature: float
 ) -> SelfDistillationData:
-    """Answers of the target alone, without their vectors."""
     stop_id, params = target.eos_token_ids[0], SamplingParams(options.max_tokens, temperature)
     answers = Engine(target, entropy=options.entropy + 1).generate(prompts, params)
     records = [

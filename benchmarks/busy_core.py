@@ -53,7 +53,6 @@ FACTS = "facts"
 
 
 def main() -> None:
-    """Measure and write, or be one of the systems that are measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "busy_auto.jsonl")
     parser.add_argument("--model", default="embedded:target", help="a folder")
@@ -89,18 +88,6 @@ def measured(options: argparse.Namespace) -> Callable[[str], Any]:
 
 
 class System:
-    """A drafter over a model, in a process of its own.
-
-    Args:
-        size: padding size, or "own".
-        drafter: `PLAIN` or `DEFAULT`.
-        options: of the command.
-
-    Attributes:
-        name: in the turns.
-        told: what it said once it was loaded.
-    """
-
     def __init__(self, size: str, drafter: str, options: argparse.Namespace) -> None:
         self.name = f"{size}, threads {options.threads}, {drafter}"
         words = ["--threads", options.threads, "--temperature", options.temperature, "--model", options.model]
@@ -111,16 +98,13 @@ class System:
         self.told = self._child.ask(FACTS)
 
     def answer(self, turn: str) -> Answered:
-        """Answer its next prompt."""
         return Answered([[0] * self._child.ask(turn)])
 
     def close(self) -> None:
-        """End the process."""
         self._child.close()
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Speeds by system and load, and of the default over plain decoding."""
     systems = [System(size, drafter, options) for size in options.sizes for drafter in (PLAIN, DEFAULT)]
     pairs = [(default.name, plain.name) for plain, default in zip(systems[::2], systems[1::2], strict=True)]
     contests = {load: Contest(systems, ["next"], pairs, Stop(), middle=middle_by_median) for load in options.loads}
@@ -161,7 +145,6 @@ def summary(name: str, contests: Mapping[str, Contest[str]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(program: str, *, pinned: bool) -> Iterator[None]:
-    """Another process that computes meanwhile, on the last core alone where it is pinned."""
     if not program:
         yield
         return

@@ -61,14 +61,12 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Unique among the cells."""
         mode = "coupled" if self.seeded else "plain"  # as the kept records have it
         own = "" if self.controller == "in-turn" else f" | {self.controller}"
         return f"{self.drafter} | {'+'.join(self.rules)} | {self.temperature:g} | {mode} | batch {self.batch}{own}"
 
 
 def cells() -> Iterator[Cell]:
-    """All of them, those of a sampled draft first."""
     for drafter in DRAFTERS:
         for batch in BATCHES:
             yield Cell(drafter, LOSSLESS, 0.0, False, batch)
@@ -101,7 +99,6 @@ def short_cells() -> Iterator[Cell]:
 
 
 def main() -> int:
-    """Make the certificates that are not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "certificates.jsonl")
     parser.add_argument("--minutes", type=float, default=1.0, help="for each certificate")
@@ -168,7 +165,6 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
 
 
 def _short(certificate: Report) -> dict[str, Any]:
-    """The figures of a certificate that a table needs."""
     record = certificate.as_dict()
     figures: dict[str, Any] = {name: record[name] for name in ("certified", "lossless", "failures", "undecided")}
     for finding in certificate.findings:

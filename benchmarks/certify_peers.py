@@ -48,8 +48,6 @@ TOKENS = 8000
 
 @dataclass(frozen=True)
 class Cell:
-    """One certificate."""
-
     engine: str
     way: str
     temperature: float
@@ -58,42 +56,28 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Unique among the cells."""
         return f"{self.engine} | {self.way} | {self.temperature:g} | {self.top_p:g} | batch {self.batch}"
 
     @property
     def params(self) -> SamplingParams:
-        """Of its requests."""
         return SamplingParams(max_tokens=ANSWER_TOKENS, temperature=self.temperature, top_p=self.top_p)
 
 
 def cells(way: EngineWay) -> Iterator[Cell]:
-    """Of a way of answering."""
     for batch, (temperature, top_p) in itertools.product(way.batches, SAMPLING):
         yield Cell(way.engine, way.way, temperature, top_p, batch)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What a cell is given.
-
-    Attributes:
-        minutes: at most.
-        tokens: at least, where the time allows.
-        seed: of the first run.
-    """
-
     minutes: float
     tokens: int
     seed: int
 
 
 class Kept(Lines):
-    """The file of what was found."""
-
     @property
     def cells(self) -> dict[str, dict[str, Any]]:
-        """By cell its last line, which counts."""
         return {line["cell"]: line for line in self.records}
 
     def done(self, cell: Cell, minutes: float) -> bool:
@@ -105,7 +89,6 @@ class Kept(Lines):
 
 
 def main() -> int:
-    """Make the certificates that are not there yet."""
     asked = _asked()
     torch.set_num_threads(asked.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
@@ -175,7 +158,6 @@ class Bench:
 
     @classmethod
     def load(cls) -> Bench:
-        """Load all of it."""
         target, rounded = (load_model(model_folder("target"), dtype=dtype) for dtype in ("float32", "bfloat16"))
         draft = load_model(model_folder("draft"), dtype="float32")
         return cls(target, rounded, {"the draft model": draft}, heldout_ids(target, PROMPT_TOKENS))
@@ -228,7 +210,6 @@ def certificate(cell: Cell, running: Running, bench: Bench, effort: Effort) -> d
 
 
 def smallest(run: dict[str, Any]) -> dict[str, Any]:
-    """The total variation that a run would have found, of its sampled tokens where there are any."""
     found = [each["smallest_detectable_tv"] for each in run["findings"] if "smallest_detectable_tv" in each]
     return {"smallest_detectable_tv": found[0]} if found else {}
 
@@ -243,7 +224,6 @@ def verdict(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A row for each way of answering and number of requests at once, a column for each way of sampling."""
     columns = [(t, p) for t, p in SAMPLING]
     yield (
         "| engine | | batch | "
@@ -274,7 +254,6 @@ def in_short(line: dict[str, Any] | None) -> str:
 
 
 def record(cell: Cell, words: str, **more: Any) -> dict[str, Any]:
-    """A line of the file."""
     again = f"python benchmarks/certify_peers.py --cell {shlex.quote(cell.key)} --again"
     return {
         "cell": cell.key, "engine": cell.engine, "way": cell.way, "temperature": cell.temperature, "top_p": cell.top_p,

@@ -55,7 +55,6 @@ _MOST = 20_000  # rows of a world, where a fault is looked for
 
 
 def measured(name: str, minutes: float, seed: int) -> dict[str, Any]:
-    """What came of one sampler."""
     own = name == "vllm_put_right"
     sampler = Sampler.of(vllm_put_right, name) if own else load_sampler(f"truedraft.measure.peers.samplers:{name}")
     report = certify_sampler(sampler, seconds=60.0 * minutes, seed=seed)
@@ -138,7 +137,6 @@ def _records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, and write a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--minutes", type=float, default=10.0, help="for each sampler, at most")

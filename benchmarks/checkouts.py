@@ -39,7 +39,6 @@ Case = tuple[str, str, float, int]
 
 
 def answering(size: str) -> Callable[[Case], list[list[int]]]:
-    """What answers a case, in a process of its own."""
     from truedraft import Engine, SamplingParams, load_model
     from truedraft.engine.policy import FixedBudget
 
@@ -59,13 +58,7 @@ def answering(size: str) -> Callable[[Case], list[list[int]]]:
 
 
 class Checkout:
-    """A process that answers with the code of one checkout.
-
-    Args:
-        name: in the turns.
-        folder: of the checkout.
-        size: of its target.
-    """
+    """A process that answers with the code of one checkout."""
 
     def __init__(self, name: str, folder: Path, size: str) -> None:
         self.name = name
@@ -73,19 +66,16 @@ class Checkout:
         self._child.read()
 
     def answer(self, case: Case) -> Answered:
-        """The tokens of one case."""
         from turns import Answered  # here, for the process of an older checkout has no such module
 
         tokens = self._child.ask(case)
         return Answered(tokens, alike=range(len(tokens)))
 
     def close(self) -> None:
-        """End the process."""
         self._child.close()
 
 
 def compare(other: Path, size: str, seconds: float) -> dict[str, Any]:
-    """The median ratio of each case at one size."""
     from turns import Contest, Stop, middle_by_median, take_turns
 
     sides = [Checkout("here", Path(__file__).parent.parent, size), Checkout("there", other, size)]
@@ -109,7 +99,6 @@ def compare(other: Path, size: str, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare, and add a line to a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path)
     parser.add_argument("--sizes", nargs="+", default=["own", "500M"], choices=list(_TOKENS))

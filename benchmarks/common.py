@@ -20,15 +20,9 @@ RESULTS = Path(__file__).with_name("results")
 
 
 class Lines:
-    """A file of JSON objects, one a line: what is there, and what comes, written at once so that nothing is lost.
+    """A file of JSON objects, one a line, each written at once; a line that a kill has torn is left out.
 
-    Args:
-        path: of the file; it need not exist. A line that was torn when a run was killed is left out.
-        own: fields of the lines that are looked at, as a version, which lines that come get too; others are left alone.
-
-    Attributes:
-        path: as given.
-        records: the objects of all these lines.
+    `own` are fields, as a version, of the lines that are read; new lines get them, and others are left alone.
     """
 
     def __init__(self, path: Path, **own: Any) -> None:
@@ -41,7 +35,6 @@ class Lines:
                     self.records.append(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write one."""
         line = {**self._own, **record}
         self.records.append(line)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,13 +53,7 @@ class ChildEndedError(SystemExit):
 
 
 class Child:
-    """A process that answers a line of JSON with a line of JSON.
-
-    Args:
-        words: of its command, behind Python's.
-        environment: all of it; None is this process's own.
-        python: that runs it; None is this process's own.
-    """
+    """A process that answers a line of JSON with a line of JSON."""
 
     def __init__(
         self, words: Sequence[str], environment: Mapping[str, str] | None = None, python: Path | None = None
@@ -89,14 +76,12 @@ class Child:
         return json.loads(line)
 
     def ask(self, what: Any) -> Any:
-        """Its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
         return self.read()
 
     def close(self) -> None:
-        """Let it end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -108,7 +93,6 @@ def asked_once(
     python: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """What a child process answers to one question."""
     child = Child(words, environment, python)
     try:
         child.read()
@@ -135,12 +119,12 @@ def be_asked(make: Callable[[], Callable[[Any], Any]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def posted(port: int, body: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """The answer to a request for a completion, over a plain socket so that the client costs little itself."""
+async def posted(port: int, body: bytes, path: str = "/v1/completions") -> AsyncIterator[asyncio.StreamReader]:
+    """The answer to a request, over a plain socket so that the client costs little itself."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = ("Host: 127.0.0.1", "Connection: close", "Content-Type: application/json")
-        lines = ("POST /v1/completions HTTP/1.1", *head, f"Content-Length: {len(body)}", "", "")
+        lines = (f"POST {path} HTTP/1.1", *head, f"Content-Length: {len(body)}", "", "")
         writer.write("\r\n".join(lines).encode() + body)
         await writer.drain()
         yield reader
@@ -170,7 +154,6 @@ def heldout_texts() -> list[str]:
 
 
 def heldout_ids(target: LanguageModel, most: int) -> list[list[int]]:
-    """The same as token ids, so many at most of each."""
     from truedraft.engine.prompts import encode_prompt
 
     return [list(encode_prompt(target, text)[:most]) for text in heldout_texts()]

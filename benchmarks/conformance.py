@@ -74,15 +74,6 @@ PROMPTS = [[(7 * place * place + 3 * place + 5 * row) % 89 + 5 for place in rang
 
 @dataclass(frozen=True)
 class Cell:
-    """What is run over a family.
-
-    Attributes:
-        drafter: of `DRAFTERS`.
-        rule: lossless ones.
-        way: of `WAYS`.
-        batch: requests at once.
-    """
-
     drafter: str
     rule: str
     way: str
@@ -90,12 +81,10 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """In words."""
         return f"{self.drafter}, {self.rule}, {self.way}, {self.batch}"
 
     @property
     def prompts(self) -> list[list[int]]:
-        """A ragged batch, or one of them."""
         return PROMPTS if self.batch > 1 else PROMPTS[3:4]
 
 
@@ -131,18 +120,12 @@ FULLY = ("llama", "mistral", "olmoe", "qwen3_next", "gpt_neo", "inkling2_text", 
 
 
 def families() -> list[str]:
-    """All that continue text, and all that write text for text."""
     causal = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return [*causal, *(f"{name}{BESIDE}" for name in sorted(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES))]
 
 
 def small_config(family: str, known: Mapping[str, Any]) -> PretrainedConfig:
-    """A small configuration of a family: of the common sizes those that it has, then its own.
-
-    Args:
-        family: of `families`.
-        known: the shapes: `sizes` of all, `families` of single ones.
-    """
+    """A small configuration of a family: of the common sizes those that it has, then its own."""
     kind = family.removesuffix(BESIDE)
     own = known["families"].get(family, known["families"].get(kind, {}))
     return AutoConfig.for_model(
@@ -201,13 +184,6 @@ def random_model(config: PretrainedConfig, family: str, spread: float, noise: fl
 
 
 class Stock:
-    """A model as transformers runs it, and in float32 with the same weights.
-
-    Args:
-        model: in its dtype.
-        sources: how an encoder-decoder's prompts are laid out; None for others.
-    """
-
     def __init__(self, model: PreTrainedModel, exact: PreTrainedModel) -> None:
         self._models = (model, exact)
         self._encodes = bool(model.config.is_encoder_decoder)
@@ -284,7 +260,6 @@ class Family:
         self.apart = 0.0  # how far forwards of transformers' own lay apart, at most
 
     def stack(self, cell: Cell) -> Stack:
-        """What a cell is run with."""
         drafters: dict[str, Drafter] = {
             "none": NoDrafter(),
             "prompt-lookup": PromptLookup(min_ngram=1),
@@ -295,7 +270,6 @@ class Family:
 
     @staticmethod
     def params(cell: Cell) -> SamplingParams:
-        """Of all its requests."""
         return SamplingParams(
             max_tokens=COUNT,
             temperature=0.0 if cell.way == "greedy" else 1.0,
@@ -304,11 +278,9 @@ class Family:
         )
 
     def prompts(self, cell: Cell) -> list[list[int]]:
-        """Ended as an encoder wants them."""
         return [[*prompt, *self._ends] for prompt in cell.prompts]
 
     def answers(self, cell: Cell) -> list[Answer]:
-        """Of this package; nothing failed and nothing is left over."""
         engine = self.stack(cell).engine(cell.batch)
         answers: list[Answer] = engine.generate(self.prompts(cell), self.params(cell))
         wrong = [str(answer.error or answer.warnings) for answer in answers if answer.error or answer.warnings]
@@ -319,7 +291,6 @@ class Family:
         return answers
 
     def plain(self, cell: Cell) -> list[Answer]:
-        """Answers without a drafter."""
         key = cell.way, cell.batch
         if key not in self._plain:
             self._plain[key] = self.answers(Cell("none", "speculative", *key))
@@ -383,7 +354,6 @@ class Family:
 
 
 def mechanism_of(model: HuggingFaceModel) -> str:
-    """What runs a model, in words: how its forward is computed and what its layers keep."""
     kind = type(model._backend).__name__.removesuffix("Backend")
     if model.sources is not None:
         return "encoder-decoder, one text at a time"
@@ -397,7 +367,6 @@ def mechanism_of(model: HuggingFaceModel) -> str:
 
 
 def examine(family: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The outcome of a family, in each dtype."""
     for dtype in DTYPES:
         began = time.monotonic()
         line: dict[str, Any] = {"family": family, "dtype": dtype, "transformers": transformers.__version__}
@@ -442,7 +411,6 @@ def _told(error: BaseException) -> str:
 
 
 def report(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The families by outcome, as tables in Markdown."""
     by = {(line["family"], line["dtype"]): line for line in lines}
     names = list(dict.fromkeys(line["family"] for line in lines))
     counted = Counter(by[name, "float32"]["outcome"] for name in names if (name, "float32") in by)
@@ -504,7 +472,6 @@ The others go through the {cells} cells at the end of this section, in which eve
 
 
 def page(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The section of docs/models.md."""
     ways = {line["family"]: line.get("mechanism", "not built") for line in reversed(lines)}
     told = INTRODUCTION.format(
         version=transformers.__version__, cells=len(PAIRWISE), every=len(EVERY), rounds=ROUNDINGS, far=MOST_FAR,
@@ -550,7 +517,6 @@ def _all_of(family: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> lis
 
 
 def main() -> int:
-    """Examine, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=families())
     parser.add_argument("--full", action="store_true")

@@ -29,10 +29,7 @@ OUT = RESULTS / "deciding.jsonl"
 
 
 class Running(Visited, Protocol):
-    """A cell that is being measured."""
-
-    def record(self) -> Mapping[str, Any] | None:
-        """What came of it so far; None if that is nothing yet."""
+    def record(self) -> Mapping[str, Any] | None: ...
 
 
 Begin = Callable[[Cell, Mapping[str, Any] | None], Running]
@@ -122,7 +119,6 @@ def _keep(kept: Kept, cell: Cell, found: Mapping[str, Any], took_s: float) -> No
 
 
 def shown(found: Mapping[str, Any]) -> str:
-    """What came of a cell, in a few words."""
     if "speedups" in found:
         return f"best {found['best']} of {len(found['speedups'])}, {max(found['speedups'].values()):.3f}"
     half = "" if found["half_width"] is None else f" +- {found['half_width']:.3f}"
@@ -130,7 +126,6 @@ def shown(found: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Sit and measure, or print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=80.0, help="of this sitting")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cells whose name holds one of these")

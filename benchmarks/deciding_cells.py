@@ -32,15 +32,6 @@ _SHARES: Mapping[str, tuple[float, float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement, one line of the file.
-
-    Attributes:
-        row: letter of the table, or "sweep".
-        size: "own", or what the target is padded to.
-        set: of prompts.
-        batch: requests at once.
-    """
-
     row: str
     size: str
     set: str
@@ -48,7 +39,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Unique in the table."""
         return " | ".join([self.row, self.size, self.set, f"batch {self.batch}"])
 
     @property
@@ -58,7 +48,6 @@ class Cell:
 
     @property
     def share_s(self) -> float:
-        """Seconds that it is planned for."""
         return _SHARES[self.row][SIZES.index(self.size)]
 
 
@@ -79,12 +68,7 @@ def parcels(cells: Iterable[Cell]) -> list[list[Cell]]:
 
 
 class Kept(Lines):
-    """The file of results: a line of JSON for each cell, and one for each sitting, which says where it was measured.
-
-    Args:
-        path: of the file; it need not exist.
-        key: of the version that is measured; lines of others are left alone.
-    """
+    """The file of results: a line of JSON for each cell, and one for each sitting, which says where it was measured."""
 
     def __init__(self, path: Path, key: str) -> None:
         super().__init__(path, key=key)
@@ -92,21 +76,14 @@ class Kept(Lines):
 
     @property
     def cells(self) -> dict[str, Mapping[str, Any]]:
-        """Records by cell."""
         return {record["cell"]: record for record in self.records if "cell" in record}
 
     @property
     def sittings(self) -> list[Mapping[str, Any]]:
-        """Records of sittings."""
         return [record for record in self.records if "cell" not in record]
 
     def left(self, cells: Sequence[Cell], only: Sequence[str] = ()) -> list[Cell]:
-        """What is not done, and what that needs, in the order of the table.
-
-        Args:
-            cells: of the table.
-            only: take those whose name holds one of these texts; all, if there are none.
-        """
+        """What is not done, and what that needs, in the order of the table."""
         wanted: list[Cell] = []
         for cell in cells:
             if not only or any(word in cell.name for word in only):
@@ -116,5 +93,4 @@ class Kept(Lines):
 
 
 def last_key(path: Path) -> str | None:
-    """The version that a file was last written for; None where there is none."""
     return next((str(record["key"]) for record in reversed(Lines(path).records) if "key" in record), None)

@@ -34,12 +34,10 @@ class Bar:
 
     @property
     def mark(self) -> str:
-        """For a table."""
         return {True: "holds", False: "**fails**", None: "open"}[self.holds]
 
 
 def bars(kept: Kept) -> list[Bar]:
-    """All bars, in the order of the rows."""
     rows = {row: [record for record in kept.cells.values() if record["row"] == row] for row in ROWS}
     found = [*_bars_of_default(rows["a"], rows["sweep"]), _bar_of_best(rows["b"])]
     return [*found, *_bars_of_heuristic(rows["c"]), _bar_of_tokens(kept)]
@@ -126,7 +124,6 @@ def _bar_of_tokens(kept: Kept) -> Bar:
 
 
 def markdown(kept: Kept) -> str:
-    """The whole report."""
     wanted = all_cells()
     missed = [record for record in kept.cells.values() if record["status"] == "missed"]
     far = [record for record in kept.cells.values() if record["status"] == "far above"]

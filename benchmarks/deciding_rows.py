@@ -38,13 +38,6 @@ _COARSE: Mapping[str, Sequence[int]] = dict(zip(GRID, ((2, 6), (4,), (8,), (8,))
 
 
 class EngineSystem:
-    """One of our engines as a system that takes turns.
-
-    Args:
-        name: in the turns.
-        engine: that answers.
-    """
-
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine, self._ours = name, engine, OurEngine(name, engine)
 
@@ -62,8 +55,6 @@ class EngineSystem:
 
 
 class Lab:
-    """The target at one size at a time, engines around it, and the prompt sets."""
-
     def __init__(self) -> None:
         self.clock: Callable[[], float] = time.perf_counter
         self._size = ""
@@ -82,7 +73,6 @@ class Lab:
         return self._target
 
     def asked(self, cell: Cell) -> list[SetRequest]:
-        """The requests of a cell's set."""
         if not self._sets:
             target = self.target(cell.size)
             assert target.tokenizer is not None
@@ -91,7 +81,6 @@ class Lab:
         return self._sets[cell.set]
 
     def groups(self, cell: Cell) -> list[list[SetRequest]]:
-        """What is answered together."""
         return groups_of(cell.set, self.asked(cell), cell.batch, few=cell.size == "500M")
 
     def plain(self, size: str) -> EngineSystem:
@@ -99,7 +88,6 @@ class Lab:
         return self.fixed(size, NONE, PLAIN)
 
     def fixed(self, size: str, words: str, name: str | None = None) -> EngineSystem:
-        """A drafter that always drafts the same; likewise."""
         target = self.target(size)
         if words not in self._fixed:
             self._fixed[words] = EngineSystem(words, Engine(target, words, controller=FixedBudget()))
@@ -107,12 +95,6 @@ class Lab:
 
     def learning(self, size: str, words: str, name: str, controller: Any = None) -> EngineSystem:
         """An engine that nobody used before, whose controller learns from this cell alone.
-
-        Args:
-            size: of the target.
-            words: for its drafter.
-            name: of the system.
-            controller: None is the default.
 
         Raises:
             TruedraftError: there is no such drafter or controller yet.
@@ -136,10 +118,6 @@ def finer(speedups: Mapping[str, float], families: int) -> list[str]:
     """What is tried next: around the best number of each of the best families, up to those that were tried.
 
     Worked example: of draft chains 2 and 6 were tried; if 2 was the better, 1, 3 and 4 follow, else 3, 4 and 8.
-
-    Args:
-        speedups: of what was tried, by its words.
-        families: how many of them.
     """
     best = sorted(_best_of_families(speedups), key=lambda words: -speedups[words])[:families]
     return [words for middle in best for words in _around(middle, speedups)]
@@ -222,24 +200,18 @@ def systems_of(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> list[E
 
 
 class Sweep:
-    """A cell that is measured at one go."""
-
     def __init__(self, lab: Lab, cell: Cell) -> None:
         self._lab, self._cell, self._found = lab, cell, None
 
     def visit(self, most_s: float) -> bool:
-        """Measure it."""
         self._found = sweep(self._lab, self._cell)
         return True
 
     def record(self) -> Found | None:
-        """What came of it."""
         return self._found
 
 
 class Rounds:
-    """A cell whose systems take turns, a round at a visit."""
-
     def __init__(self, lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> None:
         systems = systems_of(lab, cell, before)
         self._of, self._over = (each.name for each in systems)
@@ -247,11 +219,9 @@ class Rounds:
         self._contest = Contest(systems, lab.groups(cell), [(self._of, self._over)], stop, lab.clock)
 
     def visit(self, most_s: float) -> bool:
-        """One more round."""
         return self._contest.visit(most_s)
 
     def record(self) -> Found | None:
-        """What came of all rounds that count."""
         measured, pair = self._contest.measured, (self._of, self._over)
         if not measured.turns:
             return None

@@ -34,28 +34,13 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class SetRequest:
-    """One request of a set.
-
-    Attributes:
-        domain: which of the five it is from.
-        prompt: token ids.
-        params: how it is answered; sampled ones have no seed, so each answer gets a fresh one.
-    """
-
     domain: str
     prompt: tuple[int, ...]
     params: SamplingParams
 
 
 def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: int) -> dict[str, list[SetRequest]]:
-    """The six sets by name, of `REQUESTS` requests each.
-
-    Args:
-        heldout: texts of the held-out prompts.
-        prose: paragraphs of it.
-        encode: from text to token ids.
-        vocab_size: random ids are below it.
-    """
+    """The six sets by name, of `REQUESTS` requests each."""
     texts = [heldout[number % len(heldout)] for number in range(REQUESTS)]
     code = [tuple(encode(text)) for text in texts]
     prompts = {
@@ -70,7 +55,6 @@ def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: 
 
 
 def params_of(domain: str) -> SamplingParams:
-    """How a domain's requests are answered; all to the same length."""
     hot = domain == "hot"
     return SamplingParams(max_tokens=NEW_TOKENS, temperature=_HOT if hot else 0.0, ignore_eos=True)
 
@@ -96,7 +80,6 @@ def windows(ids: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 def mixed(sets: dict[str, list[SetRequest]]) -> list[SetRequest]:
-    """Requests of the five domains in turn."""
     return [sets[DOMAINS[number % len(DOMAINS)]][number // len(DOMAINS)] for number in range(REQUESTS)]
 
 

@@ -32,7 +32,6 @@ Planted = tuple[str, str, Callable[[Any, Path], None]]
 
 
 def main() -> None:
-    """Plant, ask and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="the target")
     parser.add_argument("--eagle", type=Path, help="a head for it, of truedraft train eagle")
@@ -59,15 +58,12 @@ def main() -> None:
 
 
 def asked(target: LanguageModel, prompts: list[Prompt], folder: Path, tokens: int) -> dict[str, Any]:
-    """What the doctor finds."""
     kind, case = case_of(str(folder), target)
     found = examine(kind, case, prompts, tokens=tokens).as_dict()
     return found | {"variants": [each for each in found["variants"] if not each["reason"]]}
 
 
 def head_with(change: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
-    """Writes another head, which a function makes of it."""
-
     def write(path: Path, folder: Path) -> None:
         head = Eagle3Head.load(path)
         change(head).save(folder, head.record, dtype=torch.float32)
@@ -86,12 +82,10 @@ def untrained(weight: str, flag: str) -> Callable[[Any], Any]:
 
 
 def moved(by: int) -> Callable[[Any], Any]:
-    """Layers that are numbered so much off."""
     return lambda head: changed(head, {"layers": tuple(each + by for each in head.config.layers)})
 
 
 def reversed_layers(head: Any) -> Any:
-    """Layers in the other order."""
     return changed(head, {"layers": head.config.layers[::-1]})
 
 
@@ -103,12 +97,10 @@ def far_apart(head: Any, by: float = 100.0) -> Any:
 
 
 def as_offsets(head: Any) -> Any:
-    """A table of ids that holds offsets."""
     return changed(head, {}, weights={"draft_ids": head.draft_ids - torch.arange(len(head.draft_ids))})
 
 
 def flipped(name: str) -> Callable[[Any], Any]:
-    """A flag that says the opposite."""
     return lambda head: changed(head, {name: not getattr(head.config, name)})
 
 
@@ -140,8 +132,6 @@ def draft_with(change: Callable[[Path], None]) -> Callable[[Path, Path], None]:
 
 
 def theta_of(theta: float) -> Callable[[Path], None]:
-    """Another theta in config.json."""
-
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         config["rope_parameters"]["rope_theta"] = theta
@@ -161,7 +151,6 @@ def ids_exchanged(folder: Path) -> None:
 
 
 def other_tokenizer(folder: Path) -> None:
-    """The tokenizer files of the embedded models."""
     from truedraft.models.embedded import embedded_folder
 
     for file in embedded_folder("draft").glob("token*"):

@@ -32,18 +32,19 @@ from transformers import AutoModelForCausalLM
 
 from certify_peers import Bench, Cell, Effort, certificate
 from common import RESULTS, ROOT, Lines, heldout_ids, note
-from launches import (
+from peers_engines import Running
+from servers import (
     LLAMA_CPP,
     LLAMA_SERVER,
     PATIENCE_S,
     SERVED_NAME,
     VLLM,
     VLLM_SERVER,
+    Launch,
     llamacpp_launch,
+    serving,
     vllm_launch,
 )
-from peers_engines import Running
-from servers import Launch, serving
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.stats import Counters
 from truedraft.drafters.registry import find_drafters
@@ -70,7 +71,6 @@ _FOLLOWS = "Engine core initialization failed"  # behind the error that is meant
 
 
 def main() -> int:
-    """Export, serve, compare and write."""
     asked = _asked()
     torch.set_num_threads(asked.threads)
     folder, lines = RUNS / asked.engine / "target", Lines(asked.out or RESULTS / f"{asked.engine}_drafters.jsonl")
@@ -116,7 +116,6 @@ def _with_folder(word: str) -> str:
 
 
 def asked_prompts(target: LanguageModel, folders: Sequence[Path]) -> list[list[int]]:
-    """Questions of sets in turn, as the target's chats; or held-out beginnings of texts."""
     if not folders or target.tokenizer is None:
         return heldout_ids(target, PROMPT_TOKENS)
     sets = [spread(read_questions(each)[1], SET_PROMPTS) for each in folders]
@@ -127,7 +126,6 @@ def asked_prompts(target: LanguageModel, folders: Sequence[Path]) -> list[list[i
 def checked(
     word: str, bench: Bench, folder: Path, plain: Sequence[Sequence[int]], asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """The line of one drafter."""
     words = Words.parse("drafter", word)
     kind = words.kind
     engine, name = asked.engine, Path(str(words.path)).name
@@ -276,7 +274,6 @@ def chain(word: str, kind: str, tokens: int) -> str:
 
 
 def ours(word: str, target: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """The share of drafted tokens that are accepted here, greedy."""
     engine, whole = Engine(target, from_spec(word, target), controller="fixed"), Counters()
     for answer in engine.generate([list(ids) for ids in prompts], SamplingParams(tokens, temperature=0.0)):
         whole += answer.stats

@@ -74,7 +74,6 @@ COUNTS = (
 
 
 def answers_of(engine: Engine, options: dict[str, Any], batch: int) -> list[Answer]:
-    """The prompts' answers, each by noise of its own, one at a time or all together."""
     keys, options = range(100, 100 + len(PROMPTS)), dict(options)
     seeded = options.pop("coupled", False)
     params = [SamplingParams(max_tokens=_TOKENS, seed=key if seeded else None, **options) for key in keys]
@@ -99,7 +98,6 @@ def answers_by(
 
 
 def facts(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What is kept of some answers."""
     stats = sum((answer.stats for answer in answers[1:]), answers[0].stats)
     divergence = (stats.mean_total_variation, stats.mean_kl)
     return {
@@ -112,7 +110,6 @@ def facts(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def record(only: str) -> Iterator[tuple[str, Any]]:
-    """Each case by name, with what came of it."""
     target = load_model("embedded:target", dtype="float32")
     for drafter, rule in itertools.product(DRAFTERS, RULES):
         try:
@@ -133,7 +130,6 @@ def record(only: str) -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: Any, what: Any) -> str:
-    """Which facts of a case differ."""
     if not isinstance(before, dict) or not isinstance(what, dict):
         return f"{before} before, {what} now"
     return ", ".join(name for name in what if before[name] != what[name])
@@ -145,7 +141,6 @@ def machine() -> str:
 
 
 def main() -> int:
-    """Write a record, or compare with one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path)
     parser.add_argument("--against", type=Path)

@@ -32,7 +32,6 @@ class OutOfTimeError(BaseException):
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure what is not there yet, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and sizes")
@@ -66,7 +65,6 @@ def _wanted(row: Row, words: Sequence[str] | None) -> bool:
 
 
 def _measured(group: Group, row: Row, seconds: float) -> dict[str, Any]:
-    """Value, conditions and seconds that it took; or why there is no value."""
     began = time.monotonic()
     try:
         with _within(seconds):
@@ -101,7 +99,6 @@ def _name(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    """Of what speeds depend on."""
     found: dict[str, str | None] = {**versions(), "cuda": torch.version.cuda, "triton": None}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
@@ -114,7 +111,6 @@ def _commit() -> str | None:
 
 
 def _said(*words: str) -> str | None:
-    """The first line that a program prints; None where it is not there or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

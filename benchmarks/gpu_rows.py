@@ -110,15 +110,6 @@ TINY = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure.
-
-    Attributes:
-        name: of it.
-        unit: of its value.
-        measure: takes the group that it is of.
-        bar: what it should reach.
-    """
-
     name: str
     unit: str
     measure: Callable[[Any], Found]
@@ -126,33 +117,24 @@ class Row:
 
 
 class Group(ABC):
-    """Rows of one model, which is loaded when the first of them is measured.
-
-    Args:
-        sizes: how large everything is.
-        device: where it is measured.
-    """
+    """Rows of one model, which is loaded when the first of them is measured."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes, self.device = sizes, device
 
     @classmethod
     @abstractmethod
-    def rows(cls) -> list[Row]:
-        """In the order in which they are measured."""
+    def rows(cls) -> list[Row]: ...
 
     @abstractmethod
-    def load(self) -> LanguageModel:
-        """The model."""
+    def load(self) -> LanguageModel: ...
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Conditions of all rows."""
         return {"dtype": dtype_name(self.sizes.dtype)}
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes that the device reads in a second."""
         return read_bandwidth(self.device, size_bytes=self.sizes.read_bytes)
 
     @cached_property
@@ -166,7 +148,6 @@ class Group(ABC):
         return self.target.weight_bytes / self.bandwidth
 
     def close(self) -> None:
-        """Give everything back."""
         for name in [name for name in vars(self) if name not in ("sizes", "device", "before")]:
             del self.__dict__[name]
         gc.collect()
@@ -244,7 +225,6 @@ class Padded(Group):
 
     @cached_property
     def ready(self) -> tuple[Engine, dict[str, Any]]:
-        """The engine that drafts and answers plainly, and how it became ready."""
         drafter = from_spec("auto", self.target)
         engine = self.engine(drafter, max(self.sizes.batches))
         began = time.perf_counter()
@@ -303,7 +283,6 @@ class Padded(Group):
 
     @staticmethod
     def ratio(system: str, place: int | None, heat: float, group: Padded) -> Found:
-        """A system over plain decoding, in turns."""
         requests = 1 if place is None else group.sizes.batches[place]
         rates = group.compared.setdefault((requests, heat), {})
         if system not in rates:
@@ -411,7 +390,6 @@ class Llama8B(Group):
         return engine
 
     def texts(self, count: int, tokens: int) -> list[list[int]]:
-        """Random prompts, no two alike."""
         drawn = torch.randint(self.sizes.vocab, (count, tokens), generator=torch.Generator().manual_seed(tokens))
         return drawn.tolist()
 
@@ -458,7 +436,6 @@ class Llama8B(Group):
         return self.seconds_behind(last) / self.seconds_behind(first), {"contexts": [first, last]}
 
     def kernels(self) -> Found:
-        """Milliseconds of all kernels of a step, with those that take most."""
         activity = torch.profiler.ProfilerActivity
         on_device = self.device.type == "cuda"
         self.seconds_behind(self.sizes.contexts[0])
@@ -593,7 +570,6 @@ def answered(
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes: of tensors on a GPU, of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -607,6 +583,5 @@ def peak(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin anew where that can be."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -44,7 +44,6 @@ _WARM = 4
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("drafter", help="what learns, with how much it drafts")
@@ -83,7 +82,6 @@ def main() -> None:
 
 
 def encoded(target: LanguageModel, files: Sequence[Path]) -> list[list[int]]:
-    """Questions of some files in turn, as token ids."""
     tokenizer = target.tokenizer
     assert tokenizer is not None
     sets = [texts_in(file) for file in files]
@@ -94,7 +92,6 @@ def encoded(target: LanguageModel, files: Sequence[Path]) -> list[list[int]]:
 
 
 def texts_in(path: Path) -> list[str]:
-    """Questions, or beginnings of texts."""
     if is_question_file(path) or path.is_dir():
         return [each.text for each in read_questions(path)[1]]
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
@@ -102,7 +99,6 @@ def texts_in(path: Path) -> list[str]:
 
 
 def repeated(prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """So many, from the first again where there are fewer."""
     return [prompts[number % len(prompts)] for number in range(count)]
 
 
@@ -136,7 +132,6 @@ def asked_in_turn(
 
 
 def params_of(options: argparse.Namespace, number: int) -> SamplingParams:
-    """Greedy and sampled in turn."""
     return SamplingParams(options.max_tokens, temperature=_TEMPERATURES[number % len(_TEMPERATURES)])
 
 
@@ -164,7 +159,6 @@ def measured(
 
 
 def timed(options: argparse.Namespace, target: LanguageModel, prompts: list[list[int]], learns: bool) -> float:
-    """Tokens a second over some requests, one behind another."""
     learner = Learner(share=options.share) if learns else None
     engine = Engine(target, from_spec(options.drafter, target), controller="fixed", learner=learner, entropy=3)
     tokens, began = 0, 0.0
@@ -189,7 +183,6 @@ def one_turn(kind: str) -> float:
 
 
 def summary(records: Sequence[dict[str, Any]], traffic: dict[str, Any]) -> dict[str, Any]:
-    """What came of it: by the version that was served last, and the least of all on old prompts."""
     by_version = {each["version"]: each for each in records if each["what"] == "version"}
     first, last = by_version[0], by_version[traffic["versions"][-1]]
     names = [name for name, each in first.items() if isinstance(each, float)]

@@ -18,9 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common import ROOT, asked_once, exported, note
-from launches import LLAMA_CPP, LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, llamacpp_launch, vllm_launch
 from relabelled import save_relabelled
-from servers import Launch, serving
+from servers import (
+    LLAMA_CPP,
+    LLAMA_SERVER,
+    PATIENCE_S,
+    SERVED_NAME,
+    VLLM,
+    Drafting,
+    Launch,
+    llamacpp_launch,
+    serving,
+    vllm_launch,
+)
 from truedraft.errors import PeerError
 from truedraft.measure.peers import Peer
 from truedraft.measure.peers.endpoint import Endpoint
@@ -53,15 +63,6 @@ class Running:
 
 @dataclass(frozen=True)
 class EngineWay:
-    """A way of answering of an engine.
-
-    Attributes:
-        engine: its name.
-        way: "plain", or how it drafts.
-        open: starts it, with the target.
-        batches: numbers of questions at once that it can be asked.
-    """
-
     engine: str
     way: str
     open: Callable[[LanguageModel], AbstractContextManager[Running]]
@@ -69,7 +70,6 @@ class EngineWay:
 
 
 def engine_ways() -> list[EngineWay]:
-    """All of them; models are made when a way is opened."""
     drafts: dict[str, Callable[[Callable[[str], Path]], Drafting | None]] = {
         "plain": lambda model: None,
         "draft model": lambda model: Drafting(DRAFT_TOKENS, model("draft"), NGRAM),
@@ -96,7 +96,6 @@ def engine_ways() -> list[EngineWay]:
 
 @contextlib.contextmanager
 def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Running]:
-    """An engine's server."""
     started = launch()
     ends = target.eos_token_ids
     tokenizer = Tokenizer.load(str(model_folder("target")))
@@ -111,7 +110,6 @@ def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Runn
 
 @contextlib.contextmanager
 def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Running]:
-    """transformers, in this process."""
     made, model = way(), stock("target")
 
     def peer(together: int, seed: int) -> Peer:
@@ -127,7 +125,6 @@ def vllm(way: str, drafting: Callable[[Callable[[str], Path]], Drafting | None])
 
 
 def llamacpp(way: str, drafting: Callable[[Callable[[str], Path]], Drafting | None]) -> Launch:
-    """llama.cpp's server."""
     return llamacpp_launch(f"llama.cpp {way}", LLAMA_SERVER, gguf("target"), drafting(gguf))
 
 
@@ -142,7 +139,6 @@ def universal() -> Way:
 
 @cache
 def model_folder(name: str) -> Path:
-    """An embedded model, exported."""
     return exported(RUNS, name)
 
 
@@ -153,7 +149,6 @@ def stock(name: str) -> PreTrainedModel:
 
 
 def loaded(folder: Path) -> PreTrainedModel:
-    """A model in bfloat16, as the other engines hold it."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
@@ -170,8 +165,8 @@ def gguf(name: str) -> Path:
         python = LLAMA_CPP / "bin" / "python"
         if not python.exists():
             raise PeerError(f"there is no {python}; `make certify-peers` makes it")
-        script = Path(__file__).with_name("peers_gguf.py")
-        command = [str(python), str(script), str(source), str(model_folder(name)), str(out)]
+        script = Path(__file__).with_name("peers_llamacpp.py")
+        command = [str(python), str(script), "convert", str(source), str(model_folder(name)), str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             out.unlink(missing_ok=True)
@@ -185,7 +180,7 @@ def llamacpp_surprise(file: Path, pieces: Sequence[Sequence[int]], threads: int)
     Raises:
         ChildEndedError: it died; its message is on standard error.
     """
-    words = [str(Path(__file__).with_name("peers_llamacpp.py")), str(file), str(threads)]
+    words = [str(Path(__file__).with_name("peers_llamacpp.py")), "surprise", str(file), str(threads)]
     places = {"PYTHONPATH": str(LLAMA_CPP / "src"), "LLAMA_CPP_LIB_PATH": str(LLAMA_SERVER.parent)}
     found: float = asked_once(words, {"pieces": pieces}, LLAMA_CPP / "bin" / "python", os.environ | places)
     return found

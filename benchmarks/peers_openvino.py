@@ -24,12 +24,10 @@ _NGRAM = 3
 
 
 def main() -> None:
-    """Load and answer."""
     be_asked(lambda: loaded(*sys.argv[1:]))
 
 
 def loaded(file: str, draft: str, threads: str, drafted: str, folder: str) -> Callable[[dict[str, Any]], Any]:
-    """What answers, in each of its ways."""
     on_cpu: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(threads)}
     target = str(converted(Path(file), Path(folder)))
 

@@ -31,7 +31,6 @@ ASSISTED = {"assisted, 4 tokens": (4, "constant", 0.0), "assisted, its defaults"
 
 
 def main() -> None:
-    """Be one of them."""
     kind, threads, *words = sys.argv[1:]
     torch.set_num_threads(int(threads))
     made: dict[str, Callable[..., Callable[[dict[str, Any]], Any]]] = {
@@ -41,7 +40,6 @@ def main() -> None:
 
 
 def params_of(asked: dict[str, Any]) -> SamplingParams:
-    """Of a request."""
     return SamplingParams(asked["max_tokens"], asked["temperature"], ignore_eos=asked["ignore_eos"])
 
 
@@ -63,7 +61,6 @@ def ours(model: str, which: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def facts(target: LanguageModel, engines: dict[str, Engine], texts: list[str], *, chat: bool) -> dict[str, Any]:
-    """Texts as token ids, as a user's message or as they are, and what the model is."""
     tokenizer = target.tokenizer
     assert tokenizer is not None
     as_message = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts] if chat else None
@@ -78,7 +75,6 @@ def facts(target: LanguageModel, engines: dict[str, Engine], texts: list[str], *
 
 
 def theirs(folder: str, draft: str) -> Callable[[dict[str, Any]], int]:
-    """transformers' own `generate`: plain, by prompt lookup, and assisted by a draft model."""
     from peers_engines import loaded
     from truedraft.measure.peers.transformers import AssistedSetting, Generate, Way, assisted_way, lookup_way
 

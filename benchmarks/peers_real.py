@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, ChildEndedError, Lines, asked_once, note
-from launches import LLAMA_SERVER
 from peers_engines import llamacpp_surprise
 from peers_ways import DRAFTED, OURS, Engines, Turn, Weights, opened
 from real_prompts import SETS, TEMPERATURES
+from servers import LLAMA_SERVER
 from truedraft.errors import PeerError
 from truedraft.machine import machine_facts
 from truedraft.measure.bench.prompts import read_questions, spread
-from truedraft.models.smollm2 import installed_file
+from truedraft.models.embedded import smollm2_file
 from turns import rotated
 
 OUT = RESULTS / "peers_real.jsonl"
@@ -56,18 +56,15 @@ Key = tuple[Any, ...]
 
 
 def done(kept: Lines) -> set[Key]:
-    """Keys of what is there."""
     return {tuple(line[field] for field in KEY) for line in kept.records}
 
 
 def keep(kept: Lines, key: Key, found: Mapping[str, Any], **more: Any) -> None:
-    """Write a line."""
     fields = dict(zip(KEY, key, strict=True))
     kept.add(fields | more | {"ways": found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
 
 
 def turns(engines: Engines, weights: Weights, asked: argparse.Namespace) -> Iterator[Turn]:
-    """Of some weights, those of few seconds first."""
     names, texts = zip(*questions(asked.prompts, asked.limit), strict=True)
     ids = dict(zip(names, engines.encoded(texts, chat=weights.chat), strict=True))
     mixed = engines.encoded([text for _, text in questions(asked.prompts, 8 // len(SETS))], chat=weights.chat)
@@ -117,7 +114,6 @@ def taken(turn: Turn, engines: Engines) -> dict[str, dict[str, Any]]:
 
 
 def measure(weights: Weights, kept: Lines, asked: argparse.Namespace, left_s: Callable[[], float]) -> None:
-    """All turns of some weights that are not there yet."""
     if not {"decode", "first", "requests"} & {*asked.only} or left_s() < 0:
         return
     with opened(weights, asked.threads, asked.engines) as engines:
@@ -169,7 +165,6 @@ def batched(file: Path, threads: int) -> dict[str, Any]:
 
 
 def perplexities(file: Path, texts: Sequence[Path], threads: int) -> dict[str, Any]:
-    """Ours and llama.cpp's, of the same pieces."""
     parts = [text.read_text(encoding="utf-8")[: 8 * PIECES * PIECE_TOKENS] for text in texts]
     what = {"texts": parts, "pieces": PIECES, "tokens": PIECE_TOKENS}
     ours = asked_once([OURS, "perplexity", str(threads), str(file)], what)
@@ -179,7 +174,6 @@ def perplexities(file: Path, texts: Sequence[Path], threads: int) -> dict[str, A
 
 
 def remembered(file: Path, threads: int) -> dict[str, Any]:
-    """Memory and loading, in a process of its own."""
     found: dict[str, Any] = asked_once([OURS, "memory", str(threads), str(file), str(LONG), "128"], {})
     own = found["peak_bytes"] - found["imported_bytes"] - found["cache_bytes"]
     return found | {"over_file": own / found["file_bytes"]}
@@ -200,7 +194,6 @@ def rows(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def figures(cell: str, line: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Of one way in one turn."""
     if "error" in found:
         return
     heat = f"temperature {line['temperature']:g}"
@@ -241,7 +234,6 @@ def commit() -> str:
 
 
 def main() -> None:
-    """Measure and write, and report."""
     asked = _asked()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
     kept = Lines(asked.out, commit=asked.commit or commit())
@@ -262,7 +254,7 @@ def main() -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, help="a folder with a folder for each set")
-    parser.add_argument("--file", type=Path, default=installed_file(), help="SmolLM2's GGUF file; its wheel's")
+    parser.add_argument("--file", type=Path, default=smollm2_file(), help="SmolLM2's GGUF file; its wheel's")
     parser.add_argument("--draft-file", type=Path, default=DRAFT_FILE, help="its draft model's")
     parser.add_argument("--folder", type=Path, help="SmolLM2 in bfloat16")
     parser.add_argument("--draft", type=Path, help="its draft model as a folder")

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from common import ROOT, Child, ChildEndedError, note
-from launches import LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, llamacpp_launch, vllm_launch
 from peers_ours import ASSISTED
-from servers import Launch, serving
+from servers import LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, Launch, llamacpp_launch, serving, vllm_launch
 from truedraft import SamplingParams
 from truedraft.errors import PeerError
 from truedraft.measure.peers import Question
@@ -29,15 +28,6 @@ NEVER = -100.0
 
 @dataclass(frozen=True)
 class Weights:
-    """Of what is measured.
-
-    Attributes:
-        name: for records.
-        path: a GGUF file or a folder.
-        draft: our draft model in the same form; None measures plain decoding alone.
-        chat: whether prompts are messages of a user.
-    """
-
     name: str
     path: Path
     draft: Path | None = None
@@ -45,7 +35,6 @@ class Weights:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a GGUF file."""
         return self.path.suffix == ".gguf"
 
 
@@ -84,7 +73,6 @@ class InProcess:
     most: int = 8
 
     def tokens(self, turn: Turn) -> int:
-        """Answer prompts together, and say how many new tokens that were."""
         how = {"max_tokens": turn.max_tokens, "temperature": turn.temperature, "seed": turn.number}
         what = {"way": self.way, "prompts": [list(prompt) for prompt in turn.prompts], "eos": list(self.eos)}
         return int(self.child.ask(what | how | {"ignore_eos": turn.ignore_eos}))
@@ -130,7 +118,6 @@ class Engines:
     ways: dict[str, Way]
 
     def encoded(self, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
-        """Texts as token ids."""
         found: list[list[int]] = self.ours.ask({"texts": list(texts), "chat": chat})["ids"]
         return found
 
@@ -172,7 +159,6 @@ def opened(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[Engi
 
 @contextlib.contextmanager
 def _left_out(name: str) -> Iterator[None]:
-    """What cannot be opened is said, and leaves the others."""
     try:
         yield
     except (PeerError, ChildEndedError, OSError) as error:
@@ -205,7 +191,6 @@ def _servers(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[La
 
 
 def _openvino(weights: Weights, threads: int) -> list[str]:
-    """The words of its script."""
     if not (OPENVINO / "bin" / "python").exists():
         raise PeerError(f"there is no {OPENVINO / 'bin' / 'python'}; `make bench-peers` makes it")
     script, draft = str(Path(__file__).with_name("peers_openvino.py")), str(weights.draft or "-")
@@ -213,6 +198,5 @@ def _openvino(weights: Weights, threads: int) -> list[str]:
 
 
 def package_version(python: Path, package: str) -> str:
-    """Of a package in another environment."""
     words = [str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))"]
     return subprocess.run(words, capture_output=True, text=True).stdout.strip()

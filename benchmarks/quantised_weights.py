@@ -37,7 +37,6 @@ _TYPES = ("float32", "bfloat16")
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="GGUF files")
     parser.add_argument("--texts", nargs="+", type=Path, required=True, help="files of plain text")
@@ -82,7 +81,6 @@ def measure(
 
 
 def shares(file: Path) -> dict[str, float]:
-    """Which part of a file's weights each type has, norms left out."""
     from gguf import GGUFReader  # here and below: peers_ours.py measures memory over what it imports of this file
 
     held: Counter[str] = Counter()
@@ -93,9 +91,8 @@ def shares(file: Path) -> dict[str, float]:
 
 
 def by_llamacpp(file: Path, read: Sequence[Tensor]) -> dict[str, float] | None:
-    """Perplexity of the same pieces; None where llama.cpp was not built."""
-    from launches import LLAMA_CPP
     from peers_engines import llamacpp_surprise
+    from servers import LLAMA_CPP
 
     if not (LLAMA_CPP / "build").exists():
         return None
@@ -105,7 +102,6 @@ def by_llamacpp(file: Path, read: Sequence[Tensor]) -> dict[str, float] | None:
 
 @torch.inference_mode()
 def log_probabilities(model: LanguageModel, ids: Tensor) -> Tensor:
-    """`[tokens, vocab]`, float32."""
     cache = model.new_cache()
     try:
         logits = model.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits

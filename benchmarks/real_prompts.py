@@ -22,7 +22,6 @@ TEMPERATURES = (0.0, 0.8)
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--drafter", nargs="+", default=["auto"])
@@ -53,7 +52,6 @@ def measured(options: argparse.Namespace, name: str, temperature: float) -> dict
 
 
 def summary(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the sets of one temperature."""
     found = list(records)
     ratios = [record["speedup"] for record in found]
     every = [{system["name"]: system["speedup"] for system in record["systems"]} for record in found]

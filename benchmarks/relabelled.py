@@ -80,7 +80,6 @@ def _relabel_ids(out: Path, ids: Mapping[int, int], vocab_size: int) -> None:
 
 
 def _relabel_rows(out: Path, rows: Sequence[int]) -> None:
-    """Rows of the embedding and of the LM head, by the ids that they had."""
     weights = load_file(out / _WEIGHTS)
     for name in _ROWS:
         if name in weights:

@@ -17,21 +17,24 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import psutil
 
-from common import RESULTS, ROOT, Child, Lines, exported, heldout_texts, note
-from launches import SERVED_NAME, VLLM, Drafting, vllm_launch
-from servers import PORT, Launch, Server
-from serving_load import Load, LoadResult, Request, ask, closed_loop, open_loop
+from common import RESULTS, ROOT, Child, Lines, be_asked, exported, heldout_texts, note
+from servers import PORT, SERVED_NAME, VLLM, Drafting, Launch, Server, vllm_launch
+from serving_load import Answered, Load, LoadResult, Request, ask, closed_loop, open_loop
+
+if TYPE_CHECKING:
+    from truedraft import Engine
 
 OUT = RESULTS / "serving.jsonl"
 RUNS = ROOT / "runs" / "serving"
@@ -50,26 +53,25 @@ ROWS = {
 TURNS = 3
 BATCH_TURNS = 5  # of the row batch, where single turns lay far apart
 DRAFT_TOKENS = 3
+_BURN = """
+import sys, time
+share = float(sys.argv[1])
+while True:
+    end = time.perf_counter() + 0.01 * share
+    while time.perf_counter() < end:
+        pass
+    time.sleep(0.01 * (1 - share))
+"""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured.
-
-    Attributes:
-        row: of these.
-        name: in it.
-    """
-
     row: str
     name: str
 
 
 class Measured(Server):
-    """A server that is asked once before it is measured."""
-
     def warm(self) -> None:
-        """Wait until it is healthy, and answer a request."""
         self.wait(note)
         asyncio.run(closed_loop(self.port, Load([Request("x", 2)], 1)))
 
@@ -79,7 +81,6 @@ class Measured(Server):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mb(self) -> float:
-        """Resident memory of it and its children."""
         own = psutil.Process(self.pid)
         return sum(each.memory_info().rss for each in (own, *own.children(recursive=True))) / 2**20
 
@@ -91,7 +92,6 @@ def ours(
     drafter: str = "draft,num_speculative_tokens=12",
     size: str | None = SIZE,
 ) -> Measured:
-    """Our server."""
     padded = [] if size is None else ["--pad-to", size]
     words = (
         str(Path(sys.executable).with_name("truedraft")), "serve", "--model", "embedded:target", "--port", PORT,
@@ -111,19 +111,14 @@ def prompts(count: int, tokens: int | None = None) -> list[str]:
 
 
 class Kept(Lines):
-    """The file of what was measured."""
-
     def turns(self, cell: Cell) -> int:
-        """How many there are of a cell."""
         return sum((line["row"], line["name"]) == (cell.row, cell.name) for line in self.records)
 
     def keep(self, cell: Cell, found: Mapping[str, Any]) -> None:
-        """Write a turn."""
         self.add({**asdict(cell), **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
 
 
 def loads(clients: int, temperature: float, each: int = 4) -> Load:
-    """A closed loop's requests, so many for each client."""
     texts = prompts(max(each * clients, 12))
     return Load([Request(text, 64, temperature) for text in texts], clients)
 
@@ -163,7 +158,6 @@ def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) 
 
 
 def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], LoadResult]]]:
-    """The cells of a row, and how one server's turn of it is measured."""
     if row == "first":
         texts = prompts(TURNS * 2, 1400)
         numbers = iter(range(1 << 30))
@@ -193,7 +187,6 @@ def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], LoadRes
 
 
 def _capacity(kept: Kept, way: str) -> float:
-    """Tokens per second of the slower server with 16 clients, from the row closed."""
     lines = [line for line in kept.records if line["row"] == "closed" and line["name"] == f"16 clients, {way}"]
     if not lines:
         raise RuntimeError("the row open needs the row closed")
@@ -201,14 +194,58 @@ def _capacity(kept: Kept, way: str) -> float:
 
 
 def run(work: Any) -> LoadResult:
-    """What came of a load."""
     return asyncio.run(work)
+
+
+def answer_in_process(engine: Engine, load: dict[str, Any]) -> LoadResult:
+    from truedraft import SamplingParams
+
+    waiting = [
+        (each["prompt"], SamplingParams(each["max_tokens"], each["temperature"])) for each in reversed(load["requests"])
+    ]
+    running, done = [], []
+    began = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < load["clients"]:
+            running.append(engine.submit(*waiting.pop()))
+        engine.step()
+        done += [request for request in running if request.closed]
+        running = [request for request in running if not request.closed]
+    seconds = time.perf_counter() - began
+    answers = [request.pieces[-1].answer for request in done]
+    found = [
+        Answered(len(each.token_ids), each.timing.first_token_s or 0.0, each.timing.total_s)
+        for each in answers
+        if each is not None
+    ]
+    return LoadResult.of(found, seconds)
+
+
+def engine_beside_burner() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The engine without a server: answers loads beside a process that takes a share of a core."""
+    from truedraft import load_model
+    from truedraft.drafters.prediction import with_own_drafts
+    from truedraft.drafters.specs import from_spec
+
+    target = load_model("embedded:target", pad_to="500M")
+    engine = Engine(target, with_own_drafts(from_spec("draft,num_speculative_tokens=12", target)), prefix_cache_bytes=0)
+    engine.measure()
+
+    def answer_load(asked: dict[str, Any]) -> dict[str, Any]:
+        burner = subprocess.Popen([sys.executable, "-c", _BURN, str(asked["burn"])])
+        try:
+            return asdict(answer_in_process(engine, asked["load"]))
+        finally:
+            burner.kill()
+            burner.wait()
+
+    return answer_load
 
 
 def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
     server = ours("--prefix-cache-bytes", "0")
-    child = Child([str(Path(__file__).with_name("serving_engine.py"))])
+    child = Child([__file__, "--as-engine"])
     try:
         child.read()
         server.warm()
@@ -356,7 +393,6 @@ def summary(kept: Kept) -> Iterator[dict[str, Any]]:
 
 
 def report(figures: Sequence[Mapping[str, Any]]) -> str:
-    """The summary as a table in Markdown."""
     lines = ["| row | cell | what | turns | median |", "|---|---|---|---|---|"]
     for each in figures:
         spread = "{median:.3f} ({least:.3f} to {most:.3f})".format(**each)
@@ -399,14 +435,17 @@ def _figures(row: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
 
 
 def main() -> int:
-    """Measure, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--minutes", type=float, default=75.0)
     parser.add_argument("--vllm", type=Path, default=VLLM)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--as-engine", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.as_engine:
+        be_asked(engine_beside_burner)
+        return 0
     kept = Kept(asked.out)
     end = time.monotonic() + 60 * asked.minutes
 

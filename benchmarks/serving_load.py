@@ -16,22 +16,12 @@ from common import posted
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    Attributes:
-        prompt: a text or ids.
-        max_tokens: of the answer.
-        temperature: of it.
-        more: further fields.
-    """
-
     prompt: str | Sequence[int]
     max_tokens: int
     temperature: float = 0.0
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> bytes:
-        """As it is sent."""
         fields = {"model": "model", "prompt": self.prompt, "max_tokens": self.max_tokens}
         rest = {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({**fields, **rest, **self.more}).encode()
@@ -39,34 +29,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of a closed loop.
-
-    Attributes:
-        requests: in the order in which they are sent.
-        clients: that send them, each the next one when its last one is answered.
-    """
-
     requests: Sequence[Request]
     clients: int
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer.
-
-    Attributes:
-        tokens: of it.
-        first_s: to its first token.
-        total_s: to its end.
-    """
-
     tokens: int
     first_s: float
     total_s: float
 
     @property
     def per_token_s(self) -> float:
-        """Between its tokens."""
         return (self.total_s - self.first_s) / max(self.tokens - 1, 1)
 
 
@@ -92,7 +66,6 @@ class LoadResult:
 
     @classmethod
     def of(cls, answers: Sequence[Answered], seconds: float) -> LoadResult:
-        """From the answers."""
         tokens = sum(each.tokens for each in answers)
         times = sorted(each.per_token_s for each in answers)
         slow = times[min(int(0.95 * len(times)), len(times) - 1)]

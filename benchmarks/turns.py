@@ -40,31 +40,21 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a system made of a group.
-
-    Attributes:
-        token_ids: of each request.
-        prefill_s: of its time, the steps that read a part of a prompt.
-        alike: numbers of the requests that every system must answer alike.
-    """
+    """A system's answers to a group of requests."""
 
     token_ids: list[list[int]]
     prefill_s: float = 0.0
-    alike: Sequence[int] = ()
+    alike: Sequence[int] = ()  # numbers of the requests that every system must answer alike
 
     @property
     def tokens(self) -> int:
-        """Emitted, of all requests."""
         return sum(map(len, self.token_ids))
 
 
 class Answering(Protocol[_Asked]):
-    """Whatever answers."""
-
     name: str
 
-    def answer(self, group: _Asked) -> Answered:
-        """Answer a group together."""
+    def answer(self, group: _Asked) -> Answered: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +78,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio of speeds with its 95 % interval.
-
-    Attributes:
-        ratio: geometric mean.
-        low: of the interval.
-        high: likewise.
-        turns: that it is from.
-    """
+    """A ratio of speeds (geometric mean) with its 95 % interval."""
 
     ratio: float
     low: float
@@ -108,7 +91,6 @@ class Estimate:
         return (self.high - self.low) / 2
 
     def as_dict(self) -> dict[str, Any]:
-        """For the file; without an interval where there are too few turns for one."""
         if not math.isfinite(self.high):
             return {"ratio": round(self.ratio, 4), "low": None, "high": None, "half_width": None, "turns": self.turns}
         values = {"ratio": self.ratio, "low": self.low, "high": self.high, "half_width": self.half_width}
@@ -181,7 +163,6 @@ def _log_ratio(turn: Turn, of: str, over: str, decoding: bool = False) -> float:
 
 
 def ratios(turns: Sequence[Turn], of: str, over: str) -> list[float]:
-    """Of each turn, rounded for the file."""
     return [round(math.exp(_log_ratio(turn, of, over)), 4) for turn in turns]
 
 
@@ -232,7 +213,6 @@ class Measured:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For the file."""
         return {
             "status": self.status,
             "rounds": self.rounds,
@@ -269,15 +249,10 @@ class Contest(Generic[Group]):
 
     @property
     def estimates(self) -> list[Estimate]:
-        """Of each pair, behind the first round that counts."""
         return [estimate(self.measured.turns, *pair, middle=self._middle) for pair in self.pairs]
 
     def visit(self, most_s: float) -> bool:
-        """One more round; returns whether it was the last.
-
-        Args:
-            most_s: seconds of all visits together, after which the cell counts as missed.
-        """
+        """One more round; returns whether it was the last."""
         found, began = self.measured, self._clock()
         turns = one_round(self._systems, self._groups, self._next, self._clock)
         found.seconds += self._clock() - began
@@ -292,14 +267,10 @@ class Contest(Generic[Group]):
 
 
 class Visited(Protocol):
-    """Whatever is measured a bit at a time, as a contest is."""
-
-    def visit(self, most_s: float) -> bool:
-        """A bit more; returns whether that was the end."""
+    def visit(self, most_s: float) -> bool: ...
 
 
 def take_turns(contests: Iterable[Visited], seconds: float, clock: Clock = time.perf_counter) -> None:
-    """Visit contests in turns, a round each, until all are over or the time is."""
     end = clock() + seconds
     left = list(contests)
     while left and clock() < end:
@@ -329,7 +300,6 @@ def one_round(systems: Sequence[Answering[Group]], groups: Sequence[Group], numb
 
 
 def _decode_s(answer: Answered, seconds: float) -> float:
-    """Per token that came behind the prompt, where the first one of each request is not counted."""
     return (seconds - answer.prefill_s) / max(answer.tokens - len(answer.token_ids), 1)
 
 

@@ -55,14 +55,12 @@ def command(
 
 
 def say(message: str) -> None:
-    """A line with the time of day."""
     print(time.strftime("%H:%M:%S"), message, flush=True)
 
 
 def run_loop(
     loop: TrainingLoop, name: str, *, until: int | None = None, every: int = 20, say: Callable[[str], None] = say
 ) -> None:
-    """Train to step `until` (default: to the end), with a line every few steps."""
     last = loop.total_steps if until is None else until
     say(f"{name}: training to step {last} of {loop.total_steps}")
 

@@ -38,9 +38,9 @@ from truedraft.training.heads import (
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.report import HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import Watch, WritingConfig, write_answers
+from truedraft.training.texts.answered import ask_itself
 from truedraft.training.texts.data import Curriculum, read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled
-from truedraft.training.texts.questions import ask_itself
 from truedraft.training.texts.self_distillation import AnswerFiles
 from truedraft.training.texts.tokenizer import copy_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget
@@ -76,7 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> None:
-    """Questions of ours."""
     data = options.data
     sets = ("gsm8k", "mt_bench", "spec_bench", "humaneval")
     held_out = [question.text for name in sets for question in read_questions(data / "prompts" / name)[1]]
@@ -140,7 +139,6 @@ def _start(options: argparse.Namespace) -> Path:
 
 
 def _draft(options: argparse.Namespace) -> None:
-    """The draft model, distilled on the answers."""
     size = options.tokens_per_step
     config = DraftConfig(
         start_from=options.start_from or _start(options),
@@ -170,12 +168,10 @@ def _unpack(options: argparse.Namespace) -> None:
 
 
 def _medusa(options: argparse.Namespace) -> None:
-    """Medusa heads."""
     _heads(options, MedusaTrainingConfig(steps=options.steps, seed=SEED, device=options.device))
 
 
 def _redrafter(options: argparse.Namespace) -> None:
-    """A recurrent head."""
     _heads(options, RedrafterTrainingConfig(steps=options.steps, seed=SEED, device=options.device))
 
 
@@ -191,7 +187,6 @@ def _pack(options: argparse.Namespace) -> None:
 
 
 def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
-    """Heads of one kind, trained on the kept vectors."""
     out = options.run / config.head.kind
     width = AutoConfig.from_pretrained(options.target).hidden_size
     abouts = {name: json.loads((options.run / f"{name}.json").read_text()) for name in (TRAIN_TEXT, TREE_TEXT)}

@@ -34,7 +34,7 @@ from truedraft.kinds.eagle import training as eagle
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.base import ForwardOutput, Segment
-from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.checkpoint import fingerprint_of
 from truedraft.models.lm_head import LmHead
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.loop import TrainingLoop
@@ -62,7 +62,6 @@ KINDS: dict[str, tuple[str, str, tuple[float, ...], dict[str, Any]]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write, then train each kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="the model's folder")
     parser.add_argument("--name", default="SmolLM2-135M-Instruct", help="what cards and records call it")
@@ -118,8 +117,6 @@ def _tried(work: Any) -> bool:
 
 
 class _Job:
-    """The training of one kind."""
-
     def __init__(
         self,
         kind: str,
@@ -134,7 +131,6 @@ class _Job:
         self.position_s = 0.0
 
     def loop(self, config: HeadTrainingConfig, folder: Path) -> TrainingLoop:
-        """The library's."""
         head = config.new_head(self._lm_head)
         return config.loop(
             head, self._lm_head, "", self._texts, self._fingerprint, folder, lambda what, done, total: None
@@ -155,7 +151,6 @@ class _Job:
         self._config = replace(self._config, learning_rate=min(found, key=lambda rate: found[rate]))
 
     def train(self, positions: int, folder: Path, name: str) -> None:
-        """Train on about so many positions, and save the head with its log."""
         per_step = self.loop(replace(self._config, steps=1), folder / "sizes").phases[0].tokens_per_step
         config = replace(self._config, steps=max(1, positions // per_step), evaluate_every=200)
         loop = self.loop(config, folder / "work")
@@ -184,15 +179,12 @@ class PaddedTarget:
         self.shown_layers = len(model.model.layers)
         self._head = model.config.head_dim
 
-    def new_cache(self) -> None:
-        """None is needed."""
+    def new_cache(self) -> None: ...
 
-    def release_cache(self, cache: None) -> None:
-        """Nothing to do."""
+    def release_cache(self, cache: None) -> None: ...
 
     @torch.inference_mode()
     def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
-        """Of all tokens of some whole texts."""
         texts = [segment.tokens.to(self.device) for segment in segments]
         ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         lengths = torch.tensor([len(text) for text in texts], device=self.device)
@@ -202,7 +194,6 @@ class PaddedTarget:
         return ForwardOutput(self._model.lm_head(last), last, tuple(chosen))
 
     def read(self, ids: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Of texts `[texts, tokens]` what enters the LM head `[texts, tokens, width]`, and what layers give."""
         inner, shown = self._model.model, {}
         x = inner.embed_tokens(ids)
         cos, sin = (each[:, None] for each in inner.rotary_emb(x, torch.arange(ids.shape[1], device=ids.device)[None]))
@@ -228,7 +219,6 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 
 
 def _texts(options: argparse.Namespace, model: Any) -> tuple[SelfDistillationData, SelfDistillationData]:
-    """Answers to train on and held-out ones; prompts that neither saw are written beside them."""
     kept = options.run / TEXTS
     if kept.is_file():
         train, held = read_texts(kept)
@@ -263,7 +253,6 @@ def packed(records: Sequence[WrittenAnswer]) -> Any:
 
 
 def read_texts(path: Path) -> tuple[list[WrittenAnswer], list[WrittenAnswer]]:
-    """The answers to train on, and the held-out ones."""
     texts = []
     with np.load(path) as file:
         for name in ("train", "held"):
@@ -279,7 +268,6 @@ def read_texts(path: Path) -> tuple[list[WrittenAnswer], list[WrittenAnswer]]:
 
 @torch.inference_mode()
 def _with_vectors(records: list[WrittenAnswer], options: argparse.Namespace, model: Any) -> SelfDistillationData:
-    """Answers with the vectors that gave their tokens, by one reading."""
     vectors = []
     for first in range(0, len(records), _READ):
         some = records[first : first + _READ]

@@ -67,7 +67,6 @@ def write_gguf(draft: LlamaForCausalLM, target: Path, out: Path, kind: GGMLQuant
 
 
 def _stored_name(name: str) -> str:
-    """GGUF's name of a tensor of `LlamaModel`."""
     if not name.startswith("layers."):
         return {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[name]
     _, number, part = name.removesuffix(".weight").split(".", 2)
@@ -91,7 +90,6 @@ def _copy_tokenizer(source: GGUFReader, writer: GGUFWriter) -> None:
 
 
 def read_draft(folder: Path) -> LlamaForCausalLM:
-    """A draft as it was trained."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert isinstance(model, LlamaForCausalLM)
     return model

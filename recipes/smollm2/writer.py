@@ -20,15 +20,6 @@ _LOOKED = 8  # steps between two looks at how many rows have ended
 
 @dataclass
 class Written:
-    """An answer.
-
-    Attributes:
-        number: of its prompt.
-        tokens: `[tokens]`; the token that ended it is the last, if one did.
-        hidden: bfloat16 `[tokens, width]`: what entered the LM head for each of them.
-        stopped: whether it was ended.
-    """
-
     number: int
     tokens: Tensor
     hidden: Tensor
@@ -36,13 +27,6 @@ class Written:
 
 
 class Writer:
-    """Plain decoding of a Llama with tied or own LM head.
-
-    Args:
-        model: on its device, in the type that it computes in.
-        stop_ids: tokens that end an answer.
-    """
-
     def __init__(self, model: LlamaForCausalLM, stop_ids: Sequence[int]) -> None:
         config = model.config
         self._inner, self._head = model.model, model.lm_head
@@ -151,6 +135,5 @@ class Writer:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads, in halves, as Llama has it."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

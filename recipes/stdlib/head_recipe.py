@@ -54,7 +54,6 @@ class HeadRecipe:
     text: Path | None = None
 
     def main(self, arguments: list[str] | None = None) -> int:
-        """Train the heads; an interrupted run goes on from its last checkpoint."""
         parser = argparse.ArgumentParser(description=f"Train the embedded heads of `--drafter {self.name}`.")
         runs, results = ROOT / "runs" / "stdlib", ROOT / "benchmarks" / "results"
         parser.add_argument("--out", type=Path, default=runs / self.name, help="heads and work")
@@ -79,15 +78,6 @@ class HeadRecipe:
             self.publish(options.out, options.publish, options.results, total_s=total_s, device=options.device)
 
     def publish(self, folder: Path, destination: Path, results: Path, *, total_s: float, device: str) -> None:
-        """Copy trained heads, with their card, to `destination` (replaced), and write down what was measured of them.
-
-        Args:
-            folder: where they lie.
-            destination: the folder of the package.
-            results: what was measured, for docs: one JSON object.
-            total_s: seconds from the first prompt to the last measurement.
-            device: where they were trained.
-        """
         heads = self.settings(device).head.load(folder)
         parameters = sum(weight.numel() for weight in heads.parameters())
         partial = destination.with_name(f".{destination.name}.partial")

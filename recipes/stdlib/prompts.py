@@ -24,7 +24,6 @@ _START = re.compile(r"^(?:class|def|    def|async def|    async def|@|    @)", r
 
 
 def write_prompts(sources: Iterable[Source], tokenizer: PreTrainedTokenizerBase, path: Path) -> int:
-    """Write id, file, text and n_tokens as JSON lines; returns the number of prompts."""
     found: list[dict[str, object]] = []
     for source in sorted(sources, key=lambda source: source.sha256):
         text = _piece(source, tokenizer)

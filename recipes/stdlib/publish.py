@@ -36,7 +36,6 @@ _SKIPPED = ("checkpoint.pt*", "log.jsonl", "run.json", "progress.json", "work")
 def publish(
     run: Path, target: Path, draft: Path, destination: Path, *, say: Callable[[str], None] = print
 ) -> dict[str, float]:
-    """Evaluate both models in bfloat16, as they ship, and copy them to `destination`/target and /draft."""
     facts = json.loads((run / "data.json").read_text())
     stream = read_stream(run / "heldout.bin")
     models = {name: load_causal_lm(folder, dtype=torch.bfloat16) for name, folder in _pair(target, draft)}
@@ -71,7 +70,6 @@ def publish(
 
 
 def served(target: Path, draft: Path, prompts: Path) -> list[EngineEvaluation]:
-    """What the draft brings in the engine, on the shipped prompts."""
     model = load_model(target)
     assert model.tokenizer is not None
     texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines()]
@@ -113,7 +111,6 @@ def _card(name: str, rows: dict[str, str], pair: PairReport) -> Card:
 
 
 def _copy_log(folder: Path, name: str) -> None:
-    """Keep a thinned training log beside the recipe."""
     log = next((path for path in (folder / "log.jsonl", folder / "work" / "log.jsonl") if path.exists()), None)
     if log is not None:
         keep_log(log, name)

@@ -40,11 +40,9 @@ class Settings:
 
     @classmethod
     def load(cls, path: Path = SETTINGS) -> Settings:
-        """Read the settings; a missing or unknown name is an error."""
         return cls(**json.loads(path.read_text()))
 
     def target(self, device: str) -> tuple[LlamaShape, DraftConfig]:
-        """The target: 15.7 M parameters."""
         return TARGET_SHAPE, _config(self.target_stable_steps, self.target_decay_steps, 2e-3, 0, device)
 
     def first_target(self, device: str) -> tuple[LlamaShape, DraftConfig]:
@@ -56,11 +54,9 @@ class Settings:
         return DRAFT_SHAPE, _config(self.draft_start_steps, 0, 4e-3, 1, device)
 
     def first_draft(self, start_from: Path, device: str) -> DraftConfig:
-        """The first distillation, from the early target."""
         return _config(self.first_draft_stable_steps, self.first_draft_decay_steps, 3e-3, 2, device, start_from)
 
     def draft(self, start_from: Path, device: str) -> DraftConfig:
-        """The last distillation, from the final target."""
         return _config(self.draft_stable_steps, self.draft_decay_steps, 3e-3, 3, device, start_from)
 
 

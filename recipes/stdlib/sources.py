@@ -50,8 +50,6 @@ _SKIPPED_PREFIXES = (
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the corpus: its path inside the standard library, its text, its hash, its side."""
-
     path: str
     text: str
     sha256: str

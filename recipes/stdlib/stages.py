@@ -104,19 +104,15 @@ class Recipe:
         return out
 
     def first_draft(self, target: Path, start: Path) -> Path:
-        """Distil the draft from the early target."""
         return self._distill(self.settings.first_draft(start, self.device), target, "first-draft")
 
     def draft(self, target: Path, start: Path) -> Path:
-        """Distil the draft from the final target."""
         return self._distill(self.settings.draft(start, self.device), target, "draft")
 
     def publish(self, target: Path, draft: Path, destination: Path) -> dict[str, float]:
-        """Measure the pair on the held-out files and copy it, with cards, into the destination."""
         return publish.publish(self.run, target, draft, destination, say=self.say)
 
     def stream(self) -> NDArray[np.uint32]:
-        """The training tokens."""
         return read_stream(self.run / "train.bin")
 
     def _pretrain(self, what: tuple[LlamaShape, DraftConfig], name: str, *, until: int | None = None) -> TrainingLoop:

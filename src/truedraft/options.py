@@ -395,6 +395,22 @@ def read_record(kind: Any, data: object) -> Any:
     raise OptionError(f"a record of {getattr(kind, '__name__', kind)} is needed, got {reprlib.repr(data)}")
 
 
+def record_of(value: Any, *names: str) -> dict[str, Any]:
+    """Attributes of a value for JSON, by name; without names all fields of a dataclass.
+
+    Dataclasses within become objects, of their `as_dict` where they have one; tuples become lists.
+    """
+    return {name: _plain(getattr(value, name)) for name in names or [each.name for each in dataclasses.fields(value)]}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return value.as_dict() if hasattr(value, "as_dict") else record_of(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def check_whole(name: str, value: object, least: int) -> int:
     """Check for a whole number of at least `least`; one of numpy becomes Python's own.
 

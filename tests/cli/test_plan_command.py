@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from cli.tiny import Run
-from truedraft import measure as planning
+from truedraft.core import intervals
+from truedraft.core.intervals import Interval
 from truedraft.engine.policy import Goodput
-from truedraft.measure import Interval, Prediction, read_plan
+from truedraft.measure import Prediction, read_plan
 from truedraft.measure.candidates import LONGEST
 from truedraft.measure.predictions import Circumstance
 
@@ -99,7 +100,7 @@ def test_the_measured_figure_decides(
     measured: float,
 ) -> None:
     """What was predicted to gain and was run at 0.96 of plain decoding is not recommended, here nor to --plan."""
-    monkeypatch.setattr(planning, "ratio_of_rates", lambda ours, others: Interval(measured, 0.9, 1.3))
+    monkeypatch.setattr(intervals, "ratio_of_rates", lambda ours, others: Interval(measured, 0.9, 1.3))
     monkeypatch.setattr(Circumstance, "best_of", lambda self, each, requests: gaining(whole(self, each, requests)))
     words = ("--model", target, "--drafter", "prompt-lookup", "--prompts", prompts, "--runs", "1", "--max-tokens", "8")
     out = tmp_path / "plan.json"

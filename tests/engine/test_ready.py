@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import doctest
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-
 from drafters.heads.test_recorded_pairs import Replayed
+
 from kinds.eagle.test_eagle import head
 from support.backends import HostRecorder, graph_backend
 from support.layer_heads import target
@@ -23,7 +22,7 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.engine import ready
 from truedraft.errors import CacheError, OptionError, TruedraftError
-from truedraft.models.backends.graphs.replay import Runner
+from truedraft.models.backends.graphs.paged import MOST_RECORDINGS
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
@@ -149,7 +148,7 @@ def test_shapes_that_have_no_room_are_left_out(
     engine.make_ready(256)
     assert "2 requests of 1 rows have no room: no pages are left" in caplog.text
     assert engine.target.pool.in_use == 0
-    assert [bucket.tokens for bucket in engine.target._backend._runner.buckets] == [64, 32, 16, 8, 4, 2, 1]  # type: ignore[attr-defined]
+    assert [bucket.tokens for bucket, _ in engine.target._backend._paged.recordings.shapes] == [64, 32, 16, 8, 4, 2, 1]  # type: ignore[attr-defined]
 
 
 def test_it_is_refused_within_a_step_and_for_no_tokens() -> None:
@@ -191,7 +190,7 @@ def test_no_more_is_run_than_is_kept_and_short_texts_come_first(monkeypatch: pyt
     assert ready.recorded_steps(steps, contexts) == every[:50]
     assert (4096, (chain_shape(1),)) in every[:50] and (4096, (chain_shape(1),) * 64) not in every[:50]
     monkeypatch.undo()
-    assert inspect.signature(Runner).parameters["most"].default == ready.MOST_KEPT
+    assert MOST_RECORDINGS == ready.MOST_KEPT
 
 
 def test_recordings_that_were_rehearsed_do_not_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +200,7 @@ def test_recordings_that_were_rehearsed_do_not_push_each_other_out(monkeypatch: 
     target, draft = packed("llama"), recorded(noisy_stock("llama", 0.1))
     assert draft.pool is not None
     draft.pool.reserve(1 << 22, 0)  # where pages move, recordings are made again
-    draft._backend._runner._recordings._most = 26  # type: ignore[attr-defined]
+    draft._backend._paged.recordings._most = 26  # type: ignore[attr-defined]
     drafter, counts = DraftModel(draft, 3), list[int]()
     draft.forward([Segment(cache := draft.new_cache(), torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
     draft.release_cache(cache)

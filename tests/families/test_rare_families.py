@@ -89,7 +89,7 @@ def test_layers_that_keep_a_state_of_their_own_are_refused(backend: BackendMaker
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
     indexed = config("HYV4Config", **SMALL, **latent, **experts, layer_types=["indexed_attention"] * 2)
     model = build(indexed, seed=0, spread=0.02, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedModelError, match=r"layers of the kind 'indexed_attention'.*attention alone"):
+    with pytest.raises(UnsupportedModelError, match=r"layers of the kind 'indexed_attention'.*attention layers only"):
         HuggingFaceModel(model, None, "mixed", backend)
 
 

@@ -20,8 +20,7 @@ from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.medusa.traced_guesses import HeadGuesses
 from truedraft.kinds.redrafter.module import RedrafterHead, RedrafterRunner
 from truedraft.kinds.redrafter.traced_beams import beam_survival, tokens_of_beams
-from truedraft.measure.replay import CURVE_NODES, Trace
-from truedraft.measure.survival_fit import fit_survival
+from truedraft.measure.replay import CURVE_NODES, Trace, fit_survival
 from truedraft.models.embedded import embedded_heads
 from truedraft.models.lm_head import LmHead
 from truedraft.training.heads import lm_head_of

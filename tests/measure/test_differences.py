@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from truedraft.core.intervals import sign_flips
 from truedraft.core.theory import holm
-from truedraft.measure.doctor import LEAST_PROMPTS
-from truedraft.measure.predictions import difference_over_prompts, sign_flips
+from truedraft.measure.doctor import LEAST_PROMPTS, tokens_gained
 from truedraft.measure.variants import examined, examined_words
 
 
@@ -41,7 +41,7 @@ def test_so_many_prompts_are_enough_for_all_variants_together() -> None:
 
 
 def test_a_difference_of_tokens_per_call() -> None:
-    found = difference_over_prompts([10.0, 20.0], [5.0, 5.0], [10.0, 10.0])
+    found = tokens_gained(*map(np.array, ([10.0, 20.0], [5.0, 5.0], [10.0, 10.0])))
     assert (
         found.value == pytest.approx(3.0 - 1.5) and found.low == pytest.approx(1.0) and found.high == pytest.approx(2.0)
     )

@@ -17,6 +17,7 @@ from support.eagle_reference import random_eagle
 from support.head_models import MarkovWithEmbedding, random_heads, random_redrafter
 from support.ngram_tables import table_of
 from support.tiny_models import GROUPED, PROMPTS, build, packed
+from truedraft.core.intervals import Interval, ratio_of_rates
 from truedraft.core.params import SamplingParams
 from truedraft.core.theory import CostCurve, DraftCost, DraftPoint, TargetCost
 from truedraft.drafters import from_spec, specs
@@ -24,9 +25,9 @@ from truedraft.drafters.heads.head import HeadRecord
 from truedraft.engine.policy import CostStore, StepCosts
 from truedraft.errors import CompositionError, DataError, OptionError, UnknownOptionError
 from truedraft.kinds.eagle.module import Eagle3Config
-from truedraft.measure import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, ratio_of_rates, read_plan
+from truedraft.measure import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, read_plan
 from truedraft.measure.candidates import LONGEST
-from truedraft.measure.predictions import Circumstance, Drafting, Footprint, Interval, PlanOption, options_of
+from truedraft.measure.predictions import Circumstance, Drafting, Footprint, PlanOption, options_of
 from truedraft.measure.traces import trace_answers
 from truedraft.measure.walks import Walk, walk_along
 from truedraft.models.huggingface import HuggingFaceModel

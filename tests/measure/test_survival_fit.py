@@ -7,8 +7,7 @@ import torch
 
 from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.kinds.medusa.traced_guesses import noise_behind
-from truedraft.measure.survival_fit import fit_survival
-from truedraft.measure.written_text import raw_is_kept
+from truedraft.measure.replay import fit_survival, raw_is_kept
 
 TRUE = AcceptanceOdds.of([[1.5, -1.5, -0.6, 0.8, -0.4], [0.5, -0.5, -0.2, 1.1, -0.2]])
 POSITIONS, RANKS = 4000, 12

@@ -6,6 +6,7 @@ import copy
 import os
 import secrets
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from truedraft import load_model
 from truedraft.errors import ModelError
 from truedraft.models import checkpoint, huggingface
 from truedraft.models.backends.fused import FusedBackend
-from truedraft.models.checkpoint import sample_of
+from truedraft.models.checkpoint import fingerprint_of, sample_of
 from truedraft.models.export import export_model, save_padded
-from truedraft.models.huggingface import HuggingFaceModel, fingerprint_of
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.padding import PaddedSize, pad_model
 
@@ -69,35 +70,28 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _sizes() -> dict[str, int | None]:
-    given = llama().to_dict()
-    return {
-        name: given[name] for name in given if name.startswith(("vocab", "hidden_size", "num_", "intermediate"))
-    } | {
-        "max_position_embeddings": 64,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    kept = ("vocab", "hidden_size", "num_", "intermediate")
+    own = {name: value for name, value in llama().to_dict().items() if name.startswith(kept)}
+    return own | {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None}
 
 
 def test_every_way_to_load_a_checkpoint_agrees(folder: Path) -> None:
-    fingerprints = {
-        load_model(folder, dtype=dtype, fast_paths=fast).fingerprint
-        for dtype in ("float32", "bfloat16")
-        for fast in (True, False)
-    }
-    assert fingerprints == {load_model(folder, pad_to="110M", fast_paths=False).fingerprint}
-
-
-def test_float16_is_read_again(folder: Path) -> None:
-    """Its values were rounded once more, so the checkpoint is asked."""
-    assert load_model(folder, dtype="float16").fingerprint == load_model(folder).fingerprint
+    """Of float16, whose values were rounded once more, the checkpoint is read again."""
+    loads = [
+        load_model(folder, dtype=dtype, fast_paths=fast)
+        for dtype, fast in product(("float32", "bfloat16", "float16"), (True, False))
+    ]
+    padded = load_model(folder, pad_to="110M", fast_paths=False)
+    assert {each.fingerprint for each in loads} == {padded.fingerprint}
+    own = sample_of(build(LlamaConfig(**_sizes()), seed=2, dtype=torch.bfloat16))
+    assert {each.sample for each in loads} == {padded.sample} == {own}
 
 
 def test_an_exported_padded_folder_records_it(folder: Path, tmp_path: Path) -> None:
     export_model(str(folder), tmp_path / "padded", pad_to="110M", dtype="bfloat16")
     exported = load_model(tmp_path / "padded", dtype="bfloat16", fast_paths=False)
     assert exported.fingerprint == load_model(folder).fingerprint
-    assert exported.head_width == 48
+    assert exported.head_width == 48 and exported.sample is None
 
 
 def test_loading_does_not_compute_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +113,9 @@ def test_it_is_kept_as_long_as_the_files_are_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[PreTrainedModel] = []
-    real = huggingface.weights_hash
+    real = checkpoint.weights_hash
     monkeypatch.setattr(checkpoint, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(huggingface, "weights_hash", lambda model, dtype: asked.append(model) or real(model, dtype))
+    monkeypatch.setattr(checkpoint, "weights_hash", lambda model, dtype: asked.append(model) or real(model, dtype))
     first = load_model(folder).fingerprint
     assert [load_model(folder, dtype=dtype).fingerprint for dtype in ("float32", "float16")] == [first, first]
     assert len(asked) == 1
@@ -165,14 +159,6 @@ def test_a_sample_tells_weights_apart_and_reads_two_rows_of_each() -> None:
     assert sample_of(model) == first
 
 
-def test_a_sample_is_the_same_however_a_checkpoint_is_loaded(folder: Path, tmp_path: Path) -> None:
-    loads = [load_model(folder, dtype=dtype, fast_paths=fast) for dtype in ("float16", "bfloat16") for fast in (0, 1)]
-    own = sample_of(build(LlamaConfig(**_sizes()), seed=2, dtype=torch.bfloat16))
-    assert {each.sample for each in loads} == {load_model(folder, pad_to="110M", fast_paths=False).sample} == {own}
-    export_model(str(folder), tmp_path / "padded", pad_to="110M", dtype="bfloat16")
-    assert load_model(tmp_path / "padded", dtype="bfloat16", fast_paths=False).sample is None
-
-
 @pytest.mark.parametrize("backend", [fused_backend, graph_backend, fastest_backend])
 def test_models_in_memory_keep_theirs_when_they_are_packed(backend: type[FusedBackend]) -> None:
     expected = fingerprint_of(stock("llama"))
@@ -189,11 +175,11 @@ def test_packed_weights_have_none() -> None:
 
 def test_a_model_padded_in_memory_does_not_know_what_it_was() -> None:
     padded = pad_model(stock("llama"), SIZE)
-    with pytest.raises(ModelError, match="does not record what it was padded from"):
+    with pytest.raises(ModelError, match="was padded, and does not record"):
         fingerprint_of(padded)
     for backend in (fused_backend, graph_backend):
         model = HuggingFaceModel(pad_model(stock("llama"), SIZE), None, "padded", backend)
-        with pytest.raises(ModelError, match="is not known, for it was padded in memory"):
+        with pytest.raises(ModelError, match="was padded, and does not record"):
             _ = model.fingerprint
 
 

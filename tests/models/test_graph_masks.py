@@ -60,8 +60,8 @@ def batch_of(requests: Sequence[tuple[int, TreeShape, int]], *, exact: bool = Fa
 
 
 def loaded(batch: PagedBatch) -> Inputs:
-    inputs = Inputs(batch.bucket, len(PATTERNS), CPU)
-    inputs.load(batch)
+    (inputs,) = Inputs.in_a_row([batch.bucket], len(PATTERNS), CPU)
+    load_in_a_row([inputs], [batch])
     return inputs
 
 
@@ -180,8 +180,8 @@ def test_a_later_forward_of_trees_is_the_one_that_segments_would_ask_for(level: 
         cache.commit(range(count))
         shape = TreeShape((-1, -1, 0, 1, 2, 3)[: 2 * level])
         told.append(PagedSegment(Segment(cache, torch.arange(2), shape, (0, 1), 2 * level - 2), part.table))
-    expected = Inputs(batches[level].bucket, 1, CPU)
-    expected.load(PagedBatch.recorded(told, PATTERNS[:1]))
+    (expected,) = Inputs.in_a_row([batches[level].bucket], 1, CPU)
+    load_in_a_row([expected], [PagedBatch.recorded(told, PATTERNS[:1])])
     for field in fields(expected.numbers):
         if field.name not in ("tokens", "path"):
             found = getattr(inputs[level].numbers, field.name)

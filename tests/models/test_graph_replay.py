@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import Full, Window
 from truedraft.models.backends.graphs import GraphBackend
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
-from truedraft.models.backends.graphs.replay import Layers, Outputs, Recording, Runner
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment, load_in_a_row
+from truedraft.models.backends.graphs.replay import Layers, Outputs, Recording, Recordings
 from truedraft.models.base import Segment
 from truedraft.models.cache import PageTable, RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
@@ -42,8 +43,12 @@ class Fixture:
         self._generator = torch.Generator().manual_seed(3)
 
     @property
-    def runner(self) -> Runner:
-        return self.backends[0]._runner
+    def recordings(self) -> Recordings[Any]:
+        return self.backends[0]._paged.recordings
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for bucket, _ in self.recordings.shapes]  # type: ignore[misc]
 
     def drawn(self, count: int) -> Tensor:
         return torch.randint(VOCAB, (count,), generator=self._generator)
@@ -67,7 +72,7 @@ def test_a_bucket_is_recorded_when_it_comes_back_and_replayed_from_then_on() -> 
         cache.commit((0,))
         assert len(fixture.recorder.made) == recordings, steps
     assert fixture.recorder.made[0].replays == 3
-    assert fixture.runner.buckets == [Bucket(1, 1, 1, 256, 0, 1)]
+    assert fixture.buckets == [Bucket(1, 1, 1, 256, 0, 1)]
 
 
 def test_a_forward_that_shows_layers_is_recorded_apart() -> None:
@@ -77,7 +82,7 @@ def test_a_forward_that_shows_layers_is_recorded_apart() -> None:
         output = fixture.model.forward_showing([fixture.chain(cache, 1)], layers)
         cache.commit((0,))
         assert (len(output.layers), len(fixture.recorder.made)) == (len(layers), recordings)
-    assert fixture.runner.buckets == 3 * [Bucket(1, 1, 1, 256, 0, 1)]
+    assert fixture.buckets == 3 * [Bucket(1, 1, 1, 256, 0, 1)]
 
 
 def test_recordings_share_memory_for_outputs_of_one_shape() -> None:
@@ -87,7 +92,7 @@ def test_recordings_share_memory_for_outputs_of_one_shape() -> None:
     for _ in range(2):
         for cache in (first, second):
             fixture.model.forward([fixture.chain(cache, 2)])
-    assert fixture.runner.buckets == [Bucket(1, 2, 2, 256, 0, 2), Bucket(1, 2, 2, 512, 0, 2)]
+    assert fixture.buckets == [Bucket(1, 2, 2, 256, 0, 2), Bucket(1, 2, 2, 512, 0, 2)]
     one, other = (recording.outputs for recording in fixture.recorder.made)
     assert [each.data_ptr() for each in one] == [each.data_ptr() for each in other]
 
@@ -107,7 +112,7 @@ def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
         model.forward([tree(first)])
         model.forward([fixture.chain(first, 2), tree(second)])
         model.forward([tree(first), fixture.chain(second, 5)])
-    assert set(fixture.runner.buckets) == {
+    assert set(fixture.buckets) == {
         Bucket(1, 4, 4, 256, 0, 4),
         Bucket(1, 8, 8, 256, 1, 8),
         Bucket(2, 8, 16, 256, 1, 16),
@@ -123,13 +128,13 @@ def test_requests_that_are_over_take_no_part() -> None:
         fixture.model.release_cache(cache)
     for _ in range(2):
         fixture.model.forward([fixture.chain(caches[3], 2)])
-    assert fixture.runner.buckets[-1] == Bucket(1, 2, 2, 256, 0, 2)
+    assert fixture.buckets[-1] == Bucket(1, 2, 2, 256, 0, 2)
 
 
 def test_replays_compute_from_new_numbers() -> None:
     """Recorded and plain forwards answer alike at every step; what was returned is not overwritten."""
     recorded, plain = Fixture(), Fixture()
-    plain.runner._recordings._recorder = None
+    plain.recordings._recorder = None
     kept: list[tuple[Tensor, Tensor]] = []
     caches = {fixture: fixture.filled(6) for fixture in (recorded, plain)}
     for step in range(12):
@@ -183,28 +188,28 @@ def test_when_the_pages_move_all_recordings_are_void() -> None:
     cache = fixture.filled(9)
     for _ in range(2):
         fixture.model.forward([fixture.chain(cache, 1)])
-    assert len(fixture.runner.buckets) == 1
+    assert len(fixture.buckets) == 1
     kept = [fixture.filled(64) for _ in range(15)]
     assert fixture.recorder.forgotten == 0
     kept.append(fixture.filled(64))
     assert fixture.recorder.forgotten == 1
-    assert fixture.runner.buckets == []
+    assert fixture.buckets == []
     made = len(fixture.recorder.made)
     for _ in range(2):
         fixture.model.forward([fixture.chain(cache, 1)])
     assert len(fixture.recorder.made) == made + 1
-    assert len(fixture.runner.buckets) == 1
+    assert len(fixture.buckets) == 1
 
 
 def test_of_too_many_recordings_the_one_unused_longest_goes() -> None:
     fixture = Fixture()
     cache = fixture.filled(9)
-    fixture.runner._recordings._most = 2
+    fixture.recordings._most = 2
     for count in (1, 1, 2, 2, 1, 4, 4):
         fixture.model.forward([fixture.chain(cache, count)])
-    assert [bucket.tokens for bucket in fixture.runner.buckets] == [1, 4]
+    assert [bucket.tokens for bucket in fixture.buckets] == [1, 4]
     fixture.model.forward([fixture.chain(cache, 2)])
-    assert [bucket.tokens for bucket in fixture.runner.buckets] == [4, 2]
+    assert [bucket.tokens for bucket in fixture.buckets] == [4, 2]
     assert len(fixture.recorder.made) == 4
 
 
@@ -222,7 +227,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(error: RuntimeError, monkeypatch:
     monkeypatch.setattr(fixture.recorder, "record", short_of_memory)
     for _ in range(3):
         assert fixture.model.forward([segment]).logits.equal(expected)
-    assert len(tried) == 1 and fixture.runner.buckets == []
+    assert len(tried) == 1 and fixture.buckets == []
 
 
 class Watch(TorchDispatchMode):
@@ -267,8 +272,8 @@ def test_a_forward_waits_for_nothing_and_depends_on_its_bucket_alone(family: str
     for first, second in ((short, long), (long, short)):
         parts = placed(Segment(first, fixture.drawn(7), shape, (3,)), fixture.chain(second, 3 + len(operations)))
         batch = PagedBatch.recorded(parts, backend._decoder.patterns)
-        inputs = backend._inputs(batch.bucket)
-        inputs.load(batch)
+        (inputs,) = Inputs.in_a_row([batch.bucket], len(backend._decoder.patterns), CPU)
+        load_in_a_row([inputs], [batch])
         with Watch() as watch:
             backend._decoder.forward(inputs, backend.pages)
         operations.append(watch.operations)
@@ -291,9 +296,9 @@ def test_loading_copies_the_numbers_and_tokens_that_the_host_does_not_know(
         placed(*(Segment(cache, text, TREE, range(7)) for cache, text in zip(caches, texts, strict=True))),
         backend._decoder.patterns,
     )
-    inputs = backend._inputs(batch.bucket)
+    (inputs,) = Inputs.in_a_row([batch.bucket], len(backend._decoder.patterns), CPU)
     with Watch() as watch:
-        inputs.load(batch)
+        load_in_a_row([inputs], [batch])
     moving = [name for name, _ in watch.operations if name in ("copy_", "cat", "index_copy_", "index_put_", "fill_")]
     assert moving == (["cat", "copy_"] if known else ["cat", "copy_", "copy_"])
     assert inputs.numbers.tokens[:14].equal(torch.cat(texts))

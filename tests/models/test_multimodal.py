@@ -253,7 +253,7 @@ PIXELS = torch.zeros(1, 3, 16, 16)
             {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]]), "pixel_values": PIXELS},
             "padded the text",
         ),
-        ({"input_ids": IDS}, "nothing beside its tokens"),
+        ({"input_ids": IDS}, "tokens only"),
         ({"input_ids": IDS[:, :1], "pixel_values": PIXELS}, "at least a placeholder"),
         ({"input_ids": IDS, "pixel_values": [[0.0]]}, "'pixel_values' .* is a list"),
     ],

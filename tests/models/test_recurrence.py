@@ -18,7 +18,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.models.base import Segment
-from truedraft.models.cache.carried import MOST_EDGES, CarriedStates, StateRow
+from truedraft.models.cache.family import MOST_EDGES, CarriedStates, StateRow
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import check_against_stock
 

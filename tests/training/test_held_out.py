@@ -11,8 +11,8 @@ from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
-from truedraft.training import head_objective
-from truedraft.training.head_objective import HeldOutAccuracy
+from truedraft.training import head_config
+from truedraft.training.head_config import HeldOutAccuracy
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 SHAPE = LlamaShape(vocab_size=9, width=8, layers=1, heads=2, kv_heads=1, intermediate=16, context=64, head_size=4)
@@ -68,8 +68,8 @@ def counted(head, lm_head, text: SelfDistillationData) -> dict[str, float]:
 
 
 def test_the_shares_are_those_of_counting(head, lm_head, text, monkeypatch):
-    monkeypatch.setattr(head_objective, "_POSITIONS", 5)
-    monkeypatch.setattr(head_objective, "_ROWS", 3)
+    monkeypatch.setattr(head_config, "_POSITIONS", 5)
+    monkeypatch.setattr(head_config, "_ROWS", 3)
     found = HeldOutAccuracy.on(head, lm_head, text, 1000)()
     assert found == pytest.approx(counted(head, lm_head, text))
     assert 0.0 < found[f"{head.place_word}_1_top_5"] < 1.0

@@ -11,7 +11,7 @@ from recipes.common import pretraining_loop
 
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
-from truedraft.models.huggingface import weights_hash
+from truedraft.models.checkpoint import weights_hash
 from truedraft.training.drafts import DraftConfig, stream_loop
 from truedraft.training.loop import CHECKPOINT, identity_of, refuse_another_run
 from truedraft.training.losses import ForwardKL

@@ -18,8 +18,7 @@ from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.models.architecture import load_causal_lm
 from truedraft.training import evaluate, joint
-from truedraft.training.head_config import JointConfig
-from truedraft.training.head_objective import HeadLoss
+from truedraft.training.head_config import HeadLoss, JointConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.joint import Backbone, JointObjective, rank_for
 from truedraft.training.loop import Callbacks, trained_weights

@@ -10,10 +10,9 @@ import torch
 
 from truedraft.errors import OptionError
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama
-from truedraft.training.drafts import DraftConfig, stream_loop
+from truedraft.training.drafts import DraftConfig, OwnText, stream_loop
 from truedraft.training.loop import read_checkpoint
 from truedraft.training.losses import CrossEntropy
-from truedraft.training.on_policy import OwnText
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
 

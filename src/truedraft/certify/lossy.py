@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from truedraft.certify.checks import Check, Context, Finding, Part, Status
 from truedraft.certify.e_process import TokenTests
 from truedraft.certify.sampling import Decision, scored_answers
+from truedraft.core.intervals import Interval, ratio_of_totals
 from truedraft.core.verdict import Divergence
 
 _SIGMAS = 4.5  # holds for all of some hundred tests, except in one run in a thousand
 _UNKNOWN = Decision(0, None, ())
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean over tokens, and its 95 % confidence interval over answers."""
-
-    mean: float
-    half_width: float
-
-    @classmethod
-    def of(cls, sums: Sequence[float], tokens: Sequence[int]) -> Interval:
-        """The ratio of two totals, with answers as independent samples.
-
-        Worked example: sums 1 and 3 over 10 tokens each give 0.2; the answers are 0.1 off it each way.
-        """
-        mean = math.fsum(sums) / sum(tokens)
-        count = len(sums)
-        if count < 2:
-            return cls(mean, math.inf)
-        squares = math.fsum((own - mean * many) ** 2 for own, many in zip(sums, tokens, strict=True))
-        error = math.sqrt(squares * count / (count - 1)) / sum(tokens)
-        return cls(mean, (1.96 + 2.4 / (count - 1)) * error)  # near Student's quantile
-
-    def describe(self) -> str:
-        return f"{self.mean:.4f} ± {self.half_width:.4f}"
 
 
 class LossyDivergence(Check):
@@ -65,24 +40,28 @@ class LossyDivergence(Check):
 
 def _measured(found: Sequence[Divergence]) -> Finding:
     tokens = [each.tokens for each in found]
-    distance = Interval.of([each.total_variation for each in found], tokens)
-    kl = Interval.of([each.kl for each in found], tokens)
-    greedy = Interval.of([each.total_variation_greedy for each in found], tokens)
+    distance = ratio_of_totals([each.total_variation for each in found], tokens)
+    kl = ratio_of_totals([each.kl for each in found], tokens)
+    greedy = ratio_of_totals([each.total_variation_greedy for each in found], tokens)
     summary = (
-        f"lossy: a token's distribution is off by a total variation of {distance.describe()} (95 %), "
-        f"KL {kl.describe()} nats, over {sum(tokens):,} tokens of {len(found)} answers; greedy decoding there would be "
-        f"off by {greedy.mean:.4f}"
+        f"lossy: a token's distribution is off by a total variation of {_with_margin(distance)} (95 %), "
+        f"KL {_with_margin(kl)} nats, over {sum(tokens):,} tokens of {len(found)} answers; greedy decoding there would "
+        f"be off by {greedy.value:.4f}"
     )
     facts = {
         "tokens": sum(tokens),
         "answers": len(found),
-        "total_variation": distance.mean,
-        "total_variation_ci95": [max(0.0, distance.mean - distance.half_width), distance.mean + distance.half_width],
-        "kl_nats": kl.mean,
-        "kl_nats_ci95": [max(0.0, kl.mean - kl.half_width), kl.mean + kl.half_width],
-        "total_variation_greedy": greedy.mean,
+        "total_variation": distance.value,
+        "total_variation_ci95": [max(0.0, distance.low), distance.high],
+        "kl_nats": kl.value,
+        "kl_nats_ci95": [max(0.0, kl.low), kl.high],
+        "total_variation_greedy": greedy.value,
     }
     return Finding(Part.DIVERGENCE, "divergence of a token's distribution", Status.MEASURED, summary, facts)
+
+
+def _with_margin(found: Interval) -> str:
+    return f"{found.value:.4f} ± {(found.high - found.low) / 2:.4f}"
 
 
 def _unmeasured() -> Finding:

@@ -217,7 +217,7 @@ def compare(
         vocabularies = vocabulary_costs(engine.target, engine.drafter.members, answered_prompts(groups, results.rows))
         for each in vocabularies:
             terminal.out.print(visible(each.describe()), soft_wrap=True)
-        record["vocabularies"] = [each.as_dict() for each in vocabularies]
+        record["vocabularies"] = [dataclasses.asdict(each) for each in vocabularies]
         if undrafted := undrafted_line(engine, comparison.all.speculative.counters or Counters()):
             terminal.out.print(visible(undrafted), soft_wrap=True)
         decisions = comparison.all.speculative.decisions

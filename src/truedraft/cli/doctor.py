@@ -16,8 +16,8 @@ from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
+    from truedraft.core.intervals import Interval
     from truedraft.measure.doctor import Diagnosis, Prompt
-    from truedraft.measure.predictions import Interval
     from truedraft.models.base import LanguageModel
 
 _PROMPTS, _LEAST_PROMPTS, _TOKENS = 24, 12, 64  # the minimum is that of `examine`

@@ -20,7 +20,8 @@ from truedraft.errors import OptionError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, check_not_negative, check_share, flag, group, option
 
 if TYPE_CHECKING:
-    from truedraft.measure import Interval, Plan, Prediction, WhatIf
+    from truedraft.core.intervals import Interval
+    from truedraft.measure import Plan, Prediction, WhatIf
     from truedraft.measure.bench import Group, Results
     from truedraft.models.base import LanguageModel
 
@@ -407,8 +408,8 @@ def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, 
 
 def _check(results: Results, predicted: Prediction, target: LanguageModel, params: SamplingParams) -> dict[str, Any]:
     """Predicted and measured speedup, over prompts that both answered; measured is None if none has tokens."""
+    from truedraft.core.intervals import ratio_of_rates
     from truedraft.core.stats import Counters
-    from truedraft.measure import ratio_of_rates
     from truedraft.measure.bench import PLAIN, Row
 
     rows: dict[str, dict[tuple[str, ...], list[Row]]] = {}

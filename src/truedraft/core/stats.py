@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -70,11 +70,7 @@ class DraftTime:
     """The time of one drafter in a step.
 
     Attributes:
-        requests: number of requests that it drafted for.
-        depth: of its deepest proposal.
-        nodes: of all proposals together.
         behind: committed tokens that it read first, of all requests.
-        seconds: of `propose`.
         levels: sequential drafting levels; None where these equal the depth.
     """
 
@@ -95,12 +91,10 @@ class RequestStep:
         context: tokens in the target's cache before the step.
         rows: tokens fed to the target.
         prefill: whether these were a chunk of its prompt. Such a step emits at most the answer's first token.
-        depth: length of the proposal's longest path.
         listed_tokens: tokens of all root-to-leaf paths, shared prefixes counted once per path.
         accepted: accepted tokens that were emitted (none past a stop).
         rejected: whether draws below the accepted path were rejected.
         stop_tokens: 1 where an end-of-text or stop token ended the answer.
-        decision: the controller's; None where it was not called, as during prefill.
     """
 
     id: int
@@ -131,11 +125,8 @@ class StepRecord:
     Seconds are those of the host. On a device that can time its own queue all but `total_s` are those of the queue.
 
     Attributes:
-        requests: one for each request of the step.
         draft_s: drafting, catch-up included.
-        verify_s: probabilities and verdicts.
         total_s: the whole step, with emitting tokens, committing caches and notifying drafters.
-        decide_s: the controller's decisions.
         drafting: times of the drafters that were called; empty on a device, where drafting is only queued.
         settled: whether its forwards took as long as repeated ones will, see `Settling`; else its seconds predict no
             other step.
@@ -159,12 +150,10 @@ class StepRecord:
 
     @cached_property
     def contexts(self) -> tuple[int, ...]:
-        """Cached tokens of each request before the step."""
         return tuple(each.context for each in self.requests)
 
     @cached_property
     def nodes(self) -> int:
-        """Drafted nodes of all requests."""
         return sum(each.nodes for each in self.requests)
 
     @cached_property
@@ -181,19 +170,14 @@ class StepRecord:
     def seconds_of_each(self) -> tuple[float, ...]:
         """Seconds by request: a drafter's time is divided among the requests that it drafted for, the rest among
         all."""
-        requests = self.requests
-        left = self.total_s
-        each = [0.0] * len(requests)
+        left, each = self.total_s, [0.0] * len(self.requests)
+        parts = [() if step.decision is None else step.decision.parts for step in self.requests]
         for spent in self.drafting:
-            drafted = [
-                number
-                for number, step in enumerate(requests)
-                if step.decision is not None and any(part.drafter == spent.drafter for part in step.decision.parts)
-            ]
+            drafted = [number for number, own in enumerate(parts) if any(p.drafter == spent.drafter for p in own)]
             for number in drafted:
                 each[number] += spent.seconds / len(drafted)
             left -= spent.seconds if drafted else 0.0
-        return tuple(own + left / len(requests) for own in each)
+        return tuple(own + left / len(each) for own in each)
 
     @property
     def counters(self) -> Counters:
@@ -228,12 +212,10 @@ class DrafterCounters:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of one request, or the sum over several.
+    """Counts of one request, or the sum over several; target calls include those of empty proposals.
 
     Attributes:
-        target_calls: forwards of the target that verified this request's proposals (empty ones included).
         prefill_calls: forwards of the target over chunks of the prompt.
-        accepted_tokens: proposed tokens that were emitted.
         emitted_tokens: tokens emitted by target calls: accepted, recovered and bonus ones, stops excluded.
         prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request, and 1 more for each preemption.
         accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
@@ -246,7 +228,6 @@ class Counters:
             token was emitted losslessly.
         stop_tokens: tokens of target calls that ended the answer without being part of it: an end-of-text or stop
             token, or those of a stop text. Drafted tokens after them are not counted.
-        by_drafter: the counts of each drafter that proposed something, by name.
         drafted_calls: target calls that verified drafts, except drafts made to measure drafters.
         undrafted: why there were no such calls, or fewer than one in twenty, although there is a drafter; a sentence.
     """
@@ -280,30 +261,28 @@ class Counters:
         """Accepted tokens per drafted token; 0 when nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
+    # Means over emitted tokens, None without lossy rules: of the distance of their distribution from the target's, and
+    # of what greedy decoding would have at the same places, 1 - max p and -log max p; KL in nats.
+
     @property
     def mean_total_variation(self) -> float | None:
-        """Mean total variation between the distribution of an emitted token and the target's; None without lossy
-        rules."""
-        return self._mean(lambda sums: sums.total_variation)
+        return self._mean("total_variation")
 
     @property
     def mean_kl(self) -> float | None:
-        """Mean KL(distribution of an emitted token || target's distribution) in nats; None without lossy rules."""
-        return self._mean(lambda sums: sums.kl)
+        return self._mean("kl")
 
     @property
     def mean_total_variation_greedy(self) -> float | None:
-        """The value for greedy decoding at the same places: the mean of 1 - max p."""
-        return self._mean(lambda sums: sums.total_variation_greedy)
+        return self._mean("total_variation_greedy")
 
     @property
     def mean_kl_greedy(self) -> float | None:
-        """The value for greedy decoding at the same places, in nats: the mean of -log max p."""
-        return self._mean(lambda sums: sums.kl_greedy)
+        return self._mean("kl_greedy")
 
-    def _mean(self, of: Callable[[Divergence], float]) -> float | None:
+    def _mean(self, name: str) -> float | None:
         sums = self.divergence
-        return of(sums) / sums.tokens if sums is not None and sums.tokens else None
+        return getattr(sums, name) / sums.tokens if sums is not None and sums.tokens else None
 
     def count(self, step: RequestStep) -> None:
         """Add the counts of one request in one step."""
@@ -319,25 +298,20 @@ class Counters:
         self.emitted_tokens += step.emitted
         self.stop_tokens += step.stop_tokens
         for share in step.shares:
-            own = self.by_drafter.get(share.drafter)
-            if own is None:
-                own = self.by_drafter[share.drafter] = DrafterCounters()
+            own = self.by_drafter.setdefault(share.drafter, DrafterCounters())
             own.target_calls += 1
             own.draft_tokens += share.nodes
             own.accepted_tokens += len(share.path)
         if step.depth:
-            _grow(self.tried_per_position, step.depth)
-            _grow(self.accepted_per_position, step.depth)
-            for position in range(step.accepted + step.rejected):
-                self.tried_per_position[position] += 1
-            for position in range(step.accepted):
-                self.accepted_per_position[position] += 1
+            for counts, reached in (
+                (self.tried_per_position, step.accepted + step.rejected),
+                (self.accepted_per_position, step.accepted),
+            ):
+                counts.extend([0] * (step.depth - len(counts)))
+                for position in range(reached):
+                    counts[position] += 1
 
     __add__ = summed
-
-
-def _grow(counts: list[int], length: int) -> None:
-    counts.extend([0] * (length - len(counts)))
 
 
 def repeated_ngrams(token_ids: Sequence[int], size: int = 8) -> float | None:

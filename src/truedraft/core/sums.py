@@ -18,7 +18,7 @@ def summed(left: Kind, right: Kind) -> Kind:
     one: Any = left
     other: Any = right
     if one is None or other is None:
-        return copy.copy(other if one is None else one)
+        return copy.deepcopy(other if one is None else one)
     kind: Any = type(one)
     if isinstance(one, str):
         return one  # type: ignore[return-value]

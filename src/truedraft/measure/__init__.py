@@ -27,67 +27,28 @@ if TYPE_CHECKING:
     from truedraft.measure.plan import make_plan as make_plan
     from truedraft.measure.plan import read_plan as read_plan
     from truedraft.measure.predictions import BATCHES as BATCHES
-    from truedraft.measure.predictions import CONFIDENCE as CONFIDENCE
     from truedraft.measure.predictions import Footprint as Footprint
-    from truedraft.measure.predictions import Interval as Interval
     from truedraft.measure.predictions import Prediction as Prediction
     from truedraft.measure.predictions import WhatIf as WhatIf
     from truedraft.measure.predictions import prediction_record as prediction_record
-    from truedraft.measure.predictions import ratio_of_rates as ratio_of_rates
-    from truedraft.measure.predictions import ratio_over_prompts as ratio_over_prompts
+    from truedraft.measure.replay import BUDGETS as BUDGETS
+    from truedraft.measure.replay import TREE_TEMPERATURES as TREE_TEMPERATURES
     from truedraft.measure.replay import Trace as Trace
     from truedraft.measure.traces import StepWatcher as StepWatcher
     from truedraft.measure.traces import outputs_along as outputs_along
     from truedraft.measure.traces import traces_of_answers as traces_of_answers
     from truedraft.measure.walks import walk_along as walk_along
-    from truedraft.measure.written_text import BUDGETS as BUDGETS
-    from truedraft.measure.written_text import TREE_TEMPERATURES as TREE_TEMPERATURES
 
 _MODULES = {
-    "truedraft.engine.policy.sizes": (
-        "NodeBudget",
-        "node_options",
-        "nodes_for",
-        "outdated",
-        "sized",
-    ),
-    "truedraft.measure.candidates": (
-        "candidates_of",
-        "fitting_drafters",
-    ),
-    "truedraft.measure.load": (
-        "Level",
-        "Traffic",
-        "levels",
-        "load_record",
-    ),
-    "truedraft.measure.plan": (
-        "NONE",
-        "Plan",
-        "footprint_of",
-        "make_plan",
-        "read_plan",
-    ),
-    "truedraft.measure.predictions": (
-        "BATCHES",
-        "CONFIDENCE",
-        "Footprint",
-        "Interval",
-        "Prediction",
-        "WhatIf",
-        "prediction_record",
-        "ratio_of_rates",
-        "ratio_over_prompts",
-    ),
-    "truedraft.measure.replay": ("Trace",),
-    "truedraft.measure.traces": (
-        "StepWatcher",
-        "outputs_along",
-        "traces_of_answers",
-    ),
-    "truedraft.measure.written_text": ("BUDGETS", "TREE_TEMPERATURES"),
-    "truedraft.measure.walks": ("walk_along",),
+    "engine.policy.sizes": "NodeBudget node_options nodes_for outdated sized",
+    "measure.candidates": "candidates_of fitting_drafters",
+    "measure.load": "Level Traffic levels load_record",
+    "measure.plan": "NONE Plan footprint_of make_plan read_plan",
+    "measure.predictions": "BATCHES Footprint Prediction WhatIf prediction_record",
+    "measure.replay": "BUDGETS TREE_TEMPERATURES Trace",
+    "measure.traces": "StepWatcher outputs_along traces_of_answers",
+    "measure.walks": "walk_along",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_HOMES = {name: f"truedraft.{module}" for module, names in _MODULES.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = loads(__name__, _HOMES)

@@ -15,91 +15,21 @@ drafter that finds nothing to propose costs no rows. Further assumptions:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from truedraft.core.intervals import Interval, ratio_over_prompts
 from truedraft.core.theory import CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost, predicted_speedup
 from truedraft.errors import DataError
-from truedraft.measure.walks import Numbers, Walk
-from truedraft.options import check_positive
+from truedraft.measure.walks import Walk
+from truedraft.options import check_positive, record_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes for which a plan has curves."""
-CONFIDENCE = 0.95
-_RESAMPLED = 1000
-_FLIPS = 20_000
 _LEAST_SHARE = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Interval:
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
-
-
-def ratio_over_prompts(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """The ratio of two sums over prompts, and its interval by resampling prompts (percentile bootstrap).
-
-    Args:
-        above: the numerator's terms, one per prompt.
-        below: the denominator's, with a sum above 0.
-    """
-    return _resampled(np.array([above, below], np.float64), lambda sums: sums[0] / sums[1])
-
-
-def ratio_of_rates(fast: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]) -> Interval:
-    """How many times faster one way was than another on the same prompts: ratio of all tokens over all seconds.
-
-    Args:
-        fast: tokens and seconds of the one, per prompt.
-        plain: tokens and seconds of the other, per prompt.
-    """
-    numbers = np.concatenate([np.array(fast, np.float64).T, np.array(plain, np.float64).T])
-    return _resampled(numbers, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
-
-
-def difference_over_prompts(tokens: Sequence[float], calls: Sequence[float], before: Sequence[float]) -> Interval:
-    """Gain in tokens per call of one way over another on the same prompts.
-
-    Args:
-        tokens: emitted, per prompt.
-        calls: target calls of the one way, per prompt.
-        before: target calls of the other, per prompt.
-    """
-    numbers = np.array([tokens, calls, before], np.float64)
-    return _resampled(numbers, lambda sums: sums[0] / sums[1] - sums[0] / sums[2])
-
-
-def sign_flips(differences: Numbers) -> float:
-    """Probability that paired differences `[prompts]` have so large a sum if either sign of each is equally likely.
-
-    By random signs; one-sided, and never 0. If two ways are exchangeable on each prompt, the probability of calling one
-    better is at most the level used, however large the differences. Where only their mean is 0 and they are skewed,
-    that holds only for many prompts.
-    """
-    signs = np.random.default_rng(0).integers(0, 2, (_FLIPS, len(differences))) * 2 - 1
-    as_large = (signs @ differences >= differences.sum() - 1e-9).sum()
-    return float((1 + as_large) / (1 + _FLIPS))
-
-
-def _resampled(numbers: Numbers, ratio: Callable[[Numbers], Numbers]) -> Interval:
-    """A ratio of sums of `numbers` `[kinds, prompts]`, with an interval by the same resampled prompts at every call."""
-    count = numbers.shape[1]
-    chosen = np.random.default_rng(0).integers(0, count, (_RESAMPLED, count))
-    with np.errstate(all="ignore"):  # a resample may have a denominator of 0
-        ratios = ratio(numbers[:, chosen].sum(axis=2))
-    tail = 100.0 * (1.0 - CONFIDENCE) / 2.0
-    low, high = np.percentile(ratios[np.isfinite(ratios)], [tail, 100.0 - tail])
-    return Interval(float(ratio(numbers.sum(axis=1))), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -172,12 +102,7 @@ class Prediction:
 
 @dataclass
 class Circumstance:
-    """Conditions of a prediction.
-
-    Attributes:
-        forwards: V of the target.
-        context: cached tokens of each request.
-    """
+    """Conditions of a prediction."""
 
     forwards: TargetCost
     context: int
@@ -200,8 +125,10 @@ class Circumstance:
 
     def best_of(self, drafting: Drafting, requests: int = 1) -> Prediction:
         """The size of a drafter with the largest predicted gain, the first of equal ones."""
-        found = (self.predict(drafting, option, requests) for option in drafting.options)
-        return max(found, key=lambda each: each.speedup.value)
+        return max(
+            (self.predict(drafting, option, requests) for option in drafting.options),
+            key=lambda each: each.speedup.value,
+        )
 
     def break_even(self, drafting: Drafting, option: PlanOption, most: int = BATCHES[-1]) -> int | None:
         """The smallest batch in which an option is predicted to gain nothing; None where it gains up to `most`."""
@@ -219,7 +146,6 @@ class WhatIf:
         bandwidth: factor of memory read speed. The seconds of a forward of one row are assumed to be reading, as is the
             extra time of longer contexts; the extra time of further rows is computing and does not change. For
             drafting, the time of reading its weights at the target's rate changes.
-        draft_cost: factor of drafting costs.
 
     Raises:
         OptionError: a factor that is not above 0.
@@ -269,9 +195,9 @@ def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[Pl
         calls = [float(each.calls[number]) for each in steps]
         kinds: dict[tuple[int, int], float] = {}
         for each in steps:
-            for place in range(each.visits.shape[1]):
-                kind = int(each.nodes[number, place]), int(each.depths[number, place])
-                kinds[kind] = kinds.get(kind, 0.0) + float(each.visits[number, place])
+            rows = each.nodes[number], each.depths[number], each.visits[number]
+            for nodes_there, depth, visits in zip(*(row.tolist() for row in rows), strict=True):
+                kinds[nodes_there, depth] = kinds.get((nodes_there, depth), 0.0) + visits
         total = sum(calls)
         shares = [(*kind, count / total) for kind, count in sorted(kinds.items()) if count / total > _LEAST_SHARE]
         options.append(PlanOption(words[nodes], nodes, ratio_over_prompts(tokens, calls), tuple(shares)))
@@ -283,11 +209,5 @@ def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[Pl
 
 def prediction_record(found: Prediction) -> dict[str, Any]:
     """For JSON."""
-    return {
-        "drafter": found.option.drafter,
-        "nodes": found.option.nodes,
-        "tokens_per_call": dataclasses.asdict(found.option.tokens_per_call),
-        "speedup": dataclasses.asdict(found.speedup),
-        "step_s": found.step_s,
-        "plain_s": found.plain_s,
-    }
+    option = record_of(found.option, "drafter", "nodes", "tokens_per_call")
+    return option | record_of(found, "speedup", "step_s", "plain_s")

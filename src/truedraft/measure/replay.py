@@ -9,21 +9,40 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from truedraft.drafters.heads.acceptance import RAW as RAW_ODDS
+from truedraft.drafters.heads.acceptance import AcceptanceOdds, Odds, log_odds
 from truedraft.errors import DataError
+
+Half = TypeVar("Half")
+Chunk: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Positions: their hidden states `[rows, width]`, the tokens `[rows]` sampled from these, and the following tokens
+`[rows, length]`; -1 where none is drafted."""
 
 CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of nodes at which trees are replayed."""
 NEVER = 1 << 40
 """A number of nodes larger than any tree's."""
+TREE_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+"""Temperature of the answers on which each kind of tree is fitted."""
+CALIBRATED, RAW = "calibrated", "raw"
+"""Probabilities by which trees are chosen at each step: survival fitted to text, or the heads' own."""
+BUDGETS = (8, 32)
+"""Numbers of nodes in reports."""
+RANKS = 32
+"""Guesses used to fit survival; later ones follow the same line."""
+POSITIONS = 4000
+"""Positions that are enough for five numbers; more are subsampled evenly."""
+_PRIOR = 1.0  # weight of the prior, which is the estimate for depths that no text reaches
+_ROUNDS = 40
 
 
 @dataclass(frozen=True)
@@ -123,3 +142,123 @@ class TraceReplay:
     def points(self, nodes: Iterable[int] = CURVE_NODES) -> tuple[tuple[int, float], ...]:
         """(nodes, mean acceptance length) for some numbers of nodes, without those above `most`."""
         return tuple((each, self.mean_acceptance_length(each)) for each in nodes if each <= self.most)
+
+
+# ---------------------------------------------------------------------- trees fitted to text
+
+
+class WrittenText(Protocol):
+    """A target's own text at several temperatures."""
+
+    def traces(self, temperature: float) -> Sequence[Trace]:
+        """The answers sampled at a temperature."""
+
+
+def cross_replayed(
+    halves: Sequence[Half], ways: Callable[[Half, Half], Mapping[str, TraceReplay]], budgets: Sequence[int]
+) -> dict[str, float]:
+    """Tokens per target call of several ways to make trees, the mean over node budgets and both halves of a text.
+
+    Args:
+        ways: replays by name of ways fitted on the first argument, along the second.
+    """
+    found: dict[str, float] = {}
+    for fitted, other in (halves, halves[::-1]):
+        for way, replay in ways(fitted, other).items():
+            for nodes in budgets:
+                found[way] = found.get(way, 0.0) + replay.mean_acceptance_length(nodes)
+    return {way: total / (len(halves) * len(budgets)) for way, total in found.items()}
+
+
+def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: float = 0.01) -> bool:
+    """Whether trees are chosen by the heads' own probabilities.
+
+    At temperature 1 heads were trained on the distributions that tokens are sampled from, so calibrated ones are used
+    only if they gain a hundredth; at other temperatures they are used unless they lose.
+    """
+    least = least if temperature else 0.0
+    return bool(compared) and compared[CALIBRATED] < compared[RAW] * (1.0 + least)
+
+
+def chunks_of(traces: Sequence[Trace], length: int, rows: int) -> Iterator[Chunk]:
+    """Positions of all traces, at most `rows` at a time, each with the `length` tokens that a step there may draft."""
+    waiting: list[Chunk] = []
+    size = 0
+    for trace in traces:
+        for first in range(0, trace.steps, rows):
+            places = torch.arange(first, min(first + rows, trace.steps))
+            if size + len(places) > rows and waiting:
+                yield _joined(waiting)
+                waiting, size = [], 0
+            here = slice(first, first + len(places))
+            waiting.append((trace.hidden[here], trace.tokens[here], _drafted_after(trace, places, length)))
+            size += len(places)
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(parts: Sequence[Chunk]) -> Chunk:
+    hidden, drawn, tokens = map(torch.cat, zip(*parts, strict=True))
+    return hidden, drawn, tokens
+
+
+def _drafted_after(trace: Trace, places: Tensor, length: int) -> Tensor:
+    """The tokens `[places, length]` that steps at some positions may draft; -1 where none is drafted.
+
+    Without the last one, because the step that emits it ends the answer.
+    """
+    after = places[:, None] + 1 + torch.arange(length)
+    return torch.where(after < trace.steps, trace.tokens.cpu()[after.clamp(max=trace.steps)], -1)
+
+
+def fit_survival(log_probs: Tensor, ranks: Tensor) -> AcceptanceOdds:
+    """The most likely odds of acceptance at each depth, from positions at which the text followed the guesses above it.
+
+    Args:
+        log_probs: `[depth, positions, guesses]`: log probabilities of the heads' guesses, falling.
+        ranks: `[positions, depth]`, int64, of the true tokens; the number of guesses or more where none was right;
+            below 0 where no token is drafted.
+    """
+    found = []
+    followed = torch.ones(len(ranks), dtype=torch.bool)
+    for own, of_true in zip(log_probs, ranks.T, strict=True):
+        rows = (followed & (of_true >= 0)).nonzero()[:, 0]
+        found.append(_fit(own[rows], of_true[rows]))
+        followed = followed & (of_true >= 0) & (of_true < own.shape[-1])
+    return AcceptanceOdds(tuple(found))
+
+
+def _fit(log_probs: Tensor, ranks: Tensor) -> Odds:
+    """Fit one depth; coefficients that would reverse the order of guesses are held at 0."""
+    every = max(1, -(-len(ranks) // POSITIONS))
+    own, ranks = log_odds(log_probs[::every, :RANKS].double()), ranks[::every]
+    number = torch.arange(own.shape[1])
+    first = (number == 0).double().expand_as(own)
+    columns = [first, 1.0 - first, number.clamp(min=1).double().log().expand_as(own), own, (1.0 - first) * own[:, :1]]
+    known = torch.stack(columns, dim=-1).flatten(0, 1)  # [guesses, 5]
+    right = (ranks[:, None] == number).double().flatten()
+    free = list(range(5))
+    while True:
+        odds = _logistic(known, right, free)
+        wrong = [name for name, sign in ((2, -1.0), (3, 1.0)) if odds[name] * sign < 0.0]
+        if not wrong:
+            return Odds(*odds)
+        free = [name for name in free if name not in wrong]
+
+
+def _logistic(known: Tensor, right: Tensor, free: list[int]) -> list[float]:
+    """Logistic regression by Newton's method with a weak prior at the raw odds; coefficients not in `free` are 0."""
+    prior = torch.tensor(RAW_ODDS, dtype=torch.float64)[free]
+    x, found = known[:, free], prior.clone()
+    for _ in range(_ROUNDS):
+        chance = (x @ found).sigmoid()
+        slope = x.T @ (chance - right) + _PRIOR * (found - prior)
+        bend = (x * (chance * (1.0 - chance))[:, None]).T @ x + _PRIOR * torch.eye(len(free), dtype=torch.float64)
+        step = torch.linalg.solve(bend, slope)
+        step = step * min(1.0, 4.0 / max(float(step.abs().max()), 1e-9))  # far off, a whole step may lead astray
+        found = found - step
+        if float(step.abs().max()) < 1e-8:
+            break
+    odds = torch.zeros(5, dtype=torch.float64)
+    odds[free] = found
+    return [float(each) for each in odds]

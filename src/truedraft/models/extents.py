@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from truedraft.errors import ModelError, first_line
-from truedraft.models.quantized_folder import weight_files
+from truedraft.models.weight_files import weight_files
 
 _COUNTS = {
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_blocks"),

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
@@ -46,7 +46,7 @@ from truedraft.text.gguf_tokenizer import read_tokenizer
 INDEX = "gguf.json"
 _FORMAT = 6
 _PIECE, _WHOLE = 1 << 20, 64  # codes that are read at a time, of outputs in whole units of the native products
-_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
+_FACTORS = "rope_freqs.weight"
 _BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # these at most permute rows of matrices
 _HAS_OTHERS = "has tensors that its model has not"
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # GGUF's names of special tokens, by those of configurations
@@ -56,9 +56,9 @@ Blocks = NDArray[np.uint8]
 """`[out, blocks of a row, bytes of a block]`."""
 
 
-def _float16(blocks: Blocks, first: int, count: int = 1) -> Tensor:
-    """Numbers from byte `first` of each block: `[out, blocks * count]`."""
-    part = np.ascontiguousarray(blocks[..., first : first + 2 * count])
+def _float16(blocks: Blocks, first: int) -> Tensor:
+    """The number at byte `first` of each block: `[out, blocks]`."""
+    part = np.ascontiguousarray(blocks[..., first : first + 2])
     return torch.from_numpy(part.view("<f2").astype(np.float16).reshape(len(blocks), -1))
 
 
@@ -66,110 +66,77 @@ def _codes(codes: NDArray[Any], out: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(codes).reshape(out, -1))
 
 
-def _nibbles(blocks: Blocks, first: int, count: int) -> NDArray[np.uint8]:
-    """`[out, blocks, 2 * count]`: lower halves of bytes, then upper ones."""
-    part = blocks[..., first : first + count]
-    both = np.empty((*part.shape[:-1], 2 * count), np.uint8)
-    np.bitwise_and(part, 15, out=both[..., :count])
-    np.right_shift(part, 4, out=both[..., count:])
-    return both
+def _bytes(blocks: Blocks, bits: int, scheme: Scheme) -> QuantizedWeight:
+    """Q8_0: a scale, and 32 signed codes."""
+    return QuantizedWeight(bits, scheme, _codes(blocks[..., 2:] ^ 128, len(blocks)), _float16(blocks, 0))
 
 
-def _fifth_bits(blocks: Blocks, first: int) -> NDArray[np.uint8]:
-    """`[out, blocks, 32]`, 0 or 16: bit i of four bytes belongs to code i."""
-    return np.unpackbits(blocks[..., first : first + 4], axis=-1, bitorder="little") * np.uint8(16)
+def _nibbles(blocks: Blocks, bits: int, scheme: Scheme) -> QuantizedWeight:
+    """Q4_0 to Q5_1: a scale, in SHIFTED a shift, with 5 bits 4 bytes with a bit of each code, and 16 bytes with the
+    lower 4 bits of codes: those of the first 16 codes are their lower halves."""
+    part = blocks[..., -16:]
+    codes = np.empty((*part.shape[:-1], 32), np.uint8)
+    np.bitwise_and(part, 15, out=codes[..., :16])
+    np.right_shift(part, 4, out=codes[..., 16:])
+    if bits == 5:
+        codes |= np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little") * np.uint8(16)
+    shifts = _float16(blocks, 2) if scheme is Scheme.SHIFTED else None
+    return QuantizedWeight(bits, scheme, _codes(codes, len(blocks)), _float16(blocks, 0), shifts)
 
 
-def _q8_0(blocks: Blocks) -> QuantizedWeight:
-    return QuantizedWeight(8, Scheme.ONE, _codes(blocks[..., 2:] ^ 128, len(blocks)), _float16(blocks, 0))
+def _in_eighths(blocks: Blocks, bits: int, scheme: Scheme) -> QuantizedWeight:
+    """Q4_K and Q5_K: a scale and a shift, 12 bytes with inner ones, with 5 bits 32 bytes with a bit of each code of 8
+    groups, and 128 bytes with lower 4 bits of codes, 32 bytes for two groups.
 
-
-def _q4_0(blocks: Blocks) -> QuantizedWeight:
-    return QuantizedWeight(4, Scheme.ONE, _codes(_nibbles(blocks, 2, 16), len(blocks)), _float16(blocks, 0))
-
-
-def _q4_1(blocks: Blocks) -> QuantizedWeight:
-    codes = _codes(_nibbles(blocks, 4, 16), len(blocks))
-    return QuantizedWeight(4, Scheme.SHIFTED, codes, _float16(blocks, 0), _float16(blocks, 2))
-
-
-def _q5_0(blocks: Blocks) -> QuantizedWeight:
-    codes = _codes(_nibbles(blocks, 6, 16) | _fifth_bits(blocks, 2), len(blocks))
-    return QuantizedWeight(5, Scheme.ONE, codes, _float16(blocks, 0))
-
-
-def _q5_1(blocks: Blocks) -> QuantizedWeight:
-    codes = _codes(_nibbles(blocks, 8, 16) | _fifth_bits(blocks, 4), len(blocks))
-    return QuantizedWeight(5, Scheme.SHIFTED, codes, _float16(blocks, 0), _float16(blocks, 2))
-
-
-def _inner(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Inner scales and shifts of Q4_K and Q5_K, `[out, groups]`: 6 bits each of 8 groups, in 12 bytes from byte 4 on.
-
-    Those of the first four groups are the lower 6 bits of the first 8 bytes. Those of the others have their lower 4
-    bits in the last 4 bytes, and their upper 2 in the free bits of the first 8.
+    Inner scales and shifts have 6 bits. Those of the first four groups are the lower 6 bits of the first 8 bytes. Those
+    of the others have their lower 4 bits in the last 4 bytes, and their upper 2 in the free bits of the first 8.
     """
+    out, many = blocks.shape[:2]
+    part = blocks[..., -128:].reshape(out, many, 4, 1, 32)
+    codes = np.concatenate([part & 15, part >> 4], axis=3).reshape(out, many, 256)
+    if bits == 5:
+        group = np.arange(8, dtype=np.uint8)[:, None]  # its fifth bits are the bits with this number
+        codes |= (blocks[..., None, 16:48] >> group & 1).reshape(out, many, 256) << 4
     scales, shifts, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    first = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
-    second = np.concatenate([shifts & 63, rest >> 4 | shifts >> 6 << 4], axis=-1)
-    return _codes(first, len(blocks)), _codes(second, len(blocks))
+    inner = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
+    lesser = np.concatenate([shifts & 63, rest >> 4 | shifts >> 6 << 4], axis=-1)
+    outer = _float16(blocks, 0), _float16(blocks, 2)
+    return QuantizedWeight(bits, scheme, _codes(codes, out), *outer, _codes(inner, out), _codes(lesser, out))
 
 
-def _in_eighths(blocks: Blocks, first: int) -> NDArray[np.uint8]:
-    """Lower 4 bits of Q4_K's and Q5_K's codes, `[out, blocks, 256]`: 32 bytes hold those of two groups."""
-    part = blocks[..., first : first + 128].reshape(*blocks.shape[:2], 4, 1, 32)
-    return np.concatenate([part & 15, part >> 4], axis=3).reshape(*blocks.shape[:2], 256)
-
-
-def _q4_k(blocks: Blocks) -> QuantizedWeight:
-    codes = _codes(_in_eighths(blocks, 16), len(blocks))
-    return QuantizedWeight(4, Scheme.NESTED, codes, _float16(blocks, 0), _float16(blocks, 2), *_inner(blocks))
-
-
-def _q5_k(blocks: Blocks) -> QuantizedWeight:
-    group = np.arange(8, dtype=np.uint8)[:, None]  # its fifth bits are the bits with this number
-    fifth = blocks[..., None, 16:48] >> group & 1
-    codes = _codes(_in_eighths(blocks, 48) | fifth.reshape(*blocks.shape[:2], 256) << 4, len(blocks))
-    return QuantizedWeight(5, Scheme.NESTED, codes, _float16(blocks, 0), _float16(blocks, 2), *_inner(blocks))
-
-
-def _q6_k(blocks: Blocks) -> QuantizedWeight:
+def _in_sixteenths(blocks: Blocks, bits: int, scheme: Scheme) -> QuantizedWeight:
+    """Q6_K: 128 bytes with the lower 4 bits of codes, 64 with the upper 2, 16 signed inner scales, and a scale."""
     out, many = blocks.shape[:2]
     low = blocks[..., :128].reshape(out, many, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=3).reshape(out, many, 2, 4, 32)
     high = blocks[..., 128:192].reshape(out, many, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     inner = torch.from_numpy(np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(out, -1))
-    return QuantizedWeight(6, Scheme.HALVES, _codes(low | high << 4, out), _float16(blocks, 208), None, inner)
+    return QuantizedWeight(bits, scheme, _codes(low | high << 4, out), _float16(blocks, 208), None, inner)
 
 
-# For each type: its reader, bytes of a block, and the resulting bits and scheme.
-_READERS: dict[str, tuple[Callable[[Blocks], QuantizedWeight], int, tuple[int, Scheme]]] = {
-    "Q4_0": (_q4_0, 18, (4, Scheme.ONE)),
-    "Q4_1": (_q4_1, 20, (4, Scheme.SHIFTED)),
-    "Q5_0": (_q5_0, 22, (5, Scheme.ONE)),
-    "Q5_1": (_q5_1, 24, (5, Scheme.SHIFTED)),
-    "Q8_0": (_q8_0, 34, (8, Scheme.ONE)),
-    "Q4_K": (_q4_k, 144, (4, Scheme.NESTED)),
-    "Q5_K": (_q5_k, 176, (5, Scheme.NESTED)),
-    "Q6_K": (_q6_k, 210, (6, Scheme.HALVES)),
+# For each type: its reader, bytes of a block, and the bits and scheme of its codes.
+_READERS: dict[str, tuple[Callable[[Blocks, int, Scheme], QuantizedWeight], int, tuple[int, Scheme]]] = {
+    "Q4_0": (_nibbles, 18, (4, Scheme.ONE)),
+    "Q4_1": (_nibbles, 20, (4, Scheme.SHIFTED)),
+    "Q5_0": (_nibbles, 22, (5, Scheme.ONE)),
+    "Q5_1": (_nibbles, 24, (5, Scheme.SHIFTED)),
+    "Q8_0": (_bytes, 34, (8, Scheme.ONE)),
+    "Q4_K": (_in_eighths, 144, (4, Scheme.NESTED)),
+    "Q5_K": (_in_eighths, 176, (5, Scheme.NESTED)),
+    "Q6_K": (_in_sixteenths, 210, (6, Scheme.HALVES)),
 }
-_NUMBERS: dict[str, tuple[str, int]] = {"F32": ("<f4", 4), "F16": ("<f2", 2), "BF16": ("<i2", 2)}
+_NUMBERS = {"F32": "<f4", "F16": "<f2", "BF16": "<i2"}  # types that are not quantised
 
 
 def quantized_of(kind: str, data: NDArray[np.uint8]) -> QuantizedWeight:
-    """The weight of a quantised tensor.
-
-    Args:
-        kind: ggml's name of its type.
-        data: `[out, bytes of an output]`.
-    """
-    reader, size, _ = _READERS[kind]
-    return reader(data.reshape(len(data), -1, size))
+    """The weight of a tensor of a quantised type, by ggml's name of it; `data` is `[out, bytes of an output]`."""
+    reader, size, form = _READERS[kind]
+    return reader(data.reshape(len(data), -1, size), *form)
 
 
 def numbers_of(kind: str, data: NDArray[np.uint8]) -> Tensor:
     """A tensor that is not quantised, in float32; arguments as for `quantized_of`."""
-    of_type = np.ascontiguousarray(data).view(_NUMBERS[kind][0])
+    of_type = np.ascontiguousarray(data).view(_NUMBERS[kind])
     if kind == "BF16":
         return torch.from_numpy(of_type.astype(np.int16)).view(torch.bfloat16).float()
     return torch.from_numpy(of_type.astype(np.float32))
@@ -239,10 +206,13 @@ def _convert(path: Path, folder: Path) -> None:
     said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}
     try:
-        tokenizer = _tokenizer(path, header)
+        fields = {key: value for key, value in header.fields.items() if key.startswith("tokenizer.")}
+        tokenizer = read_tokenizer(str(path), fields)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         config = read_config(said, len(header.fields["tokenizer.ggml.tokens"]), tokens)
         model = without_weights(config, torch.float32)
-        kind: type[TensorProcessor] = TENSOR_PROCESSORS.get(said.architecture, TensorProcessor)
+        kind = _processor(said.architecture)
         places = _places(model, kind(config=config.to_dict()))
     except KeyError as error:
         raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
@@ -272,10 +242,8 @@ def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str
     about = model.config.get_text_config()
     for prefix, part in (("", model), *((f"{name}.", child) for name, child in model.named_children())):
         single = SimpleNamespace(state_dict=part.state_dict, named_children=tuple)
-        places = (
-            get_gguf_hf_weights_map(single, processor, about.model_type, about.num_hidden_layers, qual_name=prefix)
-            | places
-        )
+        found = get_gguf_hf_weights_map(single, processor, about.model_type, about.num_hidden_layers, qual_name=prefix)
+        places = found | places
     return places
 
 
@@ -283,22 +251,12 @@ def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mappi
     """Check a model that transformers dequantises itself: it reads one file, and ignores unknown tensors."""
     if len(header.files) > 1:
         raise UnsupportedModelError(
-            f"{str(path)!r} is a part of a model of the architecture {said.architecture!r}, which truedraft reads of "
-            "whole files alone; merge them with llama.cpp's llama-gguf-split --merge"
+            f"{str(path)!r} is a part of a model, and truedraft reads {said.architecture!r} from single files only; "
+            "merge them with llama.cpp's llama-gguf-split --merge"
         )
     others = [each.name for each in header.tensors if not {each.name, each.name.removesuffix(".weight")} & {*places}]
     if others:
         raise ModelError(f"{str(path)!r} {_HAS_OTHERS}: {len(others)}, the first {others[0]!r}; get another file")
-
-
-def _tokenizer(path: Path, header: Header) -> Any:
-    said = {name: value for name, value in header.fields.items() if name.startswith("tokenizer.")}
-    built = read_tokenizer(str(path), said)
-    if built is not None:
-        return built
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -364,7 +322,7 @@ def without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 def is_read_here(source: str) -> bool:
     """Whether a resolved source is a GGUF file for `load_weights`."""
-    return is_one(source) and _processor(_index(source)) in _BY_ROWS
+    return is_one(source) and _processor(_index(source)["architecture"]) in _BY_ROWS
 
 
 def is_one(source: str) -> bool:
@@ -397,8 +355,8 @@ def _index(folder: str | Path) -> dict[str, Any]:
     return found
 
 
-def _processor(index: dict[str, Any]) -> type[TensorProcessor]:
-    found: type[TensorProcessor] = TENSOR_PROCESSORS.get(index["architecture"], TensorProcessor)
+def _processor(architecture: str) -> type[TensorProcessor]:
+    found: type[TensorProcessor] = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     return found
 
 
@@ -417,7 +375,7 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
     if _key((Path(file.name), os.fstat(file.fileno())) for file in files) != folder.name:
         raise ModelError(f"{index['files'][0]!r} was changed since its tensors were looked up; load it again")
     model = without_weights(config, dtype)
-    processor = _processor(index)(config=config.to_dict())
+    processor = _processor(index["architecture"])(config=config.to_dict())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = set(dict(model.named_parameters()))
     tensors = [StoredTensor(**each) for each in index["tensors"]]
@@ -427,28 +385,20 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
             missing.discard(stored.place)
             _fill(parameters[stored.place], stored, files, processor, name)
         elif stored.name == _FACTORS:
-            _divide_frequencies(model, stored, files)
-    for what, which in (
-        ("lacks tensors of its model", sorted(missing)),
-        (_HAS_OTHERS, others),
-    ):
+            factors = numbers_of(stored.kind, stored.data(files))  # of rotary frequencies, in Llama 3.1 and later
+            for buffer, values in model.named_buffers():
+                if buffer.endswith("inv_freq") and values.shape == factors.shape:
+                    values.div_(factors)
+    for what, which in (("lacks tensors of its model", sorted(missing)), (_HAS_OTHERS, others)):
         if which:
             raise ModelError(f"{name!r} {what}: {len(which)}, the first {which[0]!r}; get another file")
     return model
 
 
-def _divide_frequencies(model: PreTrainedModel, stored: StoredTensor, files: Sequence[BinaryIO]) -> None:
-    """Scale the rotary frequencies, as Llama 3.1 and later need."""
-    factors = numbers_of(stored.kind, stored.data(files))
-    for buffer, values in model.named_buffers():
-        if buffer.endswith("inv_freq") and values.shape == factors.shape:
-            values.div_(factors)
-
-
 def _fill(weight: nn.Parameter, stored: StoredTensor, files: Sequence[BinaryIO], processor: Any, name: str) -> None:
     if tuple(weight.shape) != tuple(stored.shape):
         raise ModelError(
-            f"{name!r} has {stored.name!r} of the shape {list(stored.shape)}, and its model asks for "
+            f"{name!r} has {stored.name!r} of the shape {list(stored.shape)}, and its model has "
             f"{list(weight.shape)}; fetch it again"
         )
 

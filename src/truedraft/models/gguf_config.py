@@ -79,47 +79,36 @@ _OTHERS = {
     "attention.layer_norm_rms_epsilon": _Key(float, ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")),
     "attention.layer_norm_epsilon": _Key(float, ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")),
     "attention.sliding_window": _Key(int, ("sliding_window",), (0,)),
-    "attention.causal": _Key(bool, (), (True,)),
-    "attention.scale": _Key(float, (), (0,)),
-    "attention.clamp_kqv": _Key(float, (), (0,)),
-    "attention.max_alibi_bias": _Key(float, (), (0,)),
     "final_logit_softcapping": _Key(float, ("final_logit_softcapping",), (0,)),
     "attn_logit_softcapping": _Key(float, ("attn_logit_softcapping",), (0,)),
-    "logit_scale": _Key(float, (), (0, 1)),
-    "residual_scale": _Key(float, (), (0, 1)),
-    "embedding_scale": _Key(float, (), (0, 1)),
     "use_parallel_residual": _Key(bool, ("use_parallel_residual", "parallel_attn"), (False,)),
-    "expert_shared_count": _Key(int, (), (0,)),
-    "expert_group_count": _Key(int, (), (0, 1)),
-    "expert_group_used_count": _Key(int, (), (0, 1)),
-    "expert_weights_scale": _Key(float, (), (0, 1)),
     "expert_weights_norm": _Key(bool, ("norm_topk_prob",), (False,)),
-    "expert_gating_func": _Key(int, (), (0, 1)),  # softmax
-    "leading_dense_block_count": _Key(int, (), (0,)),
-    "nextn_predict_layers": _Key(int, (), (0,)),
-    "ssm.group_count": _Key(int, (), (0, 1)),
-    "ssm.dt_b_c_rms": _Key(bool, (), (False,)),
-    "rope.scaling.alpha": _Key(float, (), (0,)),
-    "rope.scaling.attn_factor": _Key(float, (), (1,)),
-    # Rotary positions; see `_Positions`.
-    "rope.freq_base": _Key(float, (), (_EITHER,)),
-    "rope.freq_base_swa": _Key(float, (), (_EITHER,)),
-    "rope.dimension_count": _Key(int, (), (_EITHER,)),
-    "rope.scaling.type": _Key(str, (), (_EITHER,)),
-    "rope.scaling.factor": _Key(float, (), (_EITHER,)),
-    "rope.scale_linear": _Key(float, (), (_EITHER,)),
-    # Read only by scaling types that are refused, or by no forward.
-    "rope.scaling.original_context_length": _Key(int, (), (_EITHER,)),
-    "rope.scaling.finetuned": _Key(bool, (), (_EITHER,)),
-    "rope.scaling.yarn_log_multiplier": _Key(float, (), (_EITHER,)),
-    "rope.scaling.yarn_ext_factor": _Key(float, (), (_EITHER,)),
-    "rope.scaling.yarn_attn_factor": _Key(float, (), (_EITHER,)),
-    "rope.scaling.yarn_beta_fast": _Key(float, (), (_EITHER,)),
-    "rope.scaling.yarn_beta_slow": _Key(float, (), (_EITHER,)),
-    "pooling_type": _Key(int, (), (_EITHER,)),  # of embedding models
-    "tensor_data_layout": _Key(str, (), (_EITHER,)),  # an architecture has only one
 }
-_KEYS = _WIDTHS | _OTHERS
+# Keys without a field: their type, and the values that change nothing. A gating function of 1 is softmax.
+_WITHOUT_FIELD: tuple[tuple[type, tuple[Any, ...], tuple[str, ...]], ...] = (
+    (bool, (True,), ("attention.causal",)),
+    (bool, (False,), ("ssm.dt_b_c_rms",)),
+    (int, (0,), ("expert_shared_count", "leading_dense_block_count", "nextn_predict_layers")),
+    (int, (0, 1), ("expert_group_count", "expert_group_used_count", "expert_gating_func", "ssm.group_count")),
+    (float, (0,), ("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "rope.scaling.alpha")),
+    (float, (0, 1), ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale")),
+    (float, (1,), ("rope.scaling.attn_factor",)),
+    # Rotary positions; see `_Positions`.
+    (float, (_EITHER,), ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor", "rope.scale_linear")),
+    (int, (_EITHER,), ("rope.dimension_count",)),
+    (str, (_EITHER,), ("rope.scaling.type",)),
+    # Read only by scaling types that are refused, or by no forward. An architecture has only one data layout.
+    (float, (_EITHER,), ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor")),
+    (
+        float,
+        (_EITHER,),
+        ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    ),
+    (int, (_EITHER,), ("rope.scaling.original_context_length", "pooling_type")),
+    (bool, (_EITHER,), ("rope.scaling.finetuned",)),
+    (str, (_EITHER,), ("tensor_data_layout",)),
+)
+_KEYS = _WIDTHS | _OTHERS | {key: _Key(kind, (), idle) for kind, idle, keys in _WITHOUT_FIELD for key in keys}
 _PATTERN = "attention.sliding_window_pattern"
 _WINDOW_EVERY = {"gemma2": 2, "gemma3": 6}  # every n-th layer has full attention, if the file does not say
 _DIVIDED_BY_HEADS = {"gemma2": 46, "gemma3": 62}  # number of layers of the 27B models, which scale queries otherwise
@@ -136,12 +125,13 @@ class Said:
     def __init__(self, path: str, fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
         self.path = path
         self.shapes = shapes
-        self.architecture = fields.get("general.architecture")
-        if not isinstance(self.architecture, str) or self.architecture not in FAMILIES:
+        architecture = fields.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise UnsupportedModelError(
-                f"{path!r} is of the architecture {str(self.architecture)[:100]!r}, and truedraft reads GGUF files of "
+                f"{path!r} is of the architecture {str(architecture)[:100]!r}, and truedraft reads GGUF files of "
                 f"{', '.join(FAMILIES)}; get the model as a Hugging Face folder"
             )
+        self.architecture = architecture
         self._prefix = f"{self.architecture}."
         self.values: dict[str, Any] = {}
         for name, value in fields.items():
@@ -238,7 +228,7 @@ class _Positions:
     @classmethod
     def of(cls, said: Said) -> _Positions:
         """From a file, as llama.cpp reads it."""
-        values = said.values
+        values, own_window = said.values, said.architecture == "gemma3"
         kind = values.get("rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
             raise UnsupportedModelError(
@@ -247,18 +237,18 @@ class _Positions:
             )
         base = values.get("rope.freq_base", 10000.0)
         factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0.0)) or 1.0
-        windowed = values.get("rope.freq_base_swa", 10000.0 if said.architecture == "gemma3" else base)
-        if said.architecture != "gemma3" and windowed != base:
+        windowed = values.get("rope.freq_base_swa", 10000.0 if own_window else base)
+        if not own_window and windowed != base:
             raise said.unsupported("rope.freq_base_swa", windowed)
-        for key, value in (("rope.freq_base", base), ("rope.freq_base_swa", windowed), ("rope.scaling.factor", factor)):
-            if value < (1e-3 if key == "rope.scaling.factor" else 1.0):
+        for key, value, least in (
+            ("rope.freq_base", base, 1.0),
+            ("rope.freq_base_swa", windowed, 1.0),
+            ("rope.scaling.factor", factor, 1e-3),
+        ):
+            if value < least:
                 raise said.impossible(key, value)
-        return cls(
-            base,
-            1.0 if kind == "none" else factor,
-            windowed if said.architecture == "gemma3" else None,
-            values.get("rope.dimension_count", said.head),
-        )
+        rotated = values.get("rope.dimension_count", said.head)
+        return cls(base, 1.0 if kind == "none" else factor, windowed if own_window else None, rotated)
 
     def parameters(self, head: int, partly: bool) -> dict[str, Any]:
         """In transformers' form."""
@@ -270,15 +260,21 @@ class _Positions:
             return {"full_attention": found, "sliding_attention": near}
         return found | ({"partial_rotary_factor": self.rotated / head} if partly else {})
 
-    def hold(self, said: Said, model: PreTrainedModel) -> None:
-        """See `hold_positions`."""
-        pairs = torch.arange(0, self.rotated, 2, dtype=torch.float64) / max(self.rotated, 1)
-        for name, values in model.named_buffers():
-            if name.endswith("inv_freq") and "original" not in name:
-                near = "sliding" in name and self.windowed is not None
-                expected = self.windowed**-pairs if near and self.windowed else self.base**-pairs / self.factor
-                if values.shape != expected.shape or not torch.allclose(values.double(), expected, rtol=1e-4):
-                    raise said.unsupported("rope.dimension_count", self.rotated)
+
+def hold_positions(said: Said, model: PreTrainedModel) -> None:
+    """Check that a model's rotary positions are those of the file.
+
+    Raises:
+        UnsupportedModelError: they are not.
+    """
+    own = _Positions.of(said)
+    pairs = torch.arange(0, own.rotated, 2, dtype=torch.float64) / max(own.rotated, 1)
+    for name, values in model.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name:
+            near = "sliding" in name and own.windowed
+            expected = near**-pairs if near else own.base**-pairs / own.factor
+            if values.shape != expected.shape or not torch.allclose(values.double(), expected, rtol=1e-4):
+                raise said.unsupported("rope.dimension_count", own.rotated)
 
 
 def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -> PreTrainedConfig:
@@ -288,15 +284,13 @@ def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -
         ModelError: its keys do not fit together.
         UnsupportedModelError: a key that the model's family in transformers does not have.
     """
-    kind = CONFIG_MAPPING[FAMILIES[str(said.architecture)]]
+    kind = CONFIG_MAPPING[FAMILIES[said.architecture]]
     names = {*kind.__dataclass_fields__, *kind.attribute_map}
     followed: dict[str, Any] = {"vocab_size": vocabulary} | ({"head_dim": said.head} if "head_dim" in names else {})
-    for key, value in said.values.items():
-        what = _KEYS.get(key)
-        field = next((each for each in what.fields if each in names), None) if what is not None else None
-        if what is None:
-            continue
-        if field is None:
+    values = {key: value for key, value in said.values.items() if key != _PATTERN}
+    fields = {key: next((each for each in _KEYS[key].fields if each in names), None) for key in values}
+    for key, value in values.items():
+        if (field := fields[key]) is None:
             if not _is_idle(said, key, value):
                 raise said.unsupported(key, value)
         elif followed.get(field, value) != value:
@@ -304,18 +298,18 @@ def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -
         else:
             followed[field] = value
     _add_what_others_imply(said, followed, names)
-    fields = kind.__dataclass_fields__
-    own = {name if name in fields else kind.attribute_map[name]: value for name, value in followed.items()}
+    own = {
+        name if name in kind.__dataclass_fields__ else kind.attribute_map[name]: value
+        for name, value in followed.items()
+    }
     try:
         config: PreTrainedConfig = AutoConfig.for_model(kind.model_type, **own, **tokens)
     except (ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         why = first_line(error.__cause__ or error)
         raise ModelError(f"{said.path!r} says what makes no model ({why}); fetch it again") from error
-    for key, value in said.values.items():
-        if key in _KEYS:
-            field = next((each for each in _KEYS[key].fields if each in names), None)
-            if field is not None and getattr(config, field) != followed[field]:
-                raise said.unsupported(key, value)
+    for key, field in fields.items():
+        if field is not None and getattr(config, field) != followed[field]:
+            raise said.unsupported(key, said.values[key])
     return config
 
 
@@ -373,7 +367,7 @@ def _add_what_others_imply(said: Said, followed: dict[str, Any], names: set[str]
 
 def _layer_types(said: Said, followed: dict[str, Any]) -> list[str]:
     """The attention type of each layer: a window where a list says so, or in all but each n-th."""
-    every = said.values.get(_PATTERN, _WINDOW_EVERY[str(said.architecture)])
+    every = said.values.get(_PATTERN, _WINDOW_EVERY[said.architecture])
     layers = said.values["block_count"]
     if isinstance(every, int) and 0 <= every < _LARGEST:
         windowed = [every == 0 or layer % every < every - 1 for layer in range(layers)]
@@ -385,12 +379,3 @@ def _layer_types(said: Said, followed: dict[str, Any]) -> list[str]:
         windowed = [False] * layers
         followed["sliding_window"] = said.values["context_length"]
     return ["sliding_attention" if each else "full_attention" for each in windowed]
-
-
-def hold_positions(said: Said, model: PreTrainedModel) -> None:
-    """Check that a model's rotary positions are those of the file.
-
-    Raises:
-        UnsupportedModelError: they are not.
-    """
-    _Positions.of(said).hold(said, model)

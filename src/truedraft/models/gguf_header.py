@@ -10,10 +10,10 @@ import re
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,10 @@ class StoredTensor:
     """The location of a tensor.
 
     Attributes:
-        name: llama.cpp's name.
         place: transformers' name of the parameter; "" if the model has none.
         kind: ggml's name of its type; its number if the package `gguf` has no name.
         shape: the last axis is that of inputs.
         offset: of its first byte in the file.
-        size: in bytes.
         part: index of its file in `Header.files`.
     """
 
@@ -79,6 +77,10 @@ class Header:
     tensors: list[StoredTensor]
 
 
+_Content: TypeAlias = tuple[dict[str, Any], list[StoredTensor]]  # of one file
+_Sizes: TypeAlias = dict[int, tuple[str, int, int]]  # by type: its name, weights of a block, bytes of a block
+
+
 class _DamagedError(Exception):
     """What is wrong with a file; the message continues a sentence that begins with its name."""
 
@@ -92,14 +94,6 @@ class _Bytes:
         self._left = _ENTRIES
         self.at = 0
 
-    def _next(self, count: int) -> int:
-        """Advance by `count` bytes; returns where they begin."""
-        begin = self.at
-        if count > len(self._data) - begin:
-            raise _DamagedError(_CUT_OFF)
-        self.at = begin + count
-        return begin
-
     def count_entries(self, count: int) -> None:
         """Raise if the header has too many entries."""
         self._left -= count
@@ -107,7 +101,11 @@ class _Bytes:
             raise _DamagedError(f"says more than {_ENTRIES} values, which no model does")
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        return struct.unpack_from("<" + form, self._data, self._next(struct.calcsize("<" + form)))
+        begin, size = self.at, struct.calcsize("<" + form)
+        if size > len(self._data) - begin:
+            raise _DamagedError(_CUT_OFF)
+        self.at = begin + size
+        return struct.unpack_from("<" + form, self._data, begin)
 
     def texts(self, count: int) -> list[str]:
         """Read several strings at once, because a vocabulary with its merges has hundreds of thousands."""
@@ -124,9 +122,6 @@ class _Bytes:
         self.at = at
         return found
 
-    def text(self) -> str:
-        return self.texts(1)[0]
-
     def value(self, key: str) -> Any:
         (kind,) = self.numbers("I")
         if kind == _ARRAY:
@@ -137,7 +132,7 @@ class _Bytes:
             if kind == _ARRAY:
                 raise _DamagedError(f"has lists in a list ({key!r})")
             return list(self.numbers(f"{count}{self._scalar(kind, key)}"))
-        return self.text() if kind == _STRING else self.numbers(self._scalar(kind, key))[0]
+        return self.texts(1)[0] if kind == _STRING else self.numbers(self._scalar(kind, key))[0]
 
     def _scalar(self, kind: int, key: str) -> str:
         if kind not in _SCALARS:
@@ -168,33 +163,33 @@ def read_header(path: Path) -> Header:
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise ModelError(
-            f"{str(path)!r} is a part of a model in {len(files)} files, and {missing.name!r} is not beside it; fetch "
-            "all of them"
+            f"{str(path)!r} is a part of a model in {len(files)} files, and {missing.name!r} is not in its folder; "
+            "fetch all of them"
         )
-    headers = [_one(file, number) for number, file in enumerate(files)]
-    _hold_together(path, headers)
-    return Header(files, headers[0].fields, [tensor for header in headers for tensor in header.tensors])
+    parts = [_one(file, number) for number, file in enumerate(files)]
+    header = Header(files, parts[0][0], [tensor for _, tensors in parts for tensor in tensors])
+    if len(files) > 1 or header.fields.get("split.count", 1) not in (0, 1):
+        _hold_together(path, files, parts)
+    return header
 
 
-def _hold_together(path: Path, headers: list[Header]) -> None:
+def _hold_together(path: Path, files: list[Path], parts: list[_Content]) -> None:
     """Check that parts are of one model, and in the order of their names."""
-    first, count = headers[0].fields, len(headers)
-    if count == 1 and first.get("split.count", 1) in (0, 1):
-        return
+    first, count = parts[0][0], len(parts)
     if count == 1:
         raise ModelError(
             f"{str(path)!r} is one of {first['split.count']} parts of a model, and the others are found by names that "
             "end in -00001-of-00002.gguf; give it the name that it had"
         )
     names: set[str] = set()
-    for number, header in enumerate(headers):
-        file, said = header.files[0].name, header.fields
+    for number, (said, found) in enumerate(parts):
+        file = files[number].name
         if (said.get("split.no"), said.get("split.count")) != (number, count):
             raise ModelError(
                 f"{str(path)!r} is a part of a model, and {file!r} says that it is part {said.get('split.no')} (from "
                 f"0) of {said.get('split.count')}; fetch that again"
             )
-        tensors = {each.name for each in header.tensors}
+        tensors = {each.name for each in found}
         if names & tensors or any(first.get(key) != said[key] for key in said if key != "split.no"):
             raise ModelError(f"{str(path)!r} is a part of a model, and {file!r} is of another; fetch that again")
         names |= tensors
@@ -205,7 +200,7 @@ def _hold_together(path: Path, headers: list[Header]) -> None:
         )
 
 
-def _one(path: Path, part: int) -> Header:
+def _one(path: Path, part: int) -> _Content:
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
@@ -228,58 +223,44 @@ def _one(path: Path, part: int) -> Header:
             if version not in (2, 3):
                 raise _DamagedError(f"is of version {version}, cut off or damaged")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                fields, tensors = _read(_Bytes(data), len(data), sizes)
+                return _read(_Bytes(data), len(data), sizes, part)
         except _DamagedError as error:
             raise ModelError(f"{str(path)!r} {error}; fetch it again") from error
-    return Header([path], fields, [replace(tensor, part=part) for tensor in tensors])
 
 
-def _read(
-    content: _Bytes, length: int, sizes: dict[int, tuple[str, int, int]]
-) -> tuple[dict[str, Any], list[StoredTensor]]:
+def _read(content: _Bytes, length: int, sizes: _Sizes, part: int) -> _Content:
     content.at = 8
     count, keys = content.numbers("QQ")
     fields: dict[str, Any] = {}
     for _ in range(keys):
         content.count_entries(1)
-        key = content.text()
+        key = content.texts(1)[0]
         if key in fields:
             raise _DamagedError(f"says {key[:100]!r} twice")
         fields[key] = content.value(key)
     found: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(count):
         content.count_entries(1)
-        name = content.text()
+        name = content.texts(1)[0]
         (axes,) = content.numbers("I")
         if name in found or not 1 <= axes <= _AXES:
             raise _DamagedError(f"has the tensor {name[:100]!r} twice, or with {axes} axes")
         found[name] = (content.numbers(f"{axes}Q")[::-1], *content.numbers("IQ"))
-    return fields, _placed(found, content.at, length, fields.get("general.alignment", _ALIGNMENT), sizes)
-
-
-def _placed(
-    found: dict[str, tuple[tuple[int, ...], int, int]],
-    header: int,
-    length: int,
-    alignment: Any,
-    sizes: dict[int, tuple[str, int, int]],
-) -> list[StoredTensor]:
-    """Locations of tensors. They must be contiguous, as ggml requires, so that none is in memory twice."""
+    # Tensors must be contiguous, as ggml requires, so that none is in memory twice.
+    alignment = fields.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise _DamagedError(f"aligns tensors to {alignment!r} bytes, which is no power of two")
-    begin = -(-header // alignment) * alignment
+    begin = -(-content.at // alignment) * alignment
     expected, tensors = 0, []
     for name, (shape, number, offset) in found.items():
         kind, together, size = sizes.get(number, (str(number), 1, 0))
         whole = prod(shape) // together * size
         if 0 in shape or shape[-1] % together:
-            raise _DamagedError(
-                f"has the tensor {name[:100]!r} of the shape {list(shape)}, which type {kind} cannot have"
-            )
+            raise _DamagedError(f"has the tensor {name[:100]!r} of the shape {list(shape)}, which {kind} cannot have")
         if size and (offset != expected or begin + offset + whole > length):
             raise _DamagedError(_CUT_OFF)
         expected += -(-whole // alignment) * alignment
-        tensors.append(StoredTensor(name, "", kind, shape, begin + offset, whole))
+        tensors.append(StoredTensor(name, "", kind, shape, begin + offset, whole, part))
         if not size:  # what follows it cannot be located
             break
-    return tensors
+    return fields, tensors

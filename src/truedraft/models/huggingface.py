@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -23,14 +22,13 @@ from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Choose, ForwardOutput, HeadRun, LanguageModel, Segment
-from truedraft.models.checkpoint import Checkpoint, sample_of
+from truedraft.models.checkpoint import Checkpoint, can_be_read_from, fingerprint_of, is_whole, sample_of
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.multimodal import placeholders_of, senses_of
-from truedraft.models.packed_linear import PackedLinear
-from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
-from truedraft.models.probe import rows_depend_on_their_number
+from truedraft.models.padding import padding_note_of, padding_of
+from truedraft.models.probe import rows_depend_on_their_number, some_ids
 from truedraft.models.processor import Processor
-from truedraft.models.quantized import dequantize, numbers_of
+from truedraft.models.quantized import dequantize
 from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
@@ -41,7 +39,6 @@ _CHANGING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_ma
 _CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _CHECKED_TOKENS = 4
 _UNIT_ROWS = 64  # rows of an LM head that are read at once
-_CANONICAL = (torch.float32, torch.bfloat16)
 _MOST_OF_FREE = 0.75  # of the free memory, for weights that are made in addition to the model's own
 UP_TO_NEAR_TIES = "up to near ties"
 
@@ -55,11 +52,7 @@ class HuggingFaceModel(LanguageModel):
 
     Args:
         backend: makes the backend that runs the forwards; `loading.fastest_backend` takes the fastest that fits.
-        checkpoint: its source, for the fingerprint. Without it, the fingerprint of a model that may be packed is
-            computed at once, because it may lose its weights later.
-
-    Attributes:
-        weight_bytes: bytes of weights that a forward reads: all but the embedding, of which it reads a few rows.
+        checkpoint: its source. Without it, the fingerprint of a model that may be packed is computed at once.
 
     Raises:
         UnsupportedModelError: the family cannot run packed; says why.
@@ -78,7 +71,6 @@ class HuggingFaceModel(LanguageModel):
         keep_rows_alike(model.device, model.dtype)
         self._model = model.eval().requires_grad_(False)
         self.name = name
-        self._padding_note = padding_note_of(model)
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
@@ -96,19 +88,17 @@ class HuggingFaceModel(LanguageModel):
         self.dtype = model.dtype
         self.parameters = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = _bytes_read(model)
-        self.head_width = unpadded_width(model) or lm_head_width(head)
+        self.head_width = padding_of(model).get("width") or lm_head_width(head)
         self._finish = LogitFinish.of(model)
         self._finish_is_checked = False
         self._checkpoint = checkpoint
         self._fingerprint: str | None = None
         if checkpoint is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
-        self._make_backend, self._backend = backend, backend(model)
+        self._make_backend = backend
+        self._use(backend(model))
         self.device = model.device
-        self.weight_bytes = self._backend.weight_bytes or self.weight_bytes
         self.pool = self._backend.new_pool(self.context_length)
-        self.fast_paths = self._backend.fast_paths
-        self.shown_layers = self._backend.shown_layers
         self.adapters = self._backend.adapters
         self.input_names = self._backend.input_names
         self.placeholders = placeholders_of(model) if self.input_names else frozenset()
@@ -117,6 +107,11 @@ class HuggingFaceModel(LanguageModel):
         self._whole: HuggingFaceModel | None = None  # the model that this is a cheaper form of
         self._bits = 0  # of weights that are still to be made
         self._failures: dict[int, str] = {}  # by bits: why such weights could not be made; shared with twins
+
+    def _use(self, backend: Backend) -> None:
+        self._backend = backend
+        self.weight_bytes = backend.weight_bytes or self.weight_bytes
+        self.fast_paths, self.shown_layers = backend.fast_paths, backend.shown_layers
 
     @property
     def module(self) -> PreTrainedModel:
@@ -135,39 +130,32 @@ class HuggingFaceModel(LanguageModel):
     def note(self) -> str | None:  # type: ignore[override]
         if self._whole is not None:
             return None  # that model's note says it all
-        weaker = (
-            f"equal {self.equality} (a row's last bits depend here on how many rows share its forward, so answers "
-            "equal those of plain decoding but where two tokens nearly tie)"
-            if self.equality == UP_TO_NEAR_TIES
-            else None
-        )
-        senses = [] if self.input_names else senses_of(self._model)
-        deaf = f"it reads text alone, and is given no {' and no '.join(senses)}" if senses else None
-        notes = (self._padding_note, self._backend.note, self._context_note, self._ends_note, deaf, weaker)
+        notes = [padding_note_of(self._model), self._backend.note, self._context_note, self._ends_note]
+        if not self.input_names and (senses := senses_of(self._model)):
+            notes.append(f"it reads text only, and is given no {' and no '.join(senses)}")
+        if self.equality == UP_TO_NEAR_TIES:
+            notes.append(
+                f"equal {self.equality} (a row's last bits depend here on how many rows share its forward, so answers "
+                "equal those of plain decoding but where two tokens nearly tie)"
+            )
         return "; ".join(each for each in notes if each) or None
 
     @property
     def fingerprint(self) -> str:
         if self._fingerprint is None:
             model, checkpoint = self._model, self._checkpoint
-            if checkpoint is not None:
-                whole = can_be_read_from(model)
-                self._fingerprint = checkpoint.kept(
-                    "fingerprint", lambda: fingerprint_of(model if whole else checkpoint.read())
-                )
-                return self._fingerprint
-            if is_padded(model):
-                raise ModelError(
-                    f"the fingerprint of {self.name} is not known, for it was padded in memory; load it by load_model "
-                    "with pad_to"
-                )
-            self._fingerprint = fingerprint_of(model)
+            if checkpoint is None:
+                self._fingerprint = fingerprint_of(model)
+            else:
+                whole = model if can_be_read_from(model) else None
+                self._fingerprint = checkpoint.kept("fingerprint", lambda: fingerprint_of(whole or checkpoint.read()))
         return self._fingerprint
 
     @property
     def sample(self) -> str | None:
-        if self._checkpoint is not None:
-            return self._checkpoint.sample()
+        checkpoint = self._checkpoint
+        if checkpoint is not None:
+            return checkpoint.kept("sample", lambda: sample_of(checkpoint.read()) or "") or None
         return sample_of(self._model) if can_be_read_from(self._model) else None
 
     @cached_property
@@ -179,23 +167,20 @@ class HuggingFaceModel(LanguageModel):
 
     @in_inference_mode
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        if self._bits:
-            return self._first_forward(segments)
-        return self._forward(segments)
+        return self._first_forward(segments) if self._bits else self._forward(segments)
 
     def _first_forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """`forward` that makes the weights first; raises ModelError, also later, if they could not be made."""
-        bits = self._bits
         try:
             self.check_room()
         except ModelError as error:
-            self._failures.setdefault(bits, str(error))
+            self._failures.setdefault(self._bits, str(error))
             raise
         try:
             output = self._forward(segments)
         except (MemoryError, RuntimeError, OSError) as error:
             said = " ".join(str(error).split()) or type(error).__name__
-            failure = self._failures.setdefault(bits, f"{self.name}: its weights could not be made ({said})")
+            failure = self._failures.setdefault(self._bits, f"{self.name}: its weights could not be made ({said})")
             raise ModelError(failure) from error
         self._bits = 0
         return output
@@ -248,7 +233,7 @@ class HuggingFaceModel(LanguageModel):
             self._backend.quantize(bits)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self.name} cannot be given weights of {bits} bits: {error}") from error
-        self.weight_bytes, self.fast_paths = self._backend.weight_bytes, self._backend.fast_paths
+        self._use(self._backend)
 
     def quantized(self, bits: int) -> HuggingFaceModel:
         if bits not in (8, 4):
@@ -259,8 +244,10 @@ class HuggingFaceModel(LanguageModel):
             raise UnsupportedModelError(
                 f"{self.name} cannot draft for itself with weights of {bits} bits ({error}); use another drafter"
             ) from error
-        twin = self._twin(f"{self.name} in {bits} bits", backend)
-        twin.weight_bytes, twin._bits = backend.weight_bytes, bits
+        twin = copy.copy(self)  # the lock and the pool of caches are shared
+        twin.name, twin._whole, twin._bits = f"{self.name} in {bits} bits", self, bits
+        twin._use(backend)
+        twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
         return twin
 
     @property
@@ -276,16 +263,9 @@ class HuggingFaceModel(LanguageModel):
         free = free_memory(self.device) if self._bits else None
         if free is not None and self.weight_bytes > _MOST_OF_FREE * free:
             raise ModelError(
-                f"{self.name} takes {in_bytes(self.weight_bytes)} of memory beside the model's own weights, and "
-                f"{in_bytes(free)} are free, of which a quarter must stay so; free some, or use another drafter"
+                f"{self.name} takes {in_bytes(self.weight_bytes)} of memory in addition to the model's own weights, "
+                f"and {in_bytes(free)} are free, of which a quarter must stay so; free some, or use another drafter"
             )
-
-    def _twin(self, name: str, backend: Backend) -> HuggingFaceModel:
-        twin = copy.copy(self)  # the lock and the pool of caches are shared
-        twin.name, twin._backend, twin._whole = name, backend, self
-        twin.fast_paths, twin.shown_layers = backend.fast_paths, backend.shown_layers
-        twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
-        return twin
 
     def whole_module(self) -> PreTrainedModel:
         """A copy of the model on the CPU, in float32, run by transformers' own code.
@@ -295,7 +275,7 @@ class HuggingFaceModel(LanguageModel):
         """
         module = self._model
         cut = getattr(module, "cut_into", 1) > 1  # over processes
-        if cut or is_padded(module) or not (self._checkpoint or is_whole(module)):
+        if cut or padding_of(module) or not (self._checkpoint or is_whole(module)):
             raise UnsupportedModelError(
                 f"the weights of {self.name} were padded, packed or shared out to processes; load it without these"
             )
@@ -313,12 +293,11 @@ class HuggingFaceModel(LanguageModel):
         """This model with other weights of the same shapes, packed or quantised in the same way. Name, fingerprint
         and caches are this one's. `model` comes from `whole_module`, has this one's dtype, and is taken over."""
         twin = copy.copy(self)
-        twin._model = model.to(self.device).eval().requires_grad_(False)
-        twin._backend, twin._finish_is_checked = self._make_backend(twin._model), False
+        twin._model, twin._finish_is_checked = model.to(self.device).eval().requires_grad_(False), False
+        backend = self._make_backend(twin._model)
         if self._backend.bits:
-            twin._backend.quantize(8 if self._backend.bits > 4 else 4)
-        twin.weight_bytes = twin._backend.weight_bytes or self.weight_bytes
-        twin.fast_paths = twin._backend.fast_paths
+            backend.quantize(8 if self._backend.bits > 4 else 4)
+        twin._use(backend)
         return twin
 
     def take_weights(self, twin: HuggingFaceModel) -> None:
@@ -394,64 +373,11 @@ class HuggingFaceModel(LanguageModel):
     def _check_finish(self) -> None:
         if self._finish_is_checked:
             return
-        ids = torch.arange(1, _CHECKED_TOKENS + 1, device=self.device) * 7919 % self.vocab_size
+        ids = some_ids(_CHECKED_TOKENS, self.vocab_size, self.device)
         with self.trying() as cache:
             output = self.forward([Segment(cache, ids, chain_shape(_CHECKED_TOKENS), range(_CHECKED_TOKENS))])
         refuse_other_logits(self._unembed(output.hidden[:, : self.head_width]), output.logits, self.name)
         self._finish_is_checked = True
-
-
-def fingerprint_of(model: PreTrainedModel) -> str:
-    """A hash of a model's weights (see `weights_hash`): of their names, shapes and bfloat16 values, tied ones once.
-
-    It is the same for loads of one checkpoint in float32 and bfloat16, on any device. For a padded model written by
-    `truedraft export` it is that of the original model.
-
-    Raises:
-        ModelError: the model was padded and does not say from what, or its weights were packed for inference.
-    """
-    recorded = recorded_fingerprint(model)
-    if recorded is not None:
-        return recorded
-    name = type(model).__name__
-    if is_padded(model):
-        raise ModelError(
-            f"this {name} was padded and does not record what it was padded from; load the model that it was made from"
-        )
-    if not is_whole(model):
-        raise ModelError(f"the weights of this {name} were packed for inference; take its fingerprint before that")
-    return weights_hash(model, torch.bfloat16)
-
-
-def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
-    """A hash of all values of all parameters, and of their names and shapes; tied ones count once.
-
-    Args:
-        dtype: that values are rounded to; None takes them unrounded, so that every change shows.
-
-    Returns:
-        32 hexadecimal digits of a SHA-256.
-    """
-    digest = hashlib.sha256()
-    for part, weight in sorted(module.named_parameters()):
-        values = numbers_of(weight).to(device="cpu", dtype=dtype or weight.dtype).contiguous()
-        digest.update(f"{part} {tuple(values.shape)}\n".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:32]
-
-
-def is_whole(model: PreTrainedModel) -> bool:
-    """Whether a model still has all of its weights: fast paths take some over and free them."""
-    packed = any(isinstance(module, PackedLinear) for module in model.modules())
-    cut = getattr(model, "cut_into", 1) > 1  # by `sharding.shard`
-    return not packed and not cut and all(weight.numel() for weight in model.parameters())
-
-
-def can_be_read_from(model: PreTrainedModel) -> bool:
-    """Whether `fingerprint_of` this model is that of its checkpoint; not in float16, which rounds values further."""
-    if recorded_fingerprint(model) is not None:
-        return True
-    return model.dtype in _CANONICAL and is_whole(model) and not is_padded(model)
 
 
 def _bytes_read(model: PreTrainedModel) -> int:
@@ -500,6 +426,6 @@ def context_of(config: Any) -> tuple[int, str | None]:
     if least == whole:
         return least, None
     return least, (
-        f"reads at most {least} tokens of its {whole}: behind these its rotary positions change for the whole text, "
+        f"reads at most {least} tokens of its {whole}: after these its rotary positions change for the whole text, "
         "and with them what was read before"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import sys
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     GenerationConfig,
+    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -40,9 +42,9 @@ from truedraft.errors import (
     UnsupportedModelError,
     first_line,
 )
-from truedraft.files import refuse_lost_model, user_path
+from truedraft.files import SMOLLM2, refuse_lost_model, user_path
 from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
-from truedraft.models import gguf, quantized_folder, smollm2
+from truedraft.models import gguf, quantized_folder
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend, BackendMaker
@@ -57,7 +59,7 @@ from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.checkpoint import Checkpoint
-from truedraft.models.embedded import embedded_folder
+from truedraft.models.embedded import SMOLLM2_ON_THE_HUB, embedded_folder, smollm2_file, smollm2_missing
 from truedraft.models.extents import refuse_vast_sizes
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
@@ -75,13 +77,13 @@ from truedraft.models.probe import (
 from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
+from truedraft.models.weight_files import file_of
 from truedraft.options import BITS
 from truedraft.progress import log_stage
 from truedraft.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _UNRECORDED = "its forwards are not recorded as CUDA graphs"
-_GENERATION_CONFIG = "generation_config.json"
 # Classes of transformers that generate text. What else they read is left out.
 _WRITING: tuple[Mapping[str, Any], ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -131,7 +133,7 @@ def load_model(
     if tensor_parallel != 1:
         refused = {"weights": weights, "pad_to": pad_to, "adapters": adapters}
         return _load_together(str(name), dtype, device, revision, fast_paths, adapter, tensor_parallel, refused)
-    loaded = _load(name, dtype, device, revision, fast_paths, pad_to, adapter, adapters)
+    loaded = _load(str(name), dtype, device, revision, fast_paths, pad_to, adapter, adapters)
     if weights is not None:
         loaded.quantize(BITS[weights])
     return_freed_memory()
@@ -139,7 +141,7 @@ def load_model(
 
 
 def _load(
-    name: str | Path,
+    name: str,
     dtype: str | torch.dtype,
     device: str | torch.device,
     revision: str | None,
@@ -153,17 +155,22 @@ def _load(
     keep_rows_alike(place, kind)
     if pad_to is not None:
         padded_size(pad_to)  # an unknown size is refused before anything is read
-    source = resolve_source(str(name))
-    read = partial(read_model, source, str(name), revision=revision, adapter=adapter, as_stored=True)
+    source = resolve_source(name)
+    read = partial(read_model, source, name, revision=revision, adapter=adapter, as_stored=True)
     files = _source_files(source, revision, adapter)
     chosen = dtype != "auto" or kind is torch.bfloat16 or place.type != "cpu" or adapters or not fast_paths
-    model = None if chosen else _emulated(source, str(name), revision, read)
-    if model is None:
-        model = read(kind)
+    model = None if chosen else _emulated(source, name, revision, read)
+    model = read(kind) if model is None else model
     by_codes = is_quantized(model) and place.type == "cpu" and fast_paths and pad_to is None and not adapters
     patterns = _native_patterns(model) if by_codes else None
     if patterns is None:
-        _announce_numbers(model, str(name))
+        if is_quantized(model) or getattr(model, "quantized_by", None) is not None:
+            size = sum(weight.numel() for weight in model.parameters()) * model.dtype.itemsize
+            _log.warning(
+                "%s: its quantised weights are made %s at load, for no forward here runs their codes: they take %s of "
+                "memory",
+                *(name, dtype_name(model.dtype), in_bytes(size)),
+            )
         dequantize(model)
     model = model.to(place)
     loras = read_adapters(model, adapters) if adapters else {}
@@ -174,18 +181,22 @@ def _load(
     checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), files)
     with quiet_transformers():
         if pad_to is not None:
-            return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, checkpoint)
+            return _checked(pad_model(model, pad_to), tokenizer, padded_name(name, pad_to), backend, checkpoint)
         try:
-            return _checked(model, tokenizer, str(name), backend, checkpoint)
+            return _checked(model, tokenizer, name, backend, checkpoint)
         except UnsupportedModelError as reason:
             if loras:
                 raise
             why = reason
+        run = partial(run_alone, tokenizer=tokenizer, name=name, reason=why, checkpoint=checkpoint)
         if model.config.is_encoder_decoder:
-            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, checkpoint)
+            return run(model, kind=EncoderDecoderBackend, fast_paths=fast_paths)
         del model
         # Read again for each attempt: a failed one may have taken the weights from their modules.
-        return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, checkpoint)
+        for backend_kind in (SequentialBackend, CopiedBackend):
+            with contextlib.suppress(UnsupportedModelError):
+                return run(read(kind).to(place), kind=backend_kind, fast_paths=fast_paths)
+        return run(read(kind).to(place), kind=WholeTextBackend, fast_paths=fast_paths)
 
 
 def _emulated(
@@ -214,29 +225,20 @@ def _load_together(
     """`_load` with a part of the model in each of `count` processes; ranks after the first exit here."""
     if count < 1:
         raise OptionError(f"must be 1 or more, got {count}", field="tensor_parallel")
-    for option, given in refused.items():
-        if given:
-            raise OptionError(
-                f"is for a model in one process, and tensor_parallel asks for {count}; leave one of them out",
-                field=option,
-            )
+    if (option := next((each for each, given in refused.items() if given), None)) is not None:
+        raise OptionError(f"is for one process, and tensor_parallel is {count}; leave one of them out", field=option)
     source = resolve_source(name)
     config = load_config(source, name, revision)
     method = "GGUF" if gguf.is_one(source) else quantized_folder.method_of(config)
     if method is not None:
-        raise OptionError(
-            f"takes weights that are not quantised, and those of {name!r} are, by {method}; name the model that it was "
-            "made from, in bfloat16 or float32",
-            field="tensor_parallel",
-        )
+        which = f"those of {name!r} are quantised by {method}; name the model that it was made from, in bfloat16"
+        raise OptionError(f"takes weights that are not quantised, and {which}", field="tensor_parallel")
     refuse_unsharded(config, name, count)
     place = pick_device(device)
     devices = 1 if ":" in str(place) else torch.cuda.device_count()
     if place.type == "cuda" and devices < count:
-        raise OptionError(
-            f"takes a CUDA device for each process, {count} in all, and device {str(device)!r} gives {devices}",
-            field="tensor_parallel",
-        )
+        needed = f"takes a CUDA device for each process, {count} in all"
+        raise OptionError(f"{needed}, and device {str(device)!r} gives {devices}", field="tensor_parallel")
     kind = pick_dtype(dtype, place)
     options = {"name": name, "dtype": dtype_name(kind), "device": place.type, "revision": revision}
     extra = {"fast_paths": fast_paths, "adapter": None if adapter is None else str(adapter), "tensor_parallel": count}
@@ -273,28 +275,11 @@ def load_reader(name: str) -> Reader:
     reported = [getattr(config, "vocab_size", None), None if reader.tokenizer is None else reader.tokenizer.vocab_size]
     sizes = [size for size in reported if size is not None]
     if not sizes:
-        raise ModelError(
-            f"neither config.json nor a tokenizer of {name!r} says how many token ids there are; fetch its files again"
-        )
+        raise ModelError(f"no config.json or tokenizer of {name!r} says how many token ids there are; fetch both again")
     reader.vocab_size = min(sizes)
     reader.context_length, _ = context_of(config)
     reader.eos_token_ids, _ = eos_ids(generation, config, reader.tokenizer)
     return reader
-
-
-def _run_unpacked(
-    read: Callable[[], PreTrainedModel],
-    tokenizer: Tokenizer | None,
-    name: str,
-    why: UnsupportedModelError,
-    fast_paths: bool,
-    checkpoint: Checkpoint,
-) -> HuggingFaceModel:
-    """A model that cannot run packed: one text at a time, our cache or a copied one, else no cache."""
-    for kind in (SequentialBackend, CopiedBackend):
-        with contextlib.suppress(UnsupportedModelError):
-            return run_alone(read(), tokenizer, name, why, kind, fast_paths, checkpoint)
-    return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, checkpoint)
 
 
 def _checked(
@@ -309,7 +294,7 @@ def _checked(
     code become UnsupportedModelError."""
     if model.config.is_encoder_decoder and not refusals:
         raise UnsupportedModelError(
-            f"{name} is an encoder-decoder, which runs neither packed nor with adapters beside its weights; merge them"
+            f"{name} is an encoder-decoder, which runs neither packed nor with unmerged adapters; merge them"
         )
     check = check_codes(model, name) if is_quantized(model) else check_against_stock(model, name)
     try:
@@ -334,17 +319,18 @@ def run_alone(
     fast_paths: bool = True,
     checkpoint: Checkpoint | None = None,
 ) -> HuggingFaceModel:
-    """Run a model that cannot run packed: one text at a time, with its own attention.
-
-    Args:
-        reason: why it cannot run packed.
-        kind: `SequentialBackend`, if that fails `CopiedBackend` or `WholeTextBackend`; for an encoder-decoder its own.
-        fast_paths: pack weights where that is faster.
+    """Run a model that cannot run packed, for this `reason`: one text at a time, with its own attention.
 
     Raises:
         UnsupportedModelError: `reason`, if it cannot run this way either.
     """
-    backend = _after_packing(lambda model: kind(model, str(reason)), fast_paths)
+
+    def backend(model: PreTrainedModel) -> Backend:
+        fast = _pack(model, fast_paths)
+        made = kind(model, str(reason))
+        made.fast_paths = fast
+        return made
+
     try:
         return _checked(model, tokenizer, name, backend, checkpoint, (refuse_hidden_state, refuse_later_tokens))
     except UnsupportedModelError as error:
@@ -352,13 +338,8 @@ def run_alone(
 
 
 def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
-    """The native forward if it fits, else the fused loop, else the model's own modules with packed weights.
-
-    On a CUDA device: recorded forwards if they fit, else the model's own modules; measured in benchmarks/LOG.md.
-
-    Args:
-        patterns: of its attention; None probes them.
-    """
+    """The native forward if it fits, else the fused loop, else the model's own modules with packed weights. On CUDA
+    devices: recorded forwards if they fit, else the model's own modules. `patterns` None probes them."""
     patterns = probe_patterns(model) if patterns is None else patterns
     llama = Llama.of(model, patterns)
     if model.device.type == "cuda":
@@ -383,46 +364,28 @@ def _native_patterns(model: PreTrainedModel) -> Sequence[AttentionPattern] | Non
     return patterns if llama is not None and NativeBackend.fits(llama) else None
 
 
-def _announce_numbers(model: PreTrainedModel, name: str) -> None:
-    """Log how much memory quantised weights take once they are converted to the model's dtype."""
-    if is_quantized(model) or getattr(model, "quantized_by", None) is not None:
-        count = sum(weight.numel() for weight in model.parameters())
-        _log.warning(
-            "%s: its quantised weights are made %s at load, for no forward here runs their codes: they take %s of "
-            "memory",
-            name,
-            dtype_name(model.dtype),
-            in_bytes(count * model.dtype.itemsize),
-        )
-
-
-def packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
+def packed_backend(adapters: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
     """Make a backend of the model's own modules, with adapters and, with fast paths, packed weights."""
 
     def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
         known = probe_patterns(model) if patterns is None else patterns  # before anything is packed
-        backend = _after_packing(lambda model: StockBackend(model, known, beside), fast_paths)(model)
-        if backend.fast_paths and multiplies_only_packed(model):
+        fast = _pack(model, fast_paths)
+        backend = StockBackend(model, known, adapters)
+        backend.fast_paths = fast
+        if fast and multiplies_only_packed(model):
             backend.least_rows = 4  # another row costs nothing there, and from two on all have the same bits
             backend.any_threads = model.dtype is torch.float32  # see FusedBackend
-        if beside and model.device.type == "cuda":
+        if adapters and model.device.type == "cuda":
             backend.note = f"{_UNRECORDED}: adapters stand beside its weights"
         return backend
 
     return made
 
 
-def _after_packing(make: BackendMaker, fast_paths: bool) -> BackendMaker:
-    """Make a backend, which hooks the LM head, after packing the weights where that is faster."""
-
-    def made(model: PreTrainedModel) -> Backend:
-        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        backend = make(model)
-        if packed:
-            backend.fast_paths = ("packed weights",)
-        return backend
-
-    return made
+def _pack(model: PreTrainedModel, fast_paths: bool) -> tuple[str, ...]:
+    """Pack the weights where that is faster, before a backend hooks the LM head; returns the names of fast paths."""
+    packs = fast_paths and can_pack(model.device, model.dtype) and pack_weights(model) > 0
+    return ("packed weights",) if packs else ()
 
 
 def resolve_source(name: str) -> str:
@@ -434,9 +397,9 @@ def resolve_source(name: str) -> str:
     """
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
-    if name == smollm2.WORD:
-        installed = smollm2.installed_file()
-        return smollm2.ON_THE_HUB if installed is None else str(gguf.folder_of(installed))
+    if name == SMOLLM2:
+        installed = smollm2_file()
+        return SMOLLM2_ON_THE_HUB if installed is None else str(gguf.folder_of(installed))
     path = user_path(name, ModelNotFoundError)
     files = gguf.models_in(path) if path.is_dir() and not (path / "config.json").is_file() else []
     refuse_lost_model(name)
@@ -459,7 +422,7 @@ def _source_files(source: str, revision: str | None, adapter: str | Path | None)
         found = gguf.files_of(source)
     else:
         with contextlib.suppress(OSError):  # reading such a name raises its own error
-            config = quantized_folder.file_of(source, "config.json", revision)
+            config = file_of(source, "config.json", revision)
             found = [] if config is None else list(Path(config).parent.iterdir())
     return found if adapter is None else [*found, *user_path(adapter, ModelError).glob("*")]
 
@@ -490,9 +453,15 @@ def read_model(
         ModelError: its files cannot be read, do not fit the configuration, or the adapter does not fit it.
     """
     config = load_config(source, name, revision)
-    refuse_other_kinds(config, name)
+    method = quantized_folder.method_of(config)
+    if method is not None and method not in {*quantized_folder.READ_HERE, *quantized_folder.BY_TRANSFORMERS}:
+        raise UnsupportedModelError(
+            f"the weights of {name!r} are quantised by {method}, which truedraft does not read; name the model that it "
+            "was made from, in bfloat16 or float32, or one by GPTQ, AWQ or compressed-tensors"
+        )
+    kind = _class_of(config, name)
     refuse_broken_generation_config(source, name, revision)
-    model = _load_weights(source, config, name, dtype, revision)
+    model = _load_weights(kind, source, config, name, dtype, revision)
     if not mapped:
         read_in(model)
     if adapter is not None or not as_stored:
@@ -519,10 +488,10 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
             ) from error
         if Path(source).is_dir():
             raise ModelError(f"cannot read the configuration of {name!r}: {first_line(error)}") from error
-        if name == smollm2.WORD:
+        if name == SMOLLM2:
             raise ModelNotFoundError(
                 f"{name} is not installed, and the Hugging Face hub did not give {source} ({first_line(error)}); run "
-                f"{smollm2.missing()}"
+                f"{smollm2_missing()}"
             ) from error
         raise ModelNotFoundError(
             f"found no model {name!r}: there is no such folder, and the Hugging Face hub did not give it "
@@ -530,19 +499,24 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
         ) from error
 
 
-def _load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+def _load_weights(
+    kind: Any, source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None
+) -> PreTrainedModel:
     if gguf.is_read_here(source):
         return gguf.load_weights(Path(source), config, name, dtype)
-    kind, method = _class_of(config), quantized_folder.method_of(config)
+    method = quantized_folder.method_of(config)
     given = gguf.place_of(source) | {"revision": revision}
     if method is None:
         return _load_by_transformers(kind, config, name, dtype, given)
     if method in quantized_folder.BY_TRANSFORMERS:
-        model = _load_by_transformers(kind, config, name, dtype, given | quantized_folder.options_of(config))
+        if method == "mxfp4":
+            given["quantization_config"] = Mxfp4Config(dequantize=True)
+        model = _load_by_transformers(kind, config, name, dtype, given)
         quantized_folder.make_numbers(model)
     else:
         folder = quantized_folder.QuantizedFolder(source, config, name, revision)
-        config = quantized_folder.without_quantization(config)
+        config = copy.deepcopy(config)
+        del config.quantization_config
         found = folder.by_codes(config, dtype) if kind is AutoModelForCausalLM else None
         if found is None:
             with torch.device("meta"):
@@ -576,13 +550,12 @@ def _load_by_transformers(
     missing, superfluous = sorted(report["missing_keys"]), without_mtp(sorted(report["unexpected_keys"]))
     if superfluous and not missing:  # the family's ignored keys are not among them
         raise ModelError(
-            f"the weights of {name!r} hold {len(superfluous)} tensor(s) that its config.json does not ask for, the "
-            f"first {superfluous[0]!r}, so it is not the model that they are of; fetch the files again, or mend "
-            "config.json (has it too few layers?)"
+            f"the weights of {name!r} hold {len(superfluous)} tensor(s) that its config.json does not have, the "
+            f"first {superfluous[0]!r}; fetch the files again, or mend config.json (has it too few layers?)"
         )
     if missing:
         raise ModelError(
-            f"the weights of {name!r} lack {len(missing)} of the tensors that its config.json asks for, the first "
+            f"the weights of {name!r} lack {len(missing)} of the tensors that its config.json has, the first "
             f"{missing[0]!r}; fetch the files again, or mend config.json"
         )
     return model
@@ -594,65 +567,49 @@ def refuse_broken_generation_config(source: str, name: str, revision: str | None
     Raises:
         ModelError: it is no JSON object, or its EOS ids are not integers.
     """
-    found = quantized_folder.file_of(source, _GENERATION_CONFIG, revision)
-    if found is None:
-        return
+    found = file_of(source, "generation_config.json", revision)
     try:
-        read = json.loads(Path(found).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _bad_generation_config(name, f"cannot be read ({first_line(error)})") from error
-    if not isinstance(read, dict):
-        raise _bad_generation_config(name, f"holds a {type(read).__name__} in place of an object")
-    ends = read.get("eos_token_id")
-    if not all(type(end) is int for end in (ends if isinstance(ends, list) else [0 if ends is None else ends])):
-        raise _bad_generation_config(name, f"has the eos_token_id {ends!r}, which is neither an id nor a list of ids")
+        read = {} if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
+        if not isinstance(read, dict):
+            raise TypeError(f"it holds a {type(read).__name__} in place of an object")
+        ends = read.get("eos_token_id")
+        if not all(type(end) is int for end in (ends if isinstance(ends, list) else [0 if ends is None else ends])):
+            raise TypeError(f"eos_token_id is {ends!r}, which is neither an id nor a list of ids")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ModelError(
+            f"generation_config.json of {name!r} cannot be used ({first_line(error)}); it says what ends an answer: "
+            "fetch it again, or remove it to use config.json and the tokenizer"
+        ) from error
 
 
-def _bad_generation_config(name: str, what: str) -> ModelError:
-    return ModelError(
-        f"{_GENERATION_CONFIG} of {name!r} {what}; it says what ends an answer: fetch it again, or remove it to go by "
-        "config.json and the tokenizer"
-    )
+def _class_of(config: Any, name: str) -> Any:
+    """The class that loads a model: its own if it is multimodal or transformers has no causal class for it.
 
-
-def refuse_other_kinds(config: Any, name: str) -> None:
-    """Refuse encoders, models that read no text, and unknown quantised weights before any weight is read."""
-    method = quantized_folder.method_of(config)
-    if method is not None and method not in {*quantized_folder.READ_HERE, *quantized_folder.BY_TRANSFORMERS}:
-        raise UnsupportedModelError(
-            f"the weights of {name!r} are quantised by {method}, which truedraft does not read; name the model that it "
-            "was made from, in bfloat16 or float32, or one by GPTQ, AWQ or compressed-tensors"
-        )
+    Raises:
+        UnsupportedModelError: it writes no text, or reads neither text nor sound.
+    """
+    kind, architectures = config.model_type, config.architectures or []
     if config.is_encoder_decoder:
-        known = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
-        if config.model_type not in known:
-            raise UnsupportedModelError(
-                f"{name!r} is an encoder-decoder ({config.model_type}) that reads something else than text and sound; "
-                "name one that writes text for these"
-            )
-        return
-    architectures = config.architectures or []
+        if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+            return AutoModelForSeq2SeqLM
+        if kind in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+            return AutoModelForSpeechSeq2Seq
+        raise UnsupportedModelError(
+            f"{name!r} is an encoder-decoder ({kind}) that reads something else than text and sound; name one that "
+            "writes text for these"
+        )
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not architectures and not causal:
+        raise UnsupportedModelError(f"{name!r} is of type {kind!r}, which transformers cannot load as causal")
     named = [each for table in _WRITING for each in table.values()]
     writers = {each for some in named for each in ([some] if isinstance(some, str) else some)}
     if architectures and not writers.intersection(architectures):
         raise UnsupportedModelError(
             f"{name!r} is a {architectures[0]}, not a causal language model; name a model that continues text"
         )
-    if not architectures and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedModelError(
-            f"{name!r} is of type {config.model_type!r}, which transformers cannot load as causal"
-        )
-
-
-def _class_of(config: Any) -> Any:
-    """The class that loads a model: its own if it is multimodal or transformers has no causal class for it."""
-    if config.is_encoder_decoder:
-        reads_text = config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-        return AutoModelForSeq2SeqLM if reads_text else AutoModelForSpeechSeq2Seq
-    writer = (config.architectures or [""])[0]
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not writer.endswith("ForConditionalGeneration"):
+    if causal and not (architectures and architectures[0].endswith("ForConditionalGeneration")):
         return AutoModelForCausalLM
-    return getattr(transformers, writer)
+    return getattr(transformers, architectures[0])
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -28,9 +27,8 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_config, packed_backend, quiet_transformers, resolve_source
-from truedraft.models.mapped import in_memory
 from truedraft.models.mtp_names import SPECULATORS, MtpNames, mtp_layers
-from truedraft.models.quantized_folder import weight_files
+from truedraft.models.weight_files import tensors_of
 
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
@@ -59,13 +57,8 @@ class _Entry(nn.Module):
 
 
 class MtpLayer:
-    """The first MTP layer of a checkpoint, in the dtype and on the device of its model; made by `read_mtp`.
-
-    Args:
-        model: has one layer, the MTP layer's final norm, and an `_Entry` as its embedding.
-        zeroes_first: see `MtpNames`.
-        context: most tokens of a request.
-    """
+    """The first MTP layer of a checkpoint, in the dtype and on the device of its model; made by `read_mtp`. Its
+    one-layer `model` has the MTP layer's final norm, and an `_Entry` as its embedding."""
 
     def __init__(self, model: PreTrainedModel, *, zeroes_first: bool, context: int) -> None:
         self._entry: Any = model.get_input_embeddings()
@@ -76,12 +69,11 @@ class MtpLayer:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and tokens; caches receive their keys and values.
+        """Read pairs of a token and the vector before it; caches receive their keys and values.
 
         Args:
-            segments: tokens of each request, with the rows that are requested.
-            embedded: `[total, width]`: the model's embeddings of the tokens.
-            vectors: `[total, width]`: the vector before each token.
+            embedded: `[total, width]`: the model's embeddings of the segments' tokens.
+            vectors: `[total, width]`.
 
         Returns:
             The layer's output at the requested rows, `[rows, width]`, before its final norm and after it.
@@ -102,11 +94,8 @@ def brings_mtp(target: LanguageModel) -> bool:
     """Whether the files of a model contain an MTP layer; no tensor is read."""
     if not isinstance(target, HuggingFaceModel) or not target.module.config.name_or_path:
         return False
-    with contextlib.suppress(TruedraftError, OSError, SafetensorError):
-        for file in weight_files(target.module.config.name_or_path, target.name, _revision(target)):
-            with safe_open(file, framework="pt") as opened:
-                if mtp_layers(opened.keys()):
-                    return True
+    with contextlib.suppress(TruedraftError, OSError):
+        return bool(mtp_layers(tensors_of(target.module.config.name_or_path, target.name, _revision(target))))
     return False
 
 
@@ -120,8 +109,8 @@ def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
     """
     if not isinstance(target, HuggingFaceModel) or not (folder or target.module.config.name_or_path):
         raise UnsupportedModelError(f"{target.name} was not loaded from files that could hold MTP layers")
-    config, source = target.module.config, target.module.config.name_or_path
-    name, names, found = _layer_in(source, target.name, _revision(target), folder)
+    config = target.module.config
+    name, names, found = _layer_in(config.name_or_path, target.name, _revision(target), folder)
     with _running_as(config, name):
         model = _model_of(_config_of_one(config), names, found, name, target.dtype)
         model = model.eval().requires_grad_(False).to(target.device)
@@ -155,12 +144,12 @@ def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any],
         model = _model_of(_config_of_one(config), names, found, said, *dtypes)
     start = f"{model.base_model_prefix}."
     ours = (f"{start}embed_tokens.{part}.weight" for part in ("fusion", "of_embedding", "of_vector"))
-    parts = dict(zip((*ours, f"{start}norm.weight"), SPECULATORS.parts, strict=True))
-    tensors = {}
-    for each, tensor in model.state_dict().items():
-        if each in parts or each.startswith(f"{start}layers.0."):
-            tensors[SPECULATORS.prefix + parts.get(each, each.removeprefix(f"{start}layers.0."))] = tensor
-    return text.to_diff_dict(), tensors
+    parts, layer = dict(zip((*ours, f"{start}norm.weight"), SPECULATORS.parts, strict=True)), f"{start}layers.0."
+    return text.to_diff_dict(), {
+        SPECULATORS.prefix + parts.get(each, each.removeprefix(layer)): tensor
+        for each, tensor in model.state_dict().items()
+        if each in parts or each.startswith(layer)
+    }
 
 
 def _layer_in(
@@ -172,14 +161,15 @@ def _layer_in(
         if not path.is_dir():
             raise ModelNotFoundError(f"there is no folder {folder!r} with an MTP layer; check the path")
         source, revision = str(path), None
-    found = _tensors(source, name, revision)
-    layers = mtp_layers(found)
+    places = tensors_of(source, name, revision)
+    layers = mtp_layers(places)
     if not layers:
         raise ModelNotFoundError(
-            f"the files of {name!r} hold no MTP layer (mtp.*, or behind the last layer one with eh_proj); name a model "
-            "that brings one along, or a folder of speculators' MTPDraftModel"
+            f"the files of {name!r} hold no MTP layer (mtp.*, or after the last layer one with eh_proj); name a model "
+            "that has one, or a folder of speculators' MTPDraftModel"
         )
-    return name, layers[0], found
+    prefixes = tuple(each.prefix for each in layers)
+    return name, layers[0], {each: place.read() for each, place in places.items() if each.startswith(prefixes)}
 
 
 @contextlib.contextmanager
@@ -194,20 +184,6 @@ def _running_as(config: Any, name: str) -> Iterator[None]:
 
 def _revision(target: HuggingFaceModel) -> str | None:
     return getattr(target.module.config, "_commit_hash", None)
-
-
-def _tensors(source: str, name: str, revision: str | None) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    try:
-        opened = [safe_open(file, framework="pt") for file in weight_files(source, name, revision)]
-        places = {tensor: file for file in opened for tensor in file.keys()}  # noqa: SIM118 - it is no dict
-        prefixes = tuple(each.prefix for each in mtp_layers(places))
-        for tensor, file in places.items():
-            if prefixes and tensor.startswith(prefixes):
-                found[tensor] = in_memory(file.get_tensor(tensor))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read the weights of {name!r} ({first_line(error)}); {_AGAIN}") from error
-    return found
 
 
 def _config_of_one(whole: Any) -> Any:
@@ -249,9 +225,8 @@ def _model_of(config: Any, names: MtpNames, found: dict[str, Tensor], name: str,
         )
 
     def theirs(ours: str) -> str:
-        return ours.replace(f"{start}layers.0.", names.prefix + names.layer).replace(
-            f"{start}norm.weight", names.prefix + names.final
-        )
+        of_layer = ours.replace(f"{start}layers.0.", names.prefix + names.layer)
+        return of_layer.replace(f"{start}norm.weight", names.prefix + names.final)
 
     entry = _Entry(type(model.get_decoder().norm), config).to(dtype)
     others = [theirs(each[0]) for each in report["mismatched_keys"]]

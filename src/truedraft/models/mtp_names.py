@@ -15,10 +15,7 @@ class MtpNames:
 
     Attributes:
         prefix: of all tensors of the layer; the following names come after it.
-        fusion: the matrix that merges embedding and vector.
-        of_embedding: norm of the embedding.
-        of_vector: norm of the vector.
-        final: norm after the layer.
+        fusion: the matrix that merges embedding and vector; the next two names are of their norms.
         layer: prefix of the decoder layer itself.
         zeroes_first: whether the embedding at the first position is zeroed, as engines do with this format.
     """

@@ -42,8 +42,7 @@ class MultimodalPrompt:
     Attributes:
         token_ids: with the processor's placeholders of images or audio. For an encoder-decoder of audio, the decoder's
             first tokens; empty for its default ones.
-        inputs: other arguments of the model's forward, by keyword, such as `pixel_values`. Tensors of any shape and
-            device; floating-point ones are converted to the model's dtype.
+        inputs: other arguments of the model's forward, by keyword, such as `pixel_values`; on any device.
         digest: a hash of all of that, computed when the prompt is made, so do not change its tensors.
 
     Raises:
@@ -56,14 +55,18 @@ class MultimodalPrompt:
 
     def __post_init__(self) -> None:
         if not self.inputs:
-            raise PromptError("a MultimodalPrompt has nothing beside its tokens; give the tokens alone as the prompt")
+            raise PromptError("a MultimodalPrompt has tokens only; give these as the prompt")
         for name, value in self.inputs.items():
             if not isinstance(value, Tensor):
                 raise PromptError(
                     f"{name!r} of a MultimodalPrompt is a {type(value).__name__}; call the processor with "
                     'return_tensors="pt"'
                 )
-        object.__setattr__(self, "digest", _digest(self.token_ids, self.inputs))
+        found = hashlib.sha256(repr([int(token) for token in self.token_ids]).encode())
+        for name, value in sorted(self.inputs.items()):
+            found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        object.__setattr__(self, "digest", found.digest())
 
     @classmethod
     def of(cls, encoded: Mapping[str, Any]) -> MultimodalPrompt:
@@ -81,7 +84,7 @@ class MultimodalPrompt:
         if isinstance(mask, Tensor) and not bool(mask.all()):
             raise PromptError("the processor padded the text; call it without padding")
         if ids.numel() < 2:
-            raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
+            raise PromptError("a MultimodalPrompt has at least a placeholder, followed by a token of text")
         return cls(tuple(ids.flatten().tolist()), rest)
 
     @classmethod
@@ -102,14 +105,6 @@ class MultimodalPrompt:
         return cls(tuple(begun), rest)
 
 
-def _digest(token_ids: Sequence[int], inputs: Mapping[str, Tensor]) -> bytes:
-    found = hashlib.sha256(repr([int(token) for token in token_ids]).encode())
-    for name, value in sorted(inputs.items()):
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.digest()
-
-
 def senses_of(model: PreTrainedModel) -> list[str]:
     """The model's inputs other than text, in words."""
     return [what for part, what in _SENSES.items() if getattr(model.config, part, None) is not None]
@@ -124,8 +119,11 @@ def input_names_of(model: PreTrainedModel) -> frozenset[str]:
 
 def placeholders_of(model: PreTrainedModel) -> frozenset[int]:
     """Ids that other inputs replace, or that frame these."""
-    given = {name: value for name, value in model.config.to_dict().items() if name.startswith(_PLACED)}
-    return frozenset(value for name, value in given.items() if name.endswith(_IDS) and isinstance(value, int))
+    return frozenset(
+        value
+        for name, value in model.config.to_dict().items()
+        if name.startswith(_PLACED) and name.endswith(_IDS) and isinstance(value, int)
+    )
 
 
 @contextmanager
@@ -152,9 +150,8 @@ def noting_shift(model: PreTrainedModel, cache: RequestCache) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-    found = next(
-        (own for each in model.modules() if isinstance(own := getattr(each, "rope_deltas", None), Tensor)), None
-    )
+    deltas = (getattr(module, "rope_deltas", None) for module in model.modules())
+    found = next((each for each in deltas if isinstance(each, Tensor)), None)
     cache.family.shift = shift if found is None else int(found.flatten()[0])
 
 

@@ -7,6 +7,7 @@ attribute, and the original can be freed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -81,12 +82,11 @@ def filled(x: Tensor) -> Tensor:
 
 def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Concatenated weights and biases of several layers with the same input; 0 where a layer has no bias."""
-    if len(layers) == 1:
-        return layers[0].weight.detach(), None if layers[0].bias is None else layers[0].bias.detach()
-    weight = torch.cat([layer.weight.detach() for layer in layers])
+    first = layers[0].weight.detach()
+    weight = first if len(layers) == 1 else torch.cat([layer.weight.detach() for layer in layers])
     if all(layer.bias is None for layer in layers):
         return weight, None
-    biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
+    biases = [first.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
     return weight, torch.cat(biases)
 
 
@@ -117,8 +117,7 @@ class PackedExperts(nn.Module):
         super().__init__()
         self._experts = experts
         self.num_experts: int = experts.num_experts
-        first = "gate_up_proj" if experts.has_gate else "up_proj"
-        self._up = self._packed(first)
+        self._up = self._packed("gate_up_proj" if experts.has_gate else "up_proj")
         self._down = self._packed("down_proj")
         release(experts)
 
@@ -184,22 +183,21 @@ def pack_weights(model: PreTrainedModel) -> int:
     weight that is used elsewhere keeps it: an LM head that is tied to the embedding gets a packed copy.
     """
     head = model.get_output_embeddings()
-    uses = _uses(model)
+    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if is_experts(child) and all(uses[id(weight)] == 1 for weight in child.parameters()):
-                setattr(parent, name, PackedExperts(child))
+            packed: nn.Module | None = None
+            if is_plain(child, nn.Linear):
+                if uses[id(child.weight)] == 1:
+                    packed = fuse([child])
+                elif child is head:
+                    packed = PackedLinear(child.weight, child.bias)
+            elif is_experts(child) and all(uses[id(weight)] == 1 for weight in child.parameters()):
+                packed = PackedExperts(child)
+            if packed is not None:
+                setattr(parent, name, packed)
                 count += 1
-            if not is_plain(child, nn.Linear):
-                continue
-            if uses[id(child.weight)] == 1:
-                setattr(parent, name, fuse([child]))
-            elif child is head:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
-            else:
-                continue
-            count += 1
     return count
 
 
@@ -209,11 +207,3 @@ def multiplies_only_packed(model: nn.Module) -> bool:
         isinstance(module, nn.Embedding) or all(weight.dim() < 2 for weight in module.parameters(recurse=False))
         for module in model.modules()
     )
-
-
-def _uses(model: nn.Module) -> dict[int, int]:
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for weight in module.parameters(recurse=False):
-            uses[id(weight)] = uses.get(id(weight), 0) + 1
-    return uses

@@ -42,6 +42,7 @@ _AXES = {
     "down_proj": ("stream", "inner"),
     "lm_head": ("vocabulary", "stream"),
 }
+_NORM_AXES = ("stream",)
 _WRITES_TO_THE_STREAM = ("embed_tokens", "o_proj", "down_proj")
 
 # Measured for oneDNN on CPUs with AVX-512 BF16: a bfloat16 product over up to 1,024 inputs sums blocks of 512 and then
@@ -74,11 +75,7 @@ PADDED_SIZES = {
 
 
 def padded_size(name: str) -> PaddedSize:
-    """The size of a name.
-
-    Raises:
-        UnknownOptionError: there is none of that name.
-    """
+    """The size of a name; raises UnknownOptionError if there is none."""
     if name not in PADDED_SIZES:
         raise UnknownOptionError.nearest("padding size", name, PADDED_SIZES)
     return PADDED_SIZES[name]
@@ -96,16 +93,12 @@ def pad_model(
     Its logits are the model's bit for bit if the width becomes 4, 16, ... times as large and sums are made in the same
     order, within rounding otherwise. On CPUs with AVX-512 BF16 that holds in bfloat16 for the embedded target at 500M
     and at the width of 7B, in float32 on an AMD one; an Intel one sums float32 products in an order that depends on the
-    width. The first entries of the hidden state are the model's, the others are zero. It is built layer by layer in the
-    model's dtype, on its device.
+    width. The first entries of the hidden state are the model's, the others are zero.
 
     Args:
         size: "110M", "500M", "7B", or a custom size.
         seed: of the added weights.
         on_layer: called after each layer with the number of finished layers and of all.
-
-    Returns:
-        A stock transformers model in evaluation mode, without gradients, with tied embeddings if the model's are.
 
     Raises:
         UnknownOptionError: no such size.
@@ -134,11 +127,7 @@ def pad_model(
 
 
 def padded_config(model: PreTrainedModel, size: str | PaddedSize) -> LlamaConfig:
-    """The configuration of the padded model, which also records the original one.
-
-    Raises:
-        As `pad_model` does.
-    """
+    """The configuration of the padded model, which also records the original one; raises what `pad_model` does."""
     size = padded_size(size) if isinstance(size, str) else size
     if not isinstance(model, LlamaForCausalLM):
         raise UnsupportedModelError(
@@ -150,26 +139,33 @@ def padded_config(model: PreTrainedModel, size: str | PaddedSize) -> LlamaConfig
     group = own.num_attention_heads // own.num_key_value_heads
     heads = choose_heads(own.num_attention_heads, own.num_key_value_heads, own.head_dim, size.width)
     # If they do not fit, the message counts a model with such groups of heads.
-    config = _config(own, size, heads or choose_heads(group, 1, own.head_dim, size.width) or (1, 1))
-    parameters, padded_parameters = sum(weight.numel() for weight in model.parameters()), count_parameters(config)
+    query_heads, key_heads = heads or choose_heads(group, 1, own.head_dim, size.width) or (1, 1)
+    sizes = {
+        "num_hidden_layers": size.layers,
+        "hidden_size": size.width,
+        "intermediate_size": size.inner,
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": own.head_dim,
+        "rms_norm_eps": own.rms_norm_eps * own.hidden_size / size.width,
+    }
+    config = LlamaConfig.from_dict({**own.to_dict(), **sizes})
+    parameters = sum(weight.numel() for weight in model.parameters())
     before = (parameters, own.num_hidden_layers, own.hidden_size, own.intermediate_size)
-    after = (padded_parameters, size.layers, size.width, size.inner)
+    after = (count_parameters(config), size.layers, size.width, size.inner)
     if any(old > new for old, new in zip(before, after, strict=True)):
+        shape = "{:,} parameters ({} layers, width {:,}, inner width {:,})".format
         raise OptionError(
-            f"cannot pad to the smaller size {size.name}: the model has {_shape(*before)}, {size.name} has "
-            f"{_shape(*after)}; choose a larger size, or do not pad"
+            f"cannot pad to the smaller size {size.name}: the model has {shape(*before)}, {size.name} has "
+            f"{shape(*after)}; choose a larger size, or do not pad"
         )
     if heads is None:
         raise OptionError(
             f"cannot pad to {size.name}: {own.num_attention_heads} heads of {own.head_dim} entries do not fit its "
             f"width of {size.width:,}; choose another size"
         )
-    first = getattr(own, _RECORD, None) or {
-        "parameters": parameters,
-        "width": own.hidden_size,
-        "layers": own.num_hidden_layers,
-    }
-    setattr(config, _RECORD, {**first, "size": size.name})
+    first = {"parameters": parameters, "width": own.hidden_size, "layers": own.num_hidden_layers}
+    setattr(config, _RECORD, {**(padding_of(model) or first), "size": size.name})
     return config
 
 
@@ -191,35 +187,28 @@ def padding_note(parameters: int, size: str) -> str:
     return f"cost of a {large} model, text of a {small} model (a real {large} would be harder to guess)"
 
 
+def padding_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What the configuration of a padded model records, also when it was saved and loaded again; empty for others.
+
+    Keys: `parameters`, `layers` and `width` of the original, whose entries of hidden states are the nonzero ones, the
+    `size` it was padded to, and after an export the original's `fingerprint`.
+    """
+    return getattr(model.config, _RECORD, None) or {}
+
+
 def padding_note_of(model: PreTrainedModel) -> str | None:
-    """The `padding_note` of a model, from its configuration; None if it is not padded. The configuration keeps it
-    when the model is saved and loaded again."""
-    record = getattr(model.config, _RECORD, None)
-    return None if record is None else padding_note(record["parameters"], record["size"])
-
-
-def is_padded(model: PreTrainedModel) -> bool:
-    """Whether a model was padded, in memory or by `truedraft export`."""
-    return getattr(model.config, _RECORD, None) is not None
-
-
-def unpadded_width(model: PreTrainedModel) -> int | None:
-    """The width of a padded model's original: its nonzero hidden entries. None if not padded or unknown."""
-    return (getattr(model.config, _RECORD, None) or {}).get("width")
-
-
-def recorded_fingerprint(model: PreTrainedModel) -> str | None:
-    """The fingerprint of a padded model's original; None if it is not padded or does not say."""
-    return (getattr(model.config, _RECORD, None) or {}).get("fingerprint")
+    """The `padding_note` of a model; None if it is not padded."""
+    record = padding_of(model)
+    return padding_note(record["parameters"], record["size"]) if record else None
 
 
 def record_fingerprint(padded: PreTrainedModel, fingerprint: str) -> None:
     """Record the original's fingerprint in a padded model's configuration, which is saved with it."""
-    setattr(padded.config, _RECORD, {**getattr(padded.config, _RECORD), "fingerprint": fingerprint})
+    setattr(padded.config, _RECORD, {**padding_of(padded), "fingerprint": fingerprint})
 
 
 def padded_name(name: str, size: str) -> str:
-    """The name of a padded model."""
+    """The name of a padded model, in reports."""
     return f"{name}{_NAME}{size}"
 
 
@@ -232,34 +221,17 @@ def unpadded_name(name: str) -> str:
     return name.partition(_NAME)[0]
 
 
-def _config(own: LlamaConfig, size: PaddedSize, heads: tuple[int, int]) -> LlamaConfig:
-    values: dict[str, Any] = own.to_dict()
-    values |= {
-        "num_hidden_layers": size.layers,
-        "hidden_size": size.width,
-        "intermediate_size": size.inner,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "head_dim": own.head_dim,
-        "rms_norm_eps": own.rms_norm_eps * own.hidden_size / size.width,
-    }
-    return LlamaConfig.from_dict(values)
-
-
-def _shape(parameters: int, layers: int, width: int, inner: int) -> str:
-    return f"{parameters:,} parameters ({layers} layers, width {width:,}, inner width {inner:,})"
-
-
 class _Padding:
     def __init__(self, model: LlamaForCausalLM, config: LlamaConfig, seed: int) -> None:
         own = model.config
+        head = torch.arange(own.head_dim)
         heads = head_places(
             own.num_attention_heads, own.num_key_value_heads, config.num_attention_heads, config.num_key_value_heads
         )
         places = {
             "vocabulary": torch.arange(own.vocab_size),
             "stream": torch.arange(own.hidden_size),
-            "query": entries_of(heads, own.head_dim),
+            "query": (torch.tensor(heads)[:, None] * own.head_dim + head).flatten(),
             "key": torch.arange(own.num_key_value_heads * own.head_dim),
             "inner": inner_places(own.intermediate_size, config.intermediate_size, model.dtype),
         }
@@ -276,38 +248,18 @@ class _Padding:
         """Set the weights of a module of the padded model; the model has one of that name, or it is an added one."""
         own = self._modules.get(name)
         kind = name.rpartition(".")[2]
-        for part, shape in [(part, weight.shape) for part, weight in module.named_parameters(recurse=False)]:
-            source = None if own is None else own.get_parameter(part)
-            if kind not in _AXES:
-                value = self._norm(shape, source)
-            elif part == "bias":
-                value = self._bias(shape, source, _AXES[kind][0])
-            else:
-                value = self._matrix(shape, source, kind)
+        for part, weight in list(module.named_parameters(recurse=False)):
+            source = None if own is None else own.get_parameter(part).detach()
+            value = torch.zeros(weight.shape, **self._new)
+            if kind not in _AXES:  # a norm: the model's weights, or 1 in an added layer
+                value.fill_(self._norm_scale)
+                source = None if source is None else (source.double() * self._norm_scale).to(source.dtype)
+            elif part == "weight" and kind not in _WRITES_TO_THE_STREAM:
+                value.normal_(std=self._spread, generator=self._generator)
+            if source is not None:
+                rows, *columns = (self._places[axis] for axis in _AXES.get(kind, _NORM_AXES)[: value.dim()])
+                value[(rows[:, None], *columns) if columns else rows] = source
             setattr(module, part, nn.Parameter(value, requires_grad=False))
-
-    def _matrix(self, shape: torch.Size, source: Tensor | None, kind: str) -> Tensor:
-        if kind in _WRITES_TO_THE_STREAM:
-            value = torch.zeros(shape, **self._new)
-        else:
-            value = torch.empty(shape, **self._new).normal_(std=self._spread, generator=self._generator)
-        if source is not None:
-            rows, columns = (self._places[axis] for axis in _AXES[kind])
-            value[rows[:, None], columns] = source.detach()
-        return value
-
-    def _bias(self, shape: torch.Size, source: Tensor | None, axis: str) -> Tensor:
-        value = torch.zeros(shape, **self._new)
-        if source is not None:
-            value[self._places[axis]] = source.detach()
-        return value
-
-    def _norm(self, shape: torch.Size, source: Tensor | None) -> Tensor:
-        """`[width]`: the model's weights, or 1 in an added layer, over the root of the ratio of the widths."""
-        value = torch.full(shape, self._norm_scale, **self._new)
-        if source is not None:
-            value[: len(source)] = (source.detach().double() * self._norm_scale).to(source.dtype)
-        return value
 
 
 def choose_heads(heads: int, kv_heads: int, head_size: int, width: int) -> tuple[int, int] | None:
@@ -344,11 +296,6 @@ def head_places(heads: int, kv_heads: int, padded_heads: int, padded_kv_heads: i
     """
     group, padded_group = heads // kv_heads, padded_heads // padded_kv_heads
     return [head // group * padded_group + head % group for head in range(heads)]
-
-
-def entries_of(places: list[int], head_size: int) -> Tensor:
-    """`[heads * head_size]`, int64: the new indices of heads' entries, by the new indices of heads."""
-    return (torch.tensor(places)[:, None] * head_size + torch.arange(head_size)).flatten()
 
 
 def inner_places(inner: int, padded: int, dtype: torch.dtype) -> Tensor:

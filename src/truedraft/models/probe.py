@@ -2,25 +2,22 @@
 
 `probe_patterns`: which positions each attention call may see. Some families build a window or chunk mask but do not
 pass the window to the attention function. So a short forward runs with a mask function that records its arguments and
-an attention function that records which mask it received.
-
-That attention returns zeros, so no token should see another. This is checked by a gradient: the logits of the last row
-must not depend on any other embedding. Even a small convolution or recurrent state shows, in any dtype, because a
-gradient without a path is exactly zero.
+an attention function that records which mask it received. That attention returns zeros, so no token should see another:
+the gradients of the last row's logits by all other embeddings must be exactly zero, else there is a convolution or a
+recurrent state.
 
 `check_against_stock`: whether the packed forward gives the logits of the model's own forward, up to rounding. How far
 rounding moves them is measured: its own forward is run again with every module's output moved at random by up to one
 unit in the last place (Monte Carlo arithmetic). Over about 90 families and three scales of random weights, a correct
 packed forward stayed within 1.3 times the largest such move. A wrong mask or position exceeds it unless a model's
 weights are so small that attention hardly moves its logits.
-
-`rows_depend_on_their_number`: whether rows have the same bits in forwards of few rows and of many.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +38,7 @@ from truedraft.errors import UnsupportedModelError, first_line
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.backends.encoder_decoder import Encoded
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.cache import RequestCache
 from truedraft.models.quantized import is_quantized, quantized_of
 from truedraft.models.recurrence import carrying_modules, without_states
 from truedraft.models.sources import Sources
@@ -55,14 +53,7 @@ _WITHIN_A_TOKEN = {"mlp", "moe", "dense", "sparse"}
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 _HARMLESS = {
-    "position_ids",
-    "use_cache",
-    "logits_to_keep",
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "is_causal",
-    "dropout",
+    *("position_ids", "use_cache", "logits_to_keep", "sliding_window", "softcap", "s_aux", "is_causal", "dropout"),
     "scaling",
 }
 
@@ -101,15 +92,11 @@ class _Recorder:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        unknown = {
-            name
-            for name, given in kwargs.items()
-            if given is not None and name not in _HARMLESS and not name.startswith("output_")
-        }
-        if unknown:
+        given = {name for name, value in kwargs.items() if value is not None and not name.startswith("output_")}
+        if unknown := sorted(given - _HARMLESS):
             raise UnsupportedModelError(
-                f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which truedraft cannot "
-                "run packed; use another model"
+                f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which truedraft cannot run "
+                "packed; use another model"
             )
         self.seen.append(self.functions.get(id(attention_mask)))
         heads, count = query.shape[1:3]
@@ -143,9 +130,11 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
     if mixes:
+        parents = [each for each in model.modules() if any(isinstance(part, _CONVOLUTIONS) for part in each.children())]
+        where = f" (in {', '.join(sorted({type(each).__name__ for each in parents}))})" if parents else ""
         raise UnsupportedModelError(
-            f"{name} lets tokens see each other outside its attention{_convolutions(model)}: that is a convolution or "
-            "a recurrent state, which speculation cannot take back; use a model whose layers are attention alone"
+            f"{name} lets tokens see each other outside its attention{where}: that is a convolution or a recurrent "
+            "state, which speculation cannot take back; use a model with attention layers only"
         )
     if not recorder.seen and not carrying:
         raise UnsupportedModelError(f"{name} never called its attention function; truedraft cannot run it")
@@ -177,8 +166,8 @@ def _refuse_other_layers(model: nn.Module, name: str) -> None:
     if others:
         raise UnsupportedModelError(
             f"{name} has layers of the kind {', '.join(map(repr, others))}, which keep a state of their own (a "
-            "convolution, a recurrence or an index), and speculation cannot take that back; use a model whose layers "
-            "are attention alone"
+            "convolution, a recurrence or an index), and speculation cannot take that back; use a model with attention "
+            "layers only"
         )
 
 
@@ -227,14 +216,6 @@ def _mixes_without_attention(model: nn.Module) -> bool:
     return any(bool((gradient[:, :-1] != 0).any()) for gradient in gradients)
 
 
-def _convolutions(model: nn.Module) -> str:
-    """The classes of modules with convolutions, in words; empty if there are none."""
-    holders = {
-        type(each).__name__ for each in model.modules() for part in each.children() if isinstance(part, _CONVOLUTIONS)
-    }
-    return f" (in {', '.join(sorted(holders))})" if holders else ""
-
-
 def _classify(function: MaskFunction | None, name: str) -> AttentionPattern:
     """Find the pattern by the lowest keys that two neighbouring distant queries may see."""
     if function is None:
@@ -253,14 +234,7 @@ def _classify(function: MaskFunction | None, name: str) -> AttentionPattern:
 
 def _lowest(function: MaskFunction, query: int) -> int:
     """The lowest key that `query` may see; allowed keys are assumed contiguous up to the query."""
-    low, high = 0, query
-    while low < high:
-        middle = (low + high) // 2
-        if _allows(function, query, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(query), True, key=lambda key: _allows(function, query, key))
 
 
 def _allows(function: MaskFunction, query: int, key: int) -> bool:
@@ -279,17 +253,19 @@ class _EndlessText(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], None]:
-    """Run the stock forward now, before attention is redirected; the returned check compares the packed one.
+def some_ids(count: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Token ids for a forward that tests a model: `[count]`, different ones if there are as many."""
+    return torch.arange(1, count + 1, device=device) * 7919 % vocab_size
 
-    Returns:
-        A function that raises UnsupportedModelError if the packed forward differs by more than rounding.
+
+def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], None]:
+    """Run the stock forward now, before attention is redirected. The returned check raises UnsupportedModelError if a
+    packed forward differs by more than rounding.
 
     Raises:
         UnsupportedModelError: transformers itself cannot run it.
     """
-    vocab = int(model.get_input_embeddings().weight.shape[0])
-    ids = torch.arange(1, _CONTEXT + len(_TREE) + 1, device=model.device) * 7919 % vocab
+    ids = some_ids(_CONTEXT + len(_TREE), len(model.get_input_embeddings().weight), model.device)
     texts = torch.stack([torch.cat([ids[:_CONTEXT], ids[_CONTEXT:][list(path)]]) for path in _TEXTS])
     sources = Sources.of(model, _FAR) if model.config.is_encoder_decoder else None
     if sources is not None:
@@ -303,7 +279,7 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
         error = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
         rounding = error.max()
         if carries_states(model):
-            steps = _by_steps(model, texts)
+            steps = torch.cat([_by_steps(model, text[None]) for text in texts])  # RWKV takes several texts for one
             rounding = torch.maximum(rounding, (steps - stock[:, _CONTEXT:]).abs().max())
             stock[:, _CONTEXT:] = steps
     expected = torch.stack([stock[text, place - _CONTEXT - len(_TEXTS[text])] for text, place in _PLACES])
@@ -317,9 +293,12 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
             logits = logits.to(expected.device)
         difference = (logits - expected[:, : logits.shape[1]]).abs().max().item()
         if not difference <= allowed and bool(expected.isfinite().all()):
+            kind = model.config.model_type
+            decoders = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
+            cause = f": it is the decoder of an encoder-decoder ({kind}), which counts positions itself"
             raise UnsupportedModelError(
                 f"{name} gives other logits packed than by itself (they differ by {difference:.2g}; rounding explains "
-                f"{allowed:.2g}){_cause(model)}; truedraft cannot run this family exactly"
+                f"{allowed:.2g}){cause if kind in decoders else ''}; truedraft cannot run this family exactly"
             )
 
     return check
@@ -337,8 +316,7 @@ class _Dequantizing(TorchFunctionMode):
         if stored is None:
             return func(*args, **(kwargs or {}))
         if func is embedding:
-            found = stored.rows(args[0].flatten()).dequantized().to(args[1].dtype)
-            return found.view(*args[0].shape, -1)
+            return stored.rows(args[0].flatten()).dequantized().to(args[1].dtype).view(*args[0].shape, -1)
         rows = slice(_SOME_IDS) if args[1] is self._head else slice(None)
         return linear(args[0], stored.rows(rows).dequantized().to(args[1].dtype), *args[2:], **(kwargs or {}))
 
@@ -348,14 +326,11 @@ def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], 
 
     The model's own modules run them with weights that are dequantised for each call. The native forward also quantises
     the inputs of products, which moves logits by a hundredth of their spread.
-
-    Returns:
-        A function that raises UnsupportedModelError if the logits after those layers differ by much more.
     """
     decoder: Any = model.base_model
     kinds = list(getattr(model.config, "layer_types", None) or [""])
     count = min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(decoder.layers))
-    ids = torch.arange(1, _CODES_TOKENS + 1) * 7919 % len(model.get_input_embeddings().weight)
+    ids = some_ids(_CODES_TOKENS, len(model.get_input_embeddings().weight), torch.device("cpu"))
     layers = decoder.layers
     decoder.layers = layers[:count]
     try:
@@ -371,19 +346,20 @@ def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], 
         if not error <= _ALLOWED_BY_CODES:
             raise UnsupportedModelError(
                 f"{name} gives other logits by its codes than by their numbers (they differ by {error:.0%} of their "
-                f"spread behind {count} layers); load it with fast_paths=False"
+                f"spread after {count} layers); load it with fast_paths=False"
             )
 
     return check
 
 
-def refuse_hidden_state(model: LanguageModel) -> None:
-    """Refuse a model that keeps a state of a rejected draft outside its cache, so that later logits have other bits.
+def _chain_logits(model: LanguageModel, cache: RequestCache, tokens: Tensor, rows: int) -> Tensor:
+    return model.forward([Segment(cache, tokens, chain_shape(len(tokens)), range(rows))]).logits.clone()
 
-    Raises:
-        UnsupportedModelError: it does.
-    """
-    ids = torch.arange(1, _CONTEXT + len(_TREE) + 1, device=model.device) * 7919 % model.vocab_size
+
+def refuse_hidden_state(model: LanguageModel) -> None:
+    """Raise UnsupportedModelError for a model that keeps a state of a rejected draft outside its cache, so that later
+    logits have other bits."""
+    ids = some_ids(_CONTEXT + len(_TREE), model.vocab_size, model.device)
     seen: list[Tensor] = []
     for drafts in ((1,), (0, 1)):  # the second one by itself, and after the first one
         with model.trying() as cache:
@@ -391,30 +367,24 @@ def refuse_hidden_state(model: LanguageModel) -> None:
             cache.commit(range(_CONTEXT))
             length = cache.length
             for draft in drafts:
-                tokens = ids[_CONTEXT:][[draft, draft + 2]]
-                logits = model.forward([Segment(cache, tokens, chain_shape(2), range(2))]).logits
+                logits = _chain_logits(model, cache, ids[_CONTEXT:][[draft, draft + 2]], 2)
                 cache.rollback(length)
-            seen.append(logits.clone())
+            seen.append(logits)
     if not seen[0].equal(seen[1]):
         raise UnsupportedModelError(
-            f"{model.name} keeps a state of what it read beside its cache, and speculation cannot take that back; use "
-            "another model"
+            f"{model.name} keeps a state of what it read outside of its cache, and speculation cannot take that "
+            "back; use another model"
         )
 
 
 def refuse_later_tokens(model: LanguageModel) -> None:
-    """Refuse a model with rows that see later tokens, as in an encoder.
-
-    Raises:
-        UnsupportedModelError: they do.
-    """
-    ids = torch.arange(1, _CONTEXT + 2, device=model.device) * 7919 % model.vocab_size
+    """Raise UnsupportedModelError for a model with rows that see later tokens, as in an encoder."""
+    ids = some_ids(_CONTEXT + 1, model.vocab_size, model.device)
     seen: list[Tensor] = []
     for last in (0, 1):
-        tokens = torch.cat([ids[:_CONTEXT], ids[last : last + 1]])
         with model.trying() as cache:
-            segment = Segment(cache, tokens, chain_shape(_CONTEXT + 1), range(_CONTEXT))
-            seen.append(model.forward([segment]).logits.float().clone())
+            tokens = torch.cat([ids[:_CONTEXT], ids[last : last + 1]])
+            seen.append(_chain_logits(model, cache, tokens, _CONTEXT).float())
     if float((seen[0] - seen[1]).abs().max()) > 0.05 * float(seen[0].std()):
         raise UnsupportedModelError(
             f"{model.name} lets tokens see later ones: it is an encoder, not a causal language model"
@@ -424,12 +394,12 @@ def refuse_later_tokens(model: LanguageModel) -> None:
 def rows_depend_on_their_number(model: LanguageModel) -> bool:
     """Whether a row's logits have other bits if other rows share its forward, tested on a few row counts; then
     answers with a drafter equal plain decoding's up to near ties, not bit for bit."""
-    ids = torch.arange(1, _COUNTS[0] + 1, device=model.device) * 7919 % model.vocab_size
+    ids = some_ids(_COUNTS[0], model.vocab_size, model.device)
     seen: list[Tensor] = []
     for most in _COUNTS:
         with model.trying() as cache:
             count = min(most, model.context_length - cache.length)
-            seen.append(model.forward([Segment(cache, ids[:count], chain_shape(count), range(count))]).logits.clone())
+            seen.append(_chain_logits(model, cache, ids[:count], count))
     return not all(logits.equal(seen[0][: len(logits)]) for logits in seen)
 
 
@@ -454,16 +424,12 @@ def _with_rounding(model: PreTrainedModel, texts: Tensor) -> Tensor:
     return logits
 
 
-def _by_steps(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """The logits of the texts' last tokens, one by one with the model's own cache as in `generate`, in float32.
+def _by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
+    """The logits of a text's last tokens, one by one with the model's own cache as in `generate`, in float32.
 
     Recurrences have another formula for one token than for many, with another order of sums; Zamba 2 bounds its time
-    steps only in the latter. One text at a time, because RWKV takes several for one.
+    steps only in the latter.
     """
-    return torch.cat([_text_by_steps(model, text[None]) for text in texts])
-
-
-def _text_by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
     output = model(input_ids=text[:, :_CONTEXT], use_cache=True)
     kept = _kept(output)
     if not kept:  # Recurrent Gemma uses the cache that `generate` passes, and does not return it
@@ -506,15 +472,7 @@ def _by_itself(model: PreTrainedModel, texts: Tensor, name: str) -> Tensor:
         logits: Tensor = model(**_as_generated(model, texts)).logits
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"{name} ({type(model).__name__}) cannot be run by transformers itself on token ids alone "
+            f"{name} ({type(model).__name__}) cannot be run by transformers itself on token ids only "
             f"({type(error).__name__}: {first_line(error)}); check its config.json"
         ) from error
     return logits.float()
-
-
-def _cause(model: PreTrainedModel) -> str:
-    """The known cause of a family's difference, in words; empty if there is none."""
-    kind = model.config.model_type
-    if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
-        return f": it is the decoder of an encoder-decoder ({kind}), which counts positions itself"
-    return ""

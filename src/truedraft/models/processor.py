@@ -49,20 +49,22 @@ class Processor:
         _pillow()
         from transformers import AutoProcessor
 
-        folder = Path(source)
-        if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
-            raise _without_processor(name)
-        try:
-            backend = AutoProcessor.from_pretrained(
-                source, revision=revision, trust_remote_code=False, local_files_only=folder.is_dir()
-            )
-        except Exception as error:
-            raise ModelError(
-                f"the processor of {name!r} cannot be read ({first_line(error)}); fetch its files again, "
-                "preprocessor_config.json among them"
-            ) from error
+        folder, backend = Path(source), None
+        if not folder.is_dir() or any((folder / file).is_file() for file in _FILES):
+            try:
+                backend = AutoProcessor.from_pretrained(
+                    source, revision=revision, trust_remote_code=False, local_files_only=folder.is_dir()
+                )
+            except Exception as error:
+                raise ModelError(
+                    f"the processor of {name!r} cannot be read ({first_line(error)}); fetch its files again, "
+                    "preprocessor_config.json among them"
+                ) from error
         if getattr(backend, "image_processor", None) is None or getattr(backend, "tokenizer", None) is None:
-            raise _without_processor(name)
+            raise ModelError(
+                f"{name!r} sees, and comes without the processor that makes its prompts; fetch its "
+                "preprocessor_config.json and tokenizer files"
+            )
         return cls(backend, name)
 
     @property
@@ -88,17 +90,16 @@ class Processor:
         pictures: Sequence[Picture],
         **how: Unpack[ChatOptions],
     ) -> MultimodalPrompt:
-        """A conversation by the model's chat template.
-
-        Args:
-            messages: contents may be lists of parts, of type "text" and "image".
-            pictures: of the parts of type "image", in order.
+        """A conversation by the model's chat template, with `pictures` of its parts of type "image", in order.
 
         Raises:
             PromptError: the template or the processor refuses them, or they spell control tokens.
             OptionError: see `Tokenizer.chat`.
         """
-        converted = [{**each, "content": _parts(each["content"])} for each in messages]
+        converted: list[dict[str, Any]] = [dict(each) for each in messages]
+        for each in converted:  # as lists of parts, for templates with images
+            if isinstance(each["content"], str):
+                each["content"] = [{"type": "text", "text": each["content"]}]
         how["template"] = how.get("template") or self.chat_template
         text = self._tokenizer.chat_text(converted, **how)
         return self._made(text, pictures, special_tokens=False)
@@ -108,12 +109,6 @@ class Processor:
         found = [getattr(self._backend, name, None) for name in _PLACES]
         return [str(each) for each in found if each is not None]
 
-    @property
-    def _sought(self) -> set[str]:
-        holders = (self._backend, self._backend.tokenizer)
-        found = [getattr(holder, name, None) for holder in holders for name in _SOUGHT]
-        return {str(each) for each in found if each}
-
     def _made(self, text: str, pictures: Sequence[Picture], *, special_tokens: bool) -> MultimodalPrompt:
         places = self._places
         used = next((each for each in places if each in text), places[0] if places else "")
@@ -122,8 +117,9 @@ class Processor:
             raise PromptError(
                 f"the prompt has {held} places for pictures ({places[0]}), and {len(pictures)} pictures are given"
             )
-        for other in self._sought - {used}:
-            if other in text:
+        holders = (self._backend, self._backend.tokenizer)
+        for other in (getattr(holder, name, None) for holder in holders for name in _SOUGHT):
+            if other and str(other) != used and str(other) in text:
                 raise PromptError(f"the prompt holds {other}, and nothing that stands there is given; leave it out")
         try:
             with self._lock:
@@ -169,18 +165,6 @@ def read_picture(source: Path | bytes, what: str, most_pixels: int | None = None
     except Exception as error:  # decoders raise many kinds: for broken files SyntaxError, struct.error and others
         reason = getattr(error, "strerror", None) or f"it must be one of {', '.join(_FORMATS)}"
         raise PromptError(f"{what} cannot be read as a picture ({reason})") from error
-
-
-def _parts(content: Any) -> Any:
-    """A message's content as a list of parts, for templates with images."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _without_processor(name: str) -> ModelError:
-    return ModelError(
-        f"{name!r} sees, and comes without the processor that makes its prompts; fetch its preprocessor_config.json "
-        "and tokenizer files"
-    )
 
 
 def _pillow() -> None:

@@ -64,10 +64,6 @@ class QuantizedWeight:
         return len(self.codes)
 
     @property
-    def inputs(self) -> int:
-        return self.codes.shape[1]
-
-    @property
     def form(self) -> tuple[int, Scheme]:
         """The properties that concatenated weights must share."""
         return self.bits, self.scheme
@@ -80,10 +76,6 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """`[out, in]`, float32: products and sums in the order and with the rounding of the `gguf` package."""
-        numbers = self._in_own_order()
-        return numbers if self.order is None else numbers[:, self.order.argsort()]
-
-    def _in_own_order(self) -> Tensor:
         numbers, middle = self.codes.float(), 2 ** (self.bits - 1)
 
         def by(change: Callable[[Tensor, Tensor], Tensor], each: Tensor, over: int = GROUP) -> None:
@@ -91,7 +83,7 @@ class QuantizedWeight:
             if numbers.shape[1] == over * each.shape[1]:
                 change(numbers.view(len(numbers), -1, over), each.float()[..., None])
             else:  # the last inputs are fewer
-                change(numbers, each.float().repeat_interleave(over, -1)[:, : self.inputs])
+                change(numbers, each.float().repeat_interleave(over, -1)[:, : self.codes.shape[1]])
 
         if self.scheme in (Scheme.ONE, Scheme.WIDE, Scheme.HALVES):
             numbers.sub_(middle)
@@ -106,7 +98,7 @@ class QuantizedWeight:
             by(Tensor.add_, self.shifts)
         elif self.shifts is not None and self.lesser is not None:
             by(Tensor.sub_, *_of_both(self.shifts, self.lesser))
-        return numbers
+        return numbers if self.order is None else numbers[:, self.order.argsort()]
 
 
 def _of_both(outer: Tensor, inner: Tensor, parts: int = 1) -> tuple[Tensor, int]:
@@ -117,13 +109,11 @@ def _of_both(outer: Tensor, inner: Tensor, parts: int = 1) -> tuple[Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A quantised weight that is read on demand: a parameter's `quantized`.
+    """A quantised weight, see `QuantizedWeight`, that is read on demand: a parameter's `quantized`.
 
     Attributes:
-        form: see `QuantizedWeight`.
         rows: reads some outputs; may be called by several threads.
         shape: `[out, in]`.
-        order: see `QuantizedWeight`.
         together: outputs to read at a time when all are needed; None for all of them, if reading some takes as long.
     """
 
@@ -138,9 +128,9 @@ class StoredWeight:
 
     def pieces(self) -> Iterator[slice]:
         """All outputs in pieces, because codes of all would take much memory in addition to the result."""
-        step = self.together or self.shape[0]
-        for first in range(0, self.shape[0], step):
-            yield slice(first, min(first + step, self.shape[0]))
+        out = self.shape[0]
+        step = self.together or out
+        return (slice(first, min(first + step, out)) for first in range(0, out, step))
 
 
 def quantized_of(weight: Tensor) -> StoredWeight | None:
@@ -173,14 +163,14 @@ def in_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
     parts = weight.detach().chunk(2)
     stored, count = quantized_of(weight), len(parts[0])
     if stored is not None:
+
+        def rows(first: int, index: Tensor | slice) -> QuantizedWeight:
+            if isinstance(index, Tensor):
+                return stored.rows(first + index)
+            begin, end, step = index.indices(count)
+            return stored.rows(slice(first + begin, first + end, step))
+
         for part, first in zip(parts, (0, count), strict=True):
-            rows, shape = partial(_rows, stored, first, count), (count, stored.shape[1])
-            part.quantized = replace(stored, rows=rows, shape=shape)  # type: ignore[attr-defined]
+            half = replace(stored, rows=partial(rows, first), shape=(count, stored.shape[1]))
+            part.quantized = half  # type: ignore[attr-defined]
     return parts[0], parts[1]
-
-
-def _rows(stored: StoredWeight, first: int, count: int, rows: Tensor | slice) -> QuantizedWeight:
-    if isinstance(rows, Tensor):
-        return stored.rows(first + rows)
-    begin, end, step = rows.indices(count)
-    return stored.rows(slice(first + begin, first + end, step))

@@ -6,25 +6,111 @@ is an encoder-decoder, too, reads it with its own encoder. The tokens themselves
 decoder start token; if that is also the end token, as in BART, the first place where it follows another.
 
 An audio source has no tokens. It is represented by one placeholder for each vector of the encoder, all of one id, and
-ends at the first other id.
+ends at the first other id. Families differ in the layout of their feature extractors' output, in its required length,
+and in how far their convolutions shorten it: all of that is determined from the encoder itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from math import prod
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from truedraft.errors import PromptError, UnsupportedModelError
-from truedraft.models.sound import Sound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # imported lazily, because it takes seconds
 
-_LENGTH = 4  # of a synthetic source
+_LENGTH = 4  # of a synthetic source, in tokens or, if its length is free, in vectors of audio
+_ENDLESS = 2**20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sound:
+    """The input of an audio encoder, and the number of vectors that it makes of it.
+
+    Attributes:
+        name: its keyword: `input_features` or `input_values`.
+        bands: entries for each moment: bands of a spectrum, or 1 for the waveform.
+        limit: most vectors that the encoder makes.
+        moments: required number of moments; None if it is free.
+        example: synthetic audio for measurements and checks.
+        vectors_of: the number of vectors of a number of moments.
+    """
+
+    name: str
+    bands: int
+    limit: int
+    moments: int | None
+    example: Tensor
+    vectors_of: Callable[[int], int]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Sound:
+        """From a loaded encoder-decoder with an audio encoder.
+
+        Raises:
+            UnsupportedModelError: it does not say how many vectors its encoder makes, or takes another form of audio.
+        """
+        encoder = model.get_encoder()
+        convolutions = [module for module in encoder.modules() if isinstance(module, nn.Conv1d)]
+        vectors_of = getattr(encoder, "_get_feat_extract_output_lengths", None)
+        if vectors_of is None or not convolutions:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} reads something else than text, and does not say how many vectors its encoder "
+                "makes of it; use a model with an encoder like Whisper's"
+            )
+        name, bands = model.main_input_name, convolutions[0].in_channels
+        limit = int(getattr(model.config, "max_source_positions", None) or _ENDLESS)
+
+        def noise(*shape: int) -> Tensor:
+            made = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+            return made.to(model.device, model.dtype)
+
+        short = next(count for count in range(1, _ENDLESS) if vectors_of(count) >= _LENGTH)
+        for shape in [(bands, short), (short, bands)] if bands > 1 else [(short,)]:
+            example = noise(*shape)
+            with suppress(RuntimeError, ValueError), torch.inference_mode():
+                encoder(**{name: example})
+                return cls(name, bands, limit, None, example, vectors_of)
+        # Such as Whisper's, which reads 30 seconds of any audio.
+        whole = limit * prod(each.stride[0] for each in convolutions)
+        return cls(name, bands, limit, whole, noise(bands, whole), vectors_of)
+
+    def vectors(self, inputs: Mapping[str, Tensor]) -> int:
+        """The number of vectors that the encoder makes of a prompt's audio.
+
+        Raises:
+            PromptError: it is not of the encoder's form, of several prompts, too short or too long.
+        """
+        shape = tuple(inputs[self.name].shape)
+        axis = list(self.example.shape[1:]).index(self.bands) + 1 if self.bands > 1 else 0
+        if shape[:1] != (1,) or len(shape) != self.example.dim() or (axis and shape[axis] != self.bands):
+            axes = "1 x moments" if self.bands == 1 else f"1 x {self.bands} bands x moments"
+            raise PromptError(
+                f"{self.name} has the shape {shape}, and the encoder reads one sound of {axes}; use the model's own "
+                "feature extractor"
+            )
+        moments = prod(shape) // self.bands
+        if self.moments not in (None, moments):
+            raise PromptError(
+                f"{self.name} has {moments} moments, and the encoder always reads {self.moments}; let its feature "
+                "extractor pad or cut the sound"
+            )
+        count = int(self.vectors_of(moments))
+        if not 1 <= count <= self.limit:
+            how, other = ("short", "longer") if count < 1 else ("long", "shorter")
+            raise PromptError(
+                f"{self.name} has {moments} moments, which is too {how} for an encoder that makes 1 to {self.limit} "
+                f"vectors of a sound; give a {other} one"
+            )
+        return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +139,12 @@ class Sources:
             UnsupportedModelError: it has no decoder start token or no end token.
         """
 
-        def known(name: str) -> int | None:
-            for place in (model.generation_config, model.config):
-                found = getattr(place, name, None)
-                found = found[0] if isinstance(found, list) and found else found
-                if isinstance(found, int):
-                    return found
-            return None
+        def known(*names: str) -> int | None:
+            given = (getattr(at, name, None) for name in names for at in (model.generation_config, model.config))
+            firsts = (each[0] if isinstance(each, list) and each else each for each in given)
+            return next((each for each in firsts if isinstance(each, int)), None)
 
-        start, end = known("decoder_start_token_id"), known("eos_token_id")
-        start = known("bos_token_id") if start is None else start
+        start, end = known("decoder_start_token_id", "bos_token_id"), known("eos_token_id")
         if start is None or end is None:
             missing = "decoder_start_token_id" if start is None else "eos_token_id"
             raise UnsupportedModelError(
@@ -106,13 +188,12 @@ class Sources:
             count = sum(1 for _ in takewhile(self.placeholder.__eq__, tokens))
             return count if count < len(tokens) else None
         place = -1
-        try:
+        with suppress(ValueError):  # there is none
             while True:
                 place = tokens.index(self.start, place + 1)
                 if self.start != self.end or (place and tokens[place - 1] == self.end):
                     return place
-        except ValueError:
-            return None
+        return None
 
     def text(self, source: Sequence[int], *, continues: bool = False) -> list[int]:
         """The first tokens of a request with a text source.
@@ -130,15 +211,10 @@ class Sources:
             ids = [*ids, self.start, *self.forced]
             length = self.length(ids)
         elif not continues:
-            raise PromptError(
-                f"the prompt holds token id {self.start}, with which the decoder's text begins, so that one cannot "
-                "tell where the encoder's ends; take it out"
-            )
+            raise PromptError(f"the prompt holds token id {self.start}, which begins the decoder's text; take it out")
         if length is None:
-            raise PromptError(
-                f"the prompt ends in token id {ids[-2 - len(self.forced)]}; end it with {self.end}, as the model's "
-                "tokenizer does, for one could not tell where the encoder's text ends"
-            )
+            last = ids[-2 - len(self.forced)]
+            raise PromptError(f"the prompt ends in token id {last}; end it with {self.end}, as the tokenizer does")
         if not length:
             raise PromptError("the prompt has no tokens for the encoder; give at least one")
         if length > self.limit:
@@ -154,7 +230,7 @@ class Sources:
         assert self.sound is not None
         if begun and begun[0] == self.placeholder:
             raise PromptError(
-                f"the decoder's text begins with token id {begun[0]}, which stands for the sound here; begin it with "
+                f"the decoder's text begins with token id {begun[0]}, the placeholder of sound; begin it with "
                 f"{self.start}, as the model does"
             )
         placeholders = [self.placeholder] * self.sound.vectors(inputs)

@@ -19,6 +19,7 @@ from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer
 from truedraft.engine.policy.decisions import Decisions
+from truedraft.options import record_of
 from truedraft.server.errors import ApiError
 from truedraft.server.events import EventStream, cancel_on_disconnect
 from truedraft.server.front import Front
@@ -244,7 +245,7 @@ class Answers:
                 name: {"num_draft_tokens": each.draft_tokens, "num_accepted_tokens": each.accepted_tokens}
                 for name, each in counters.by_drafter.items()
             },
-            "speedup": None if speedup is None else speedup.as_dict(),
+            "speedup": None if speedup is None else record_of(speedup),
         }
 
     def metrics(self) -> dict[str, Any]:

@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from truedraft.training.workspace import TimeBudget as TimeBudget
 
 _MODULES = {
-    "drafts": ("DraftConfig", "DraftResult", "train_draft"),
-    "head_config": ("Calibrated", "HeadTrainingConfig", "JointConfig"),
-    "heads": ("train_heads",),
-    "loop": ("Callbacks",),
-    "losses": ("distill", "loss_from_spec"),
-    "medusa": ("MedusaTrainingConfig",),
-    "ngram_counts": ("count_ngrams",),
-    "ngrams": ("NgramConfig", "NgramResult", "train_ngrams"),
-    "optimizer": ("OptimizerConfig", "WarmupStableDecay"),
-    "redrafter": ("RedrafterTrainingConfig",),
-    "report": ("HeadReport", "HeadResult"),
-    "texts.answer_writer": ("WritingConfig",),
-    "texts.prompts": ("PromptSets",),
-    "workspace": ("TimeBudget",),
+    "kinds.medusa.training": ("MedusaTrainingConfig",),
+    "kinds.redrafter.training": ("RedrafterTrainingConfig",),
+    "training.drafts": ("DraftConfig", "DraftResult", "train_draft"),
+    "training.head_config": ("Calibrated", "HeadTrainingConfig", "JointConfig"),
+    "training.heads": ("train_heads",),
+    "training.loop": ("Callbacks",),
+    "training.losses": ("distill", "loss_from_spec"),
+    "training.ngram_counts": ("count_ngrams",),
+    "training.ngrams": ("NgramConfig", "NgramResult", "train_ngrams"),
+    "training.optimizer": ("OptimizerConfig", "WarmupStableDecay"),
+    "training.report": ("HeadReport", "HeadResult"),
+    "training.texts.answer_writer": ("WritingConfig",),
+    "training.texts.prompts": ("PromptSets",),
+    "training.workspace": ("TimeBudget",),
 }
-_HOMES = {name: f"truedraft.training.{module}" for module, names in _MODULES.items() for name in names}
+_HOMES = {name: f"truedraft.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = list(_HOMES)
 __getattr__ = loads(__name__, _HOMES)

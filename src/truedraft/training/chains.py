@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,15 +21,12 @@ from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.base import Segment
-from truedraft.models.huggingface import weights_hash
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
-from truedraft.training.head_objective import heads_optimizer
-from truedraft.training.loop import Measurement, Phase, RunFolder, TrainingLoop
+from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
-from truedraft.training.optimizer import MixedOptimizer
 from truedraft.training.options import ChainRunOptions, LayerHeadOptions
 from truedraft.training.report import size_of
 from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
@@ -105,9 +101,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
     def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains:
         """The head along texts, in training."""
 
-    def optimizer_of(self, head: Any) -> MixedOptimizer:
-        return heads_optimizer(head, self.optimizer)
-
     def loop(
         self,
         head: Any,
@@ -119,34 +112,24 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         on_progress: Callable[[str, int, int], None],
     ) -> TrainingLoop:
         """The loop that trains a head on whole answers; the target recomputes its vectors each time."""
-        del on_progress
         text, held_out = texts
         model = load_model(target, device=self.device)
         head.config = head.config.at_usual_layers(model.shown_layers)
         if wrong := [each for each in head.config.layers if not 0 <= each < model.shown_layers]:
             last = model.shown_layers - 1
             raise OptionError(f"must be 0 to {last} for this target, got {wrong[0]}", field="layers")
-        more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
-        if self.start_from is not None:
-            more["start_from"] = weights_hash(head)
-        elif head.draft_ids is not None:
+        if self.start_from is None and head.draft_ids is not None:
             head.draft_ids.copy_(likeliest_ids(text, len(head.draft_ids)))
             head.start_from(lm_head.weight.float().to(self.device))
         sampler = _NumberedAnswers(text, 1, _WHOLE, self.seed)
         mean = max(1, sampler.positions // len(sampler.windows))
         answers = max(1, self.positions_per_step // mean)
         schedule = self.schedule(max(1, len(sampler.windows) * self.windows_per_step // answers))
-        run = RunFolder(folder, self.identity(schedule, self.decisive, **more), self.device, self.checkpoint_every_s)
         unrolled = self.chains(head, lm_head, model)
-        return TrainingLoop(
-            head,
-            self.optimizer_of(head),
-            ChainObjective(unrolled, text, self.distillation_loss, None if self.by_acceptance else self.place_decay),
-            [Phase(schedule.total_steps, sampler, answers, answers)],
-            schedule,
-            run,
-            Measurement(self.evaluate_every, lambda: accuracies(unrolled, held_out, self.evaluated_positions)),
-        )
+        decay = None if self.by_acceptance else self.place_decay
+        objective = ChainObjective(unrolled, text, self.distillation_loss, decay)
+        accuracy = partial(accuracies, unrolled, held_out, self.evaluated_positions)
+        return self.loop_of(head, objective, sampler, answers, schedule, text, fingerprint, folder, accuracy)
 
     def calibrate(
         self,
@@ -158,7 +141,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
     ) -> Calibrated:
         """The rounds to measure in the engine: chains of several lengths, and trees, with predictions from held-out
         answers."""
-        del on_progress
         unrolled = self.chains(head.float(), lm_head, target)
         facts = {"accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
         served = head.to(torch.bfloat16)
@@ -302,6 +284,7 @@ class Texts:
         return self.known[at], self.tokens[torch.as_tensor(places, device=at.device) + 1]
 
 
+@dataclass(frozen=True)
 class ChainLoss:
     """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
 
@@ -311,21 +294,22 @@ class ChainLoss:
             tokens before it in its chain are accepted, the product of their sum min(p, q), without a gradient.
     """
 
-    def __init__(self, chains: Chains, loss: DistillationLoss, decay: float | None) -> None:
-        self._chains, self._loss, self._decay = chains, loss, decay
+    chains: Chains
+    loss: DistillationLoss
+    decay: float | None
 
     def accumulate(self, steps: Iterable[UnrolledStep], counts: Sequence[int], scale: float) -> Tensor:
         """Add `scale` times the gradient of the loss along some chains; returns the sum of losses at each step.
 
         The means are over `counts` tokens at each step, which may include tokens of other chains.
         """
-        device = next(self._chains.head.parameters()).device
+        device = next(self.chains.head.parameters()).device
         sums, alive = torch.zeros(len(counts), device=device), torch.ones(0, device=device)
         leaving: list[Tensor] = []
         gradients: list[Tensor] = []
         for step, each in enumerate(steps):
             alive = alive if step else torch.ones(len(each.chains), device=device)
-            weights = alive[each.chains] if self._decay is None else self._decay**step
+            weights = alive[each.chains] if self.decay is None else self.decay**step
             weights = torch.as_tensor(weights, device=device).expand(len(each.chains))
             gradient, losses, accepted = self._learn(each, weights * (scale / counts[step]))
             sums[step] += losses
@@ -341,12 +325,12 @@ class ChainLoss:
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
-            logits, target = self._chains.logits(some[0]), step.target[rows]
+            logits, target = self.chains.logits(some[0]), step.target[rows]
             labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-            loss = distill(logits, target, labels, self._loss)
+            loss = distill(logits, target, labels, self.loss)
             sums.add_(loss.detach().sum())
-            said = self._chains.acceptance(some[0])
-            if self._decay is None or said is not None:
+            said = self.chains.acceptance(some[0])
+            if self.decay is None or said is not None:
                 student = functional.log_softmax(logits.detach().float(), -1)
                 accepted[rows] = torch.minimum(target, student).exp().sum(-1)
             if said is not None:
@@ -357,30 +341,30 @@ class ChainLoss:
         return gradient_in_chunks(step.leaving[None], losses)[0], sums, accepted
 
 
+@dataclass(frozen=True)
 class ChainObjective:
     """`ChainLoss` on answers that the target reads."""
 
-    def __init__(
-        self, unrolled: Chains, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
-    ) -> None:
-        self._unrolled, self._text, self._decay = unrolled, text, decay
-        self._loss = ChainLoss(unrolled, loss, decay)
+    unrolled: Chains
+    text: SelfDistillationData
+    loss: DistillationLoss
+    decay: float | None
 
     def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
-        """Add `scale` times the gradient of the mean loss over answers, given by windows and numbers `[count, 3]`."""
-        starts, records = self._text.starts, self._text.records
+        starts, records = self.text.starts, self.text.records
         texts = []
         for first, _, number in batch.tolist():
             answer = records[bisect.bisect_right(starts, first) - 1]
-            texts.append((answer, self._unrolled.pairs(answer, number)))
-        head = self._unrolled.head
+            texts.append((answer, self.unrolled.pairs(answer, number)))
+        head = self.unrolled.head
         counts = chains_at([pairs for _, pairs in texts], head.reach)
         sums = torch.zeros(head.reach, device=next(head.parameters()).device)
+        loss = ChainLoss(self.unrolled, self.loss, self.decay)
         for group in read_together(texts if own is None else texts[own], sums.device):
-            steps = self._unrolled.steps([each for each, _ in group], [pairs for _, pairs in group])
-            sums += self._loss.accumulate(steps, counts, scale)
+            steps = self.unrolled.steps([each for each, _ in group], [pairs for _, pairs in group])
+            sums += loss.accumulate(steps, counts, scale)
         means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
-        total = sum((self._decay or 1.0) ** step * mean for step, mean in enumerate(means))
+        total = sum((self.decay or 1.0) ** step * mean for step, mean in enumerate(means))
         return {"loss": total} | {f"{head.place_word}_{step}": mean for step, mean in enumerate(means, start=1)}
 
 

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import time
-from dataclasses import dataclass, field, replace
+import zlib
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from truedraft.core.params import SamplingParams
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.registry import write_record
-from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError, VocabularyMismatchError
+from truedraft.engine import Engine
+from truedraft.errors import (
+    DataError,
+    ModelError,
+    OptionError,
+    TrainingError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
 from truedraft.machine import describe_machine, in_bytes
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import (
@@ -27,8 +37,8 @@ from truedraft.models.architecture import (
     save_llama,
     use_training_attention,
 )
-from truedraft.models.checkpoint import sample_of
-from truedraft.models.huggingface import fingerprint_of, weights_hash
+from truedraft.models.checkpoint import fingerprint_of, sample_of, weights_hash
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.options import check_share
 from truedraft.training.evaluate import (
@@ -61,15 +71,13 @@ from truedraft.training.losses import (
     TotalVariation,
     distillation_gradient,
 )
-from truedraft.training.on_policy import OwnText
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
 from truedraft.training.processes import Processes
-from truedraft.training.report import Card, base_name, evaluation_facts, licence_of, made_by, pair_facts, training_facts
+from truedraft.training.report import base_name, evaluation_facts, pair_facts, training_facts, write_card
 from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.answered import Source, Writing
+from truedraft.training.texts.answered import Source, Writing, names_of
 from truedraft.training.texts.data import Curriculum, read_stream, stream_hash, write_stream
-from truedraft.training.texts.questions import names_of
 from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
 from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, duration, exclusive_access, free_bytes
 
@@ -91,24 +99,59 @@ _GOOD_PASSES, _MOST_PASSES = 4, 40  # passes over a text
 _PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, for measuring in the engine
 
 
-class StreamObjective:
-    """Trains a model towards a target's distributions along a text; without a target, towards the text itself.
+class OwnText:
+    """Lets a student write the second half of a share of the sequences, at temperature 1.
 
-    The logits' gradient is computed in chunks in float32 and passed to the model in one backward pass. `own_text`
-    rewrites some of the text.
+    The choice of sequences and the samples are functions of the seed, the sequence and the weights, so a training that
+    resumes, or runs in several processes, has the same text. No gradient passes through the samples.
+
+    Args:
+        student: in training; the writer shares its weights.
+        share: in [0, 1], the probability of each sequence.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        loss: DistillationLoss,
-        target: PreTrainedModel | None = None,
-        own_text: OwnText | None = None,
-    ) -> None:
-        self._model = model
-        self._loss = loss
-        self._target = target
-        self._own_text = own_text
+    def __init__(self, student: PreTrainedModel, share: float, seed: int) -> None:
+        shared = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in student.parameters()}
+        self._writer = HuggingFaceModel(copy.deepcopy(student, shared), None, "the student")
+        self._share, self._seed = share, seed
+
+    @torch.no_grad()
+    def __call__(self, batch: Tensor) -> Tensor:
+        """The sequences `[sequences, length + 1]`; the last token is never read, and stays.
+
+        Raises:
+            TrainingError: the student failed.
+        """
+        length = batch.shape[1] - 1
+        kept = (length + 1) // 2
+        keys = {place: zlib.crc32(str(row).encode()) for place, row in enumerate(batch.tolist())}
+        chosen = [place for place, key in keys.items() if self._random(key) < self._share]
+        if not chosen or kept == length:
+            return batch
+        engine, batch = Engine(self._writer, controller="fixed", max_batch=len(chosen)), batch.clone()
+        params = [
+            SamplingParams(max_tokens=length - kept, temperature=1.0, seed=keys[place], ignore_eos=True)
+            for place in chosen
+        ]
+        with torch.autocast(batch.device.type, enabled=False):
+            answers = engine.generate(batch[chosen, :kept].tolist(), params)
+        if failed := [each.error for each in answers if each.error is not None]:
+            raise TrainingError(f"the draft could not write text to learn from: {failed[0]}")
+        batch[chosen, kept:length] = torch.tensor([each.token_ids for each in answers], device=batch.device)
+        return batch
+
+    def _random(self, key: int) -> float:
+        return float(np.random.default_rng((self._seed, key)).random())
+
+
+@dataclass(frozen=True)
+class StreamObjective:
+    """Trains a model towards a target's distributions along a text; without a target, towards the text itself."""
+
+    model: PreTrainedModel
+    loss: DistillationLoss
+    target: PreTrainedModel | None = None
+    own_text: OwnText | None = None
 
     def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over the batch `[sequences, length + 1]`.
@@ -117,15 +160,15 @@ class StreamObjective:
         """
         whole, batch = len(batch), batch if own is None else batch[own]
         share = len(batch) / whole
-        if self._own_text is not None:
-            batch = self._own_text(batch)
+        if self.own_text is not None:
+            batch = self.own_text(batch)
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
         target = None
-        if self._target is not None:
+        if self.target is not None:
             with torch.no_grad():
-                target = self._target(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
-        logits = self._model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # [tokens, vocab]
-        gradient, values = distillation_gradient(logits, target, labels, self._loss, scale * share)
+                target = self.target(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+        logits = self.model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # [tokens, vocab]
+        gradient, values = distillation_gradient(logits, target, labels, self.loss, scale * share)
         logits.backward(gradient)
         return {name: value * share for name, value in values.items()}
 
@@ -134,12 +177,8 @@ class StreamObjective:
 class DraftConfig(DraftSizeOptions):
     """What decides the draft in addition to the target and the data.
 
-    `tokens` and `writing` decide how much the target writes, and how, where there are prompts to answer.
-
     The default loss is half forward KL, which learns all of the target's distribution, and half total variation, which
-    decides the acceptance rate of speculative sampling.
-
-    `on_policy` is the share of sequences with a second half that the draft writes.
+    decides the acceptance rate of speculative sampling. `tokens` and `writing` are for prompts that the target answers.
     """
 
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
@@ -183,7 +222,7 @@ class DraftResult:
             "tokens": self.tokens,
             "elapsed_s": self.elapsed_s,
             "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else 0.0,
-            "held_out": self.report.as_dict(),
+            "held_out": asdict(self.report),
             "served": [
                 each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate}
                 for each in self.evaluations
@@ -220,6 +259,10 @@ def train_draft(
         TrainingError: the loss is not finite.
     """
     config, budget, hooks = config or DraftConfig(), budget or TimeBudget(), callbacks or Callbacks()
+
+    def remark(record: StepRecord) -> str:
+        return ", ".join(f"{name} {value:.3f}" for name, value in record.values.items())
+
     tokenizer = load_tokenizer(resolve_source(str(target)))
     if not data:
         raise DataError("no training data was given: name at least one text file")
@@ -232,12 +275,12 @@ def train_draft(
         draft = starting_draft(config, target_model, tokenizer)
         config = _fitting(config, target_model, draft, hooks.on_note)
         config = _planned(config, target_model, draft, source, out / WORK, budget, hooks)
-        writing = Writing(config.tokens, config.writing, out / WORK, hooks, budget, (out / WORK / CHECKPOINT).is_file())
-        train, test = _streams(source, _written(target, source, writing, config.device), tokenizer, out / WORK)
+        written = _answers_to(source, target, config, out / WORK, budget, hooks)
+        train, test = _streams(source, written, tokenizer, out / WORK)
         _check_amount(config, train, hooks.on_note)
         loop = stream_loop(config, target_model, draft, train, out / WORK)
         processes.from_main((config, len(train)))
-        progress = train_with_callbacks(loop, hooks, _values, lambda: budget.over(_TRAINED))
+        progress = train_with_callbacks(loop, hooks, remark, lambda: budget.over(_TRAINED))
         save_llama(draft, out)
         copy_tokenizer(target, out)
         result = _measured(target, target_model, test, out, config, progress, budget, hooks.on_note)
@@ -245,12 +288,37 @@ def train_draft(
             record_draft(out, str(target), target_model, result.report, result.evaluations)
         except ModelError as error:
             hooks.on_note(f"the draft does not say which target it is for: {error}")
-        _card(target, data, draft, result, config.device).write(out)
+        _write_card(out, str(target), names_of(data), draft.num_parameters(), result, config.device)
         return processes.from_main(result)
 
 
+def _answers_to(
+    source: Source, target: str | Path, config: DraftConfig, work: Path, budget: TimeBudget, hooks: Callbacks
+) -> list[WrittenAnswer]:
+    """The target's answers to the prompts of the data."""
+    if not source.has_prompts:
+        return []
+    writing = Writing(config.tokens, config.writing, work, hooks, budget, (work / CHECKPOINT).is_file())
+    model = load_model(target, device=config.device)
+    budget.loaded()
+    return writing.answers(model, source.prompts, source.asks)
+
+
+def _write_card(out: Path, target: str, data: str, parameters: int, result: DraftResult, device: str) -> None:
+    facts = training_facts(
+        parameters=parameters,
+        data=data,
+        steps=result.steps,
+        tokens=result.tokens,
+        elapsed_s=result.elapsed_s,
+        machine=describe_machine(device),
+    )
+    sentence = f"Proposes tokens that {base_name(target)} verifies (speculative decoding). Distilled with truedraft."
+    measured = pair_facts(result.report) | evaluation_facts(result.evaluations)
+    write_card(out, target, "A draft", sentence, facts, measured, "draft-model", library="transformers")
+
+
 def _train_beside(target: str | Path, work: Path, tokenizer: PreTrainedTokenizerBase, device: str) -> DraftResult:
-    """Run the training steps together with the main process, once that has sent the configuration."""
     processes = Processes.here()
     given: tuple[DraftConfig, int] = processes.from_main(None)
     config, tokens = replace(given[0], device=device), given[1]
@@ -258,18 +326,6 @@ def _train_beside(target: str | Path, work: Path, tokenizer: PreTrainedTokenizer
     draft = starting_draft(config, target_model, tokenizer)
     stream_loop(config, target_model, draft, read_stream(work / _STREAM)[:tokens], work).run()
     return processes.from_main(None)
-
-
-def _values(record: StepRecord) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in record.values.items())
-
-
-def _written(target: str | Path, source: Source, writing: Writing, device: str) -> list[WrittenAnswer]:
-    if not source.has_prompts:
-        return []
-    model = load_model(target, device=device)
-    writing.budget.loaded()
-    return writing.answers(model, source.prompts, source.asks)
 
 
 def _planned(
@@ -337,21 +393,15 @@ def _measured(
     saved = load_causal_lm(out, dtype="auto", device=config.device).eval()
     report = evaluate_pair(target_model, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
     evaluations: Sequence[EngineEvaluation] = ()
-    try:
-        evaluations = _measure_in_engine(target, out, held_out, config.device, budget)
-    except UnsupportedModelError as error:
-        on_note(f"the draft was not measured in the engine: {error}")
-    return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, evaluations)
-
-
-def _measure_in_engine(
-    target: str | Path, draft: Path, held_out: NDArray[np.uint32], device: str, budget: TimeBudget
-) -> list[EngineEvaluation]:
-    """Continue pieces of held-out text, greedily and at temperature 1, with the default chain."""
     count = min(_PROMPTS, max(1, len(held_out) // _PROMPT_TOKENS))
     starts = [number * len(held_out) // count for number in range(count)]
     prompts = [held_out[start : start + _PROMPT_TOKENS].tolist() for start in starts]
-    return chain_evaluations(load_model(target, device=device), load_model(draft, device=device), prompts, budget)
+    try:
+        served, drafting = (load_model(each, device=config.device) for each in (target, out))
+        evaluations = chain_evaluations(served, drafting, prompts, budget)
+    except UnsupportedModelError as error:
+        on_note(f"the draft was not measured in the engine: {error}")
+    return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, evaluations)
 
 
 def chain_evaluations(
@@ -444,28 +494,6 @@ def _fitting(
             f"and of {fitted.decay_length:,} while the rate decays"
         )
     return replace(config, curriculum=fitted)
-
-
-def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, result: DraftResult, device: str) -> Card:
-    facts = training_facts(
-        parameters=draft.num_parameters(),
-        data=names_of(data),
-        steps=result.steps,
-        tokens=result.tokens,
-        elapsed_s=result.elapsed_s,
-        machine=describe_machine(device),
-    )
-    facts["finished"] = time.strftime("%Y-%m-%d")
-    name = base_name(str(target))
-    return Card(
-        title=f"A draft for {name}",
-        summary=f"Proposes tokens that {name} verifies (speculative decoding). Distilled with truedraft.",
-        facts=facts | pair_facts(result.report) | evaluation_facts(each.as_dict() for each in result.evaluations),
-        license=licence_of(str(target)) or "other",
-        notes=made_by(str(target)),
-        base_model=name,
-        tags=("speculative-decoding", "draft-model", "truedraft"),
-    )
 
 
 def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from truedraft.core.intervals import CONFIDENCE, Interval, ratio_over_prompts
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters.base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import DataError, TrainingError
-from truedraft.measure import CONFIDENCE, Interval, ratio_over_prompts, traces_of_answers, walk_along
+from truedraft.measure import traces_of_answers, walk_along
 from truedraft.models.base import LanguageModel
 from truedraft.training.workspace import TimeBudget
 
@@ -51,9 +52,6 @@ class PairReport:
     alpha: float  # E[sum_x min(p(x), q(x))]: the acceptance rate of single drafted tokens
     greedy_agreement: float  # share of positions with the same likeliest token
     draft_loss: float  # the draft's, in nats per token
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def context_of(model: PreTrainedModel) -> int:
@@ -185,8 +183,6 @@ def measure_in_engine(
     """Answer the prompts in every round.
 
     Args:
-        prompts: not used for training or fitting.
-        on_progress: called with the number of finished rounds, and of all.
         budget: its remaining time is divided equally among the rounds; None sets no limit.
 
     Raises:
@@ -207,14 +203,9 @@ def measure_in_engine(
 def predicted(
     target: LanguageModel, text: SelfDistillationData, temperature: float, drafter: Drafter
 ) -> Interval | None:
-    """Tokens per target call of a drafter along answers, replayed step by step (`planning.walks`).
+    """Tokens per target call of a drafter along the answers at a temperature, with an interval over prompts.
 
-    Args:
-        text: the answers; those at another temperature are skipped.
-        drafter: must not run elsewhere during the call.
-
-    Returns:
-        With its interval over prompts; None where none of the answers has a second token.
+    None where none of the answers has a second token. The drafter must not run elsewhere during the call.
 
     Raises:
         CompositionError: the drafter does not fit the target.

@@ -1,36 +1,67 @@
-"""The configuration of a training of heads, and the parts that each kind of heads defines."""
+"""Training heads on a frozen target's vectors: the configuration, which each kind extends, loss, loop, and accuracy.
+
+Medusa-1 (2401.10774, section 2.2.1) and ReDrafter (2403.09919) are trained this way; the code is for heads of any kind.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.drafters.heads.head import Head, HeadConfig
-from truedraft.errors import OptionError
+from truedraft.core.top_k import stable_topk
+from truedraft.drafters.heads.head import Head, HeadConfig, VectorHead
+from truedraft.errors import DataError, OptionError
+from truedraft.models.checkpoint import weights_hash
+from truedraft.models.lm_head import LmHead
 from truedraft.options import check_positive, check_share, check_whole
-from truedraft.training.head_objective import head_loop
-from truedraft.training.loop import CHECKPOINT_EVERY_S, Identity, TrainingLoop, identity_of
-from truedraft.training.losses import DistillationLoss
-from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+from truedraft.training.loop import (
+    CHECKPOINT_EVERY_S,
+    Identity,
+    Measurement,
+    Objective,
+    Phase,
+    RunFolder,
+    Sampler,
+    TrainingLoop,
+    identity_of,
+)
+from truedraft.training.losses import DistillationLoss, gradient_in_chunks
+from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
-from truedraft.training.targets import ComputedTarget, DistillationTarget
+from truedraft.training.targets import ComputedTarget, DistillationTarget, TargetRows
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptCounts
-from truedraft.training.texts.self_distillation import SelfDistillationData, text_tokens
+from truedraft.training.texts.self_distillation import (
+    CollatedBatch,
+    SelfDistillationData,
+    WindowSampler,
+    collate,
+    text_tokens,
+)
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
-    from truedraft.models.lm_head import LmHead
     from truedraft.training.evaluate import EngineRound
-    from truedraft.training.head_objective import Feed
     from truedraft.training.report import HeadResult, Rows
+
+Feed: TypeAlias = Callable[[CollatedBatch, Tensor], Tensor]
+"""Chooses the tokens that heads read, `[positions, reach]`, from a batch and its vectors `[positions, width]`."""
+_TOP = 5
+_POSITIONS = 1024  # of a measurement at once, about
+_ROWS = 256  # of a measurement with logits held at once
 
 
 @dataclass(frozen=True)
@@ -166,8 +197,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @property
     @abstractmethod
-    def distillation_loss(self) -> DistillationLoss:
-        """The loss at each place."""
+    def distillation_loss(self) -> DistillationLoss: ...
 
     @abstractmethod
     def calibrate(
@@ -183,22 +213,21 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         Args:
             head: trained, in evaluation mode, as saved.
             text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else.
-            on_progress: called with the name of the work, the amount done, and the total.
         """
 
     @property
     def optimizer(self) -> OptimizerConfig:
         return OptimizerConfig(self.learning_rate, self.learning_rate)
 
+    def optimizer_of(self, head: Any) -> MixedOptimizer:
+        return heads_optimizer(head, self.optimizer)
+
     def identity(self, schedule: WarmupStableDecay, decisive: Collection[str], **more: str) -> Identity:
         """What decides the heads: fields, rates and schedule under dotted names, and further hashes.
 
         The lengths of the schedule may differ until a decay begins.
         """
-        parts = {"optimizer": self.optimizer, "schedule": schedule}
-        numbers = dict(identity_of(self))
-        for part, values in parts.items():
-            numbers |= {f"{part}.{name}": value for name, value in identity_of(values).items()}
+        numbers = identity_of(self, optimizer=self.optimizer, schedule=schedule)
         return {name: value for name, value in numbers.items() if name.split(".")[0] in decisive} | more
 
     @property
@@ -208,14 +237,12 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     def feed(self, head: Any, lm_head: LmHead) -> Feed:
         """Chooses the tokens that heads read: by default the text's."""
-        del lm_head
         return lambda batch, hidden: text_tokens(batch, head.reach)
 
     def target(
         self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: Callable[[str, int, int], None]
     ) -> DistillationTarget:
         """The targets for a text in a folder: by default the target's distributions, computed when needed."""
-        del text, folder, on_progress
         return ComputedTarget(lm_head, self.distillation_loss)
 
     def loop(
@@ -231,14 +258,47 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         """The loop that trains heads, and resumes from the folder's checkpoint: by default on stored vectors.
 
         Args:
-            head: as it begins, on the configured device.
-            target: an embedded name, a folder, or a hub name.
             texts: answers for training, and held-out ones for measuring accuracy.
-            on_progress: called with the name of the work, the amount done, and the total.
+
+        Raises:
+            DataError: the answers are shorter than the heads reach.
+            OptionError: the folder holds a training with another configuration.
         """
-        del target
-        learned = self.target(lm_head, texts[0], folder, on_progress)
-        return head_loop(self, head, lm_head, learned, texts, fingerprint, folder)
+        text, held_out = texts
+        learned = self.target(lm_head, text, folder, on_progress)
+        sampler = WindowSampler(text, head.reach, self.window, self.seed)
+        objective = HeadsObjective(
+            head,
+            lm_head,
+            functools.partial(collate, text, reach=head.reach),
+            self.feed(head, lm_head),
+            learned,
+            HeadLoss(head, lm_head, self.distillation_loss, self.place_decay),
+        )
+        accuracy = HeldOutAccuracy.on(head, lm_head, held_out, self.evaluated_positions)
+        schedule, count = self.schedule(len(sampler.windows)), self.windows_per_step
+        return self.loop_of(head, objective, sampler, count, schedule, text, fingerprint, folder, accuracy)
+
+    def loop_of(
+        self,
+        head: Any,
+        objective: Objective,
+        sampler: Sampler,
+        count: int,
+        schedule: WarmupStableDecay,
+        text: SelfDistillationData,
+        fingerprint: str,
+        folder: Path,
+        accuracy: Callable[[], Mapping[str, float]],
+    ) -> TrainingLoop:
+        """The loop of steps of `count` sequences, which refuses a checkpoint of another training."""
+        more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
+        if self.start_from is not None:
+            more["start_from"] = weights_hash(head)
+        run = RunFolder(folder, self.identity(schedule, self.decisive, **more), self.device, self.checkpoint_every_s)
+        phases = [Phase(schedule.total_steps, sampler, count, count)]
+        measurement = Measurement(self.evaluate_every, accuracy)
+        return TrainingLoop(head, self.optimizer_of(head), objective, phases, schedule, run, measurement)
 
     def new_head(self, lm_head: LmHead) -> Head:
         """An untrained head, in float32 on the configured device.
@@ -270,3 +330,161 @@ _POSITIVE = (
     "tokens", "prompt_tokens", "tree_prompts", "test_prompts", "positions_per_step", "window", "evaluate_every",
     "evaluated_positions",
 )  # fmt: skip
+
+
+def heads_optimizer(head: VectorHead, config: OptimizerConfig) -> MixedOptimizer:
+    """Muon for matrices, AdamW for biases and the heads' own outputs."""
+    return MixedOptimizer(head, config, [output.weight for output in head.outputs if output is not None])
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """sum_k decay^k loss_k, with loss_k the mean over positions at place k (from 0), the k + 2nd token after a vector.
+
+    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k.
+
+    Raises:
+        OptionError: decay out of (0, 1].
+    """
+
+    head: VectorHead
+    lm_head: LmHead
+    loss: DistillationLoss
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.decay <= 1.0:
+            raise OptionError(f"must lie in (0, 1], got {self.decay}", field="place_decay")
+
+    def gradient(
+        self,
+        vectors: Tensor,
+        places: Tensor,
+        target_at: Callable[[slice], TargetRows],
+        scale: float,
+        of: int | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The gradient of `scale` times the loss in `vectors`; gradients of the heads' own outputs are added to theirs.
+
+        Args:
+            vectors: `[reach, positions, exit_width]`: the heads' vectors for `places`.
+            places: `[positions]`, ascending rows; place k is about row `place + 1 + k`.
+            target_at: returns the targets of a slice of the rows.
+            of: number of positions for the mean, where `places` are only a part of them.
+
+        Returns:
+            The gradient, as `vectors`; and for the log the loss and the mean loss at each place, in nats.
+        """
+        reach, rows = self.head.reach, places.tolist()
+        weights = [self.decay**place for place in range(reach)]
+        count = len(rows) if of is None else of
+        sums = torch.zeros(reach, device=vectors.device)
+
+        def losses(some: list[Tensor], here: slice) -> Iterator[Tensor]:
+            first, last = rows[here][0] + 1, rows[here][-1] + 1
+            with torch.no_grad():
+                target = target_at(slice(first, last + reach))  # neighbours share rows
+            for place, weight in enumerate(weights):
+                logits = self.head.place_logits(place, some[place], self.lm_head)  # [some positions, vocab]
+                loss = target.losses(logits, places[here] + 1 + place - first, self.loss).sum()
+                sums[place] += loss.detach()
+                yield loss * (weight * scale / count)
+
+        gradient = gradient_in_chunks(vectors, losses)
+        means = (sums / count).tolist()
+        total = sum(weight * loss for weight, loss in zip(weights, means, strict=True))
+        word = self.head.place_word
+        return gradient, {"loss": total} | {f"{word}_{place}": loss for place, loss in enumerate(means, start=1)}
+
+
+@dataclass(frozen=True)
+class HeadsObjective:
+    """Trains heads on a frozen target's vectors; `collated` maps windows of its answers to the rows of a batch."""
+
+    head: VectorHead
+    lm_head: LmHead
+    collated: Callable[[Tensor], CollatedBatch]
+    feed: Feed
+    target: DistillationTarget
+    loss: HeadLoss
+
+    def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
+        rows = self.collated(batch)  # all windows, because feeding draws for all of them
+        hidden = rows.hidden[rows.places].float()  # [positions, width]
+        with torch.no_grad():
+            tokens = self.feed(rows, hidden)
+        first, last = (None, None) if own is None else (int(batch[:at, 1].sum()) for at in (own.start, own.stop))
+        hidden, tokens, places = (each[first:last] for each in (hidden, tokens, rows.places))
+        vectors = self.head.unroll(hidden, self.lm_head.embed(tokens.T))  # [reach, positions, exit_width]
+        gradient, values = self.loss.gradient(
+            vectors, places, lambda some: self.target.rows(rows, some), scale, len(rows.places)
+        )
+        vectors.backward(gradient)
+        return values
+
+
+@dataclass(frozen=True)
+class HeldOutAccuracy:
+    """Accuracy of each place on whole held-out answers, with the text's tokens at the places before it.
+
+    Attributes:
+        windows: the answers read, int64 `[answers, 2]`: their first row, and the number of positions with a token at
+            every place. The last token of an answer is left out: the step that emits it ends the answer, so it is never
+            drafted.
+    """
+
+    head: VectorHead
+    lm_head: LmHead
+    text: SelfDistillationData
+    windows: NDArray[np.int64]
+
+    @classmethod
+    def on(cls, head: VectorHead, lm_head: LmHead, text: SelfDistillationData, positions: int) -> HeldOutAccuracy:
+        """On answers of about `positions` tokens, evenly over the text.
+
+        Raises:
+            DataError: there are no answers longer than the heads reach.
+        """
+        reach = head.reach
+        spans = zip(text.records, itertools.pairwise(text.starts), strict=True)
+        by_temperature = sorted(spans, key=lambda span: span[0].temperature)
+        found = [(first, end - first - 1 - reach) for _, (first, end) in by_temperature if end - first > reach + 1]
+        if not found:
+            raise DataError(
+                f"the target's answers to the held-out prompts have all fewer than the {reach + 2} tokens that heads "
+                f"which reach {reach} tokens ahead are measured on: let it write more, or let them reach less far"
+            )
+        every = max(1, sum(count + reach for _, count in found) // positions)
+        return cls(head, lm_head, text, np.array(found[::every], dtype=np.int64))
+
+    @torch.no_grad()
+    def __call__(self) -> Mapping[str, float]:
+        """`WORD_K_top_1` and `WORD_K_top_5` of each place, K from 1: fractions of positions."""
+        head, lm_head = self.head, self.lm_head
+        hits = torch.zeros(head.reach, 2, dtype=torch.float64)
+        top = min(_TOP, lm_head.weight.shape[0])
+        for batch in self._batches():
+            hidden = batch.hidden[batch.places].to(next(head.parameters()).dtype)
+            vectors = head.unroll(hidden, lm_head.embed(text_tokens(batch, head.reach).T))
+            for place in range(head.reach):
+                labels = batch.tokens[batch.places + 1 + place]
+                for some, some_labels in zip(vectors[place].split(_ROWS), labels.split(_ROWS), strict=True):
+                    hits[place] += _hits(head.place_logits(place, some, lm_head), some_labels, top)
+        shares = (hits / int(self.windows[:, 1].sum())).tolist()
+        return {
+            f"{head.place_word}_{place}_top_{count}": share
+            for place, of_place in enumerate(shares, start=1)
+            for count, share in zip((1, _TOP), of_place, strict=True)
+        }
+
+    def _batches(self) -> Iterator[CollatedBatch]:
+        device = next(self.head.parameters()).device
+        number = np.cumsum(self.windows[:, 1]) // _POSITIONS
+        for which in np.unique(number):
+            yield collate(self.text, torch.from_numpy(self.windows[number == which]).to(device), self.head.reach)
+
+
+def _hits(logits: Tensor, labels: Tensor, top: int) -> Tensor:
+    """Counts of labels `[rows]` that are the first, and among the first `top`, by logits `[rows, vocab]`: `[2]`."""
+    same = stable_topk(logits, top) == labels[:, None]
+    return torch.stack([same[:, 0].sum(), same.sum()]).cpu()

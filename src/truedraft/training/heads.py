@@ -36,10 +36,9 @@ from truedraft.training.loop import (
 from truedraft.training.processes import Processes
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import Watch, write_answers
-from truedraft.training.texts.answered import Writing
+from truedraft.training.texts.answered import SELF, Writing, names_of, opening_of
 from truedraft.training.texts.data import read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
-from truedraft.training.texts.questions import SELF, names_of, opening_of
 from truedraft.training.texts.self_distillation import (
     SelfDistillationData,
     WindowSampler,
@@ -77,11 +76,9 @@ _MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
 
 @dataclass(frozen=True)
 class HeadJob:
-    """A training of heads: its target, prompts and configuration.
+    """A training of heads.
 
     Attributes:
-        target: an embedded name, a folder, or a hub name.
-        budget: the time for writing, training and measuring.
         data: a description of what the prompts were cut from.
         step_s: seconds of a training step; None before it was measured.
     """
@@ -169,7 +166,6 @@ def train_heads(
 
 
 def _train_beside(target: str, work: Path, device: str) -> HeadResult:
-    """Run the training steps together with the main process, once that has sent the configuration."""
     processes = Processes.here()
     given: tuple[Any, ...] = processes.from_main(None)
     prompts, config, fingerprint = given
@@ -249,7 +245,6 @@ def _prompts_of(
 
 
 def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Callable[[str], None]) -> None:
-    """Report text that is shorter than requested, and refuse far too little."""
     required = config.prompts
     separate = len(prompts.train) if prompts.apart is None else prompts.apart
     if separate < _ENOUGH * required.train:
@@ -268,7 +263,6 @@ def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Call
 
 
 def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
-    """Refuse what cannot be trained, before the target writes for minutes."""
     from truedraft.training.joint import check_adapters, rank_for
 
     config = job.config
@@ -335,14 +329,7 @@ def _watch(job: HeadJob, folder: Path, share: float) -> Watch:
 
 
 def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:
-    """Train heads of a frozen target on its text, save and measure them.
-
-    Args:
-        text: in the folder `work` or above it.
-        work: for checkpoint and log.
-
-    Returns:
-        The measured report, and the effort it took.
+    """Train heads of a frozen target on its text, which lies in `work` or above it; save and measure them.
 
     Raises:
         TruedraftError: as `train_heads`.
@@ -451,7 +438,7 @@ def judge(
     """Save trained heads to `out` with their effort, calibrate them on held-out text, and measure them in the serving
     engine."""
     head = head.eval().requires_grad_(False).to(torch.bfloat16)  # as saved and served
-    record = replace(record, facts=effort.as_dict())
+    record = replace(record, facts=asdict(effort))
     head.save(out, record)
     target = load_model(record.target_name, device=job.config.device)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import pickle
 import platform
 import signal
@@ -30,6 +31,7 @@ import torch
 from truedraft.errors import ChangedOptionsError, TrainingError
 from truedraft.files import written_whole
 from truedraft.machine import describe_machine, has_bfloat16
+from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers
 from truedraft.training.processes import Processes
 from truedraft.training.workspace import LOG, write_whole, writing
 
@@ -71,27 +73,9 @@ class Sampler(Protocol):
         """Sequences `first` to `first + count - 1` of the run: int64 `[count, ...]`."""
 
 
-class Optimizer(Protocol):
-    """Updates the parameters from their gradients."""
-
-    peak: float
-
-    def step(self, multiplier: float) -> float:
-        """Update with the peak rates times the multiplier, and clear the gradients; returns their norm."""
-
-    def state_dict(self) -> list[Any]:
-        """For a checkpoint."""
-
-    def load_state_dict(self, states: list[Any]) -> None:
-        """Restore what `state_dict` returned."""
-
-
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement every `every` steps and after the last, for the log.
-
-    It must not change the model or torch's random state.
-    """
+    """A measurement every `every` steps and after the last, for the log; it changes no weight and no random state."""
 
     every: int
     values: Callable[[], Mapping[str, float]]
@@ -115,7 +99,6 @@ class Phase:
 
     @property
     def tokens_per_step(self) -> int:
-        """Labels in one update."""
         return self.sequences_per_step * self.sampler.sequence_length
 
 
@@ -203,10 +186,10 @@ def train_with_callbacks(
     return progress
 
 
-def identity_of(config: object, **more: str) -> dict[str, str | int | float | bool | None]:
-    """The fields of a configuration under dotted names, with further values that decide the weights (hashes of data,
-    models)."""
-    return {name: value for name, value in _flat(config, "") if name not in _FREE} | more
+def identity_of(config: object, **more: object) -> dict[str, str | int | float | bool | None]:
+    """The fields of a configuration under dotted names, with what else decides the weights (hashes, schedules)."""
+    own = {name: value for name, value in _flat(config, "") if name not in _FREE}
+    return own | {name: value for part, each in more.items() for name, value in _flat(each, part)}
 
 
 def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Path) -> None:
@@ -248,29 +231,11 @@ def typed_command() -> list[str]:
     return [*first, *sys.argv[1:]]
 
 
-def write_run_record(folder: Path, *, identity: Identity, device: str) -> None:
-    """Write the command, the versions, the machine, and the identity (with the hash of the data)."""
-    record = {
-        "command": typed_command(),
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in _PACKAGES},
-        "machine": describe_machine(device),
-        "threads": torch.get_num_threads(),
-        "identity": dict(identity),
-    }
-    write_whole(folder / RUN_RECORD, json.dumps(record, indent=1) + "\n")
-
-
 def checkpoint_of(folder: Path) -> tuple[int, Identity] | None:
-    """The step and the identity of a folder's checkpoint; None where there is none.
-
-    Raises:
-        TrainingError: it cannot be read.
-    """
-    path = folder / CHECKPOINT
-    if not path.is_file():
+    """The step and the identity of a folder's checkpoint, as `read_checkpoint` reads it; None where there is none."""
+    if not (folder / CHECKPOINT).is_file():
         return None
-    state = read_checkpoint(path)
+    state = read_checkpoint(folder / CHECKPOINT)
     return state["progress"]["step"], state.get("identity") or {}
 
 
@@ -313,7 +278,15 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             for torn in path.glob(f"{CHECKPOINT}.*"):  # left by a kill
                 torn.unlink()
-        write_run_record(path, identity=self._identity, device=device)
+        record = {
+            "command": typed_command(),
+            "python": platform.python_version(),
+            "versions": {name: metadata.version(name) for name in _PACKAGES},
+            "machine": describe_machine(device),
+            "threads": torch.get_num_threads(),
+            "identity": self._identity,
+        }
+        write_whole(path / RUN_RECORD, json.dumps(record, indent=1) + "\n")
 
     def append(self, record: StepRecord) -> None:
         if self._writes:
@@ -358,7 +331,7 @@ class TrainingLoop:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer,
+        optimizer: MixedOptimizer | SeparateOptimizers,
         objective: Objective,
         phases: Sequence[Phase],
         schedule: Callable[[int], float],
@@ -398,9 +371,8 @@ class TrainingLoop:
         last = self.total_steps if until is None else min(until, self.total_steps)
         self._resume()
         self.model.train()
-        began, first = self.clock(), self.progress.step
-        saved = began
-        stopped = False
+        saved = began = self.clock()
+        first, stopped = self.progress.step, False
         with held_interrupts() as interrupts:
             while self.progress.step < last and not stopped:
                 record = self._step()
@@ -417,13 +389,10 @@ class TrainingLoop:
                     saved = self.clock()
                     if on_checkpoint is not None:
                         left_s = (now - began) / (step - first) * (last - step)
-                        on_checkpoint(self._saved(record, left_s))
+                        loss, path = record.values["loss"], self.folder.checkpoint
+                        on_checkpoint(Saved(step, self.total_steps, record.tokens, loss, left_s, path))
                 interrupts.let_through()
         return self.progress
-
-    def _saved(self, record: StepRecord, left_s: float) -> Saved:
-        where = self.folder.checkpoint
-        return Saved(self.progress.step, self.total_steps, record.tokens, record.values["loss"], left_s, where)
 
     def trial(self, steps: int = 3) -> tuple[float, int]:
         """Seconds of a step, and bytes of a checkpoint. It trains a few steps and saves nothing; the loop cannot be
@@ -455,7 +424,7 @@ class TrainingLoop:
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value / passes
         sums = self.processes.summed(sums)
-        if not all(map(_is_finite, sums.values())):
+        if not all(map(math.isfinite, sums.values())):
             raise TrainingError(f"the loss is not finite at step {step}: lower the learning rate")
         self.processes.sum_gradients(self.model.parameters())
         multiplier = self.schedule(step)
@@ -501,10 +470,6 @@ class TrainingLoop:
             torch.set_rng_state(state["random"])
 
 
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0
-
-
 def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The trained weights, tied ones once: what a checkpoint holds of a model."""
     return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
@@ -512,15 +477,15 @@ def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def tensor_bytes(states: object) -> int:
     """The bytes of all tensors in nested lists and dictionaries, each counted once."""
-    return sum({each.data_ptr(): each.numel() * each.element_size() for each in _tensors(states)}.values())
-
-
-def _tensors(states: object) -> Iterator[torch.Tensor]:
-    if isinstance(states, torch.Tensor):
-        yield states
-    inner = states.values() if isinstance(states, dict) else states if isinstance(states, list | tuple) else ()
-    for each in inner:
-        yield from _tensors(each)
+    sizes: dict[int, int] = {}
+    pending = [states]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, torch.Tensor):
+            sizes[each.data_ptr()] = each.numel() * each.element_size()
+        elif isinstance(each, dict | list | tuple):
+            pending += each.values() if isinstance(each, dict) else each
+    return sum(sizes.values())
 
 
 class Interrupts:

@@ -25,12 +25,11 @@ from truedraft.training.loop import Callbacks
 from truedraft.training.ngram_counts import count_ngrams
 from truedraft.training.options import NgramSizeOptions, TextOptions
 from truedraft.training.processes import Processes
-from truedraft.training.report import Card, base_name, evaluation_facts, licence_of, made_by
+from truedraft.training.report import base_name, evaluation_facts, write_card
 from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.answered import Source, Writing
+from truedraft.training.texts.answered import Source, Writing, names_of
 from truedraft.training.texts.data import read_texts
 from truedraft.training.texts.prompts import cut_prompts, keep_back, standard_library_texts
-from truedraft.training.texts.questions import names_of
 from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget, duration, exclusive_access, writing
 
@@ -128,10 +127,12 @@ def train_ngrams(
         TrainingError: the target failed, or files cannot be written.
     """
     config, hooks, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
-    _refuse_early(target, data)
+    Processes.here().refuse_several("a table is counted")
+    refuse_no_text(str(target), data, FOR_TABLES)
     tokenizer = load_tokenizer(target)
     source, words = _source(data, held_out, tokenizer)
-    _refuse_prompts(source, config)
+    if source.has_prompts and config.answers is None:
+        raise DataError("the data holds prompts, which the target answers first: add --answers, or give texts alone")
     tests = cut_prompts(source.held_out, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
     with exclusive_access(out / WORK):
         model, began = load_model(target, device=config.device), time.perf_counter()
@@ -155,7 +156,23 @@ def train_ngrams(
         _write_record(result, target, model, hooks)  # before measuring, which may be interrupted
         result = replace(result, evaluations=_measured(table, model, tests, hooks, budget))
         _write_record(result, target, model, hooks)
-        _card(target, result, config.device).write(out)
+        facts = {
+            "n-grams of 1, 2, ... tokens": ", ".join(f"{number:,}" for number in table.ngrams),
+            "counted tokens": f"{table.facts.counted_tokens:,}",
+            "data": words,
+            "file": in_bytes(result.bytes),
+            "counting": f"{duration(took)} on {describe_machine(config.device)}",
+        }
+        write_card(
+            out,
+            str(target),
+            "A table of n-grams",
+            f"Proposes tokens that {base_name(str(target))} verifies (speculative decoding): `--drafter ngram:FOLDER`. "
+            "Counted with truedraft.",
+            facts,
+            evaluation_facts(result.evaluations),
+            "ngram",
+        )
     return result
 
 
@@ -164,16 +181,6 @@ def _write_record(result: NgramResult, target: object, model: LanguageModel, cal
         write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict(), model.sample)
     except (ModelError, UnsupportedModelError) as error:
         callbacks.on_note(f"the table does not say which target it is for: {error}")
-
-
-def _refuse_prompts(source: Source, config: NgramConfig) -> None:
-    if source.has_prompts and config.answers is None:
-        raise DataError("the data holds prompts, which the target answers first: add --answers, or give texts alone")
-
-
-def _refuse_early(target: str | Path, data: Sequence[Path]) -> None:
-    Processes.here().refuse_several("a table is counted")
-    refuse_no_text(str(target), data, FOR_TABLES)
 
 
 def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) -> tuple[Source, str]:
@@ -246,7 +253,6 @@ def _answered(
 def _counted(
     documents: Sequence[NDArray[np.int32]], model: LanguageModel, config: NgramConfig, callbacks: Callbacks
 ) -> NgramTable:
-    """The table, within the allowed size."""
     longest = max(map(len, documents), default=0)
     if longest < config.order or longest < 2:
         raise DataError(
@@ -287,27 +293,4 @@ def _measured(
         prompts,
         on_progress=lambda done, total: callbacks.on_progress("measuring", done, total, "rounds over held-out prompts"),
         budget=budget,
-    )
-
-
-def _card(target: str | Path, result: NgramResult, device: str) -> Card:
-    name, facts = base_name(str(target)), result.table.facts
-    rows = {
-        "n-grams of 1, 2, ... tokens": ", ".join(f"{number:,}" for number in result.table.ngrams),
-        "counted tokens": f"{facts.counted_tokens:,}",
-        "data": result.source,
-        "file": in_bytes(result.bytes),
-        "counting": f"{duration(result.elapsed_s)} on {describe_machine(device)}",
-        "finished": time.strftime("%Y-%m-%d"),
-    }
-    return Card(
-        title=f"A table of n-grams for {name}",
-        summary=f"Proposes tokens that {name} verifies (speculative decoding): `--drafter ngram:FOLDER`. Counted with "
-        "truedraft.",
-        facts=rows | evaluation_facts(each.as_dict() for each in result.evaluations),
-        license=licence_of(str(target)) or "other",
-        notes=made_by(str(target)),
-        base_model=name,
-        tags=("speculative-decoding", "ngram", "truedraft"),
-        library="truedraft",
     )

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 from truedraft.drafters.heads.calibration import PROMISED_ON
 from truedraft.drafters.kinds import KINDS, dotted
 from truedraft.errors import TruedraftError
-from truedraft.files import parameters_in
+from truedraft.files import SMOLLM2, parameters_in
 from truedraft.machine import describe_machine
 from truedraft.models import gguf
+from truedraft.models.embedded import SMOLLM2_ON_THE_HUB
 from truedraft.models.loading import resolve_source
-from truedraft.models.smollm2 import ON_THE_HUB, WORD
 from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
@@ -36,9 +36,6 @@ class Effort:
     steps: int
     positions: int
     elapsed_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class HeadResult:
 
     def as_dict(self) -> dict[str, Any]:
         joint = {} if self.joint is None else {"joint": self.joint.as_dict()}
-        return self.effort.as_dict() | self.report.as_dict() | joint
+        return asdict(self.effort) | self.report.as_dict() | joint
 
 
 @dataclass(frozen=True)
@@ -146,9 +143,34 @@ class Card:
         write_whole(folder / "README.md", self.text())
 
 
-def _title(kind: str) -> str:
-    known = KINDS.get(kind)
-    return kind if known is None or not known.trains else str(dotted(known.trains).title)
+def write_card(
+    folder: Path,
+    target: str,
+    title: str,
+    summary: str,
+    facts: Mapping[str, str],
+    measured: Mapping[str, str],
+    tag: str,
+    *,
+    library: str = "truedraft",
+    notes: str = "",
+) -> None:
+    """Write the card of a drafter that was trained for a target.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    name = base_name(target)
+    Card(
+        title=f"{title} for {name}",
+        summary=summary,
+        facts={**facts, "finished": time.strftime("%Y-%m-%d"), **measured},
+        license=licence_of(target) or "other",
+        notes=notes + made_by(target),
+        base_model=name,
+        tags=("speculative-decoding", tag, "truedraft"),
+        library=library,
+    ).write(folder)
 
 
 def write_head_card(result: HeadResult, kind: str, target: str, data: str, device: str) -> None:
@@ -157,8 +179,8 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
     Raises:
         TrainingError: it cannot be written.
     """
+    known, effort = KINDS.get(kind), result.effort
     own = "" if result.joint is None else " The target was trained with them: it lies in `target`."
-    effort = result.effort
     rows = training_facts(
         parameters=sum(map(parameters_in, result.folder.glob("*.safetensors"))),
         data=f"{effort.written_tokens:,} tokens that the target wrote, asked with {data}",
@@ -167,23 +189,22 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
         elapsed_s=effort.elapsed_s,
         machine=describe_machine(device),
     )
-    measured = evaluation_facts(each.as_dict() for each in result.report.evaluations)
-    Card(
-        title=f"{_title(kind)} for {base_name(target)}",
-        summary=f"Guess the next tokens of {base_name(target)}, which verifies them (speculative decoding): "
+    write_card(
+        result.folder,
+        target,
+        kind if known is None or not known.trains else str(dotted(known.trains).title),
+        f"Guess the next tokens of {base_name(target)}, which verifies them (speculative decoding): "
         f"`--drafter {kind}:FOLDER`. Trained with truedraft.{own}",
-        facts=rows | {"finished": time.strftime("%Y-%m-%d")} | measured,
-        license=licence_of(target) or "other",
-        notes=f"Acceptance was measured in the engine, on prompts that nothing was trained on.\n\n{made_by(target)}",
-        base_model=base_name(target),
-        tags=("speculative-decoding", kind, "truedraft"),
-        library="truedraft",
-    ).write(result.folder)
+        rows,
+        evaluation_facts(result.report.evaluations),
+        kind,
+        notes="Acceptance was measured in the engine, on prompts that nothing was trained on.\n\n",
+    )
 
 
 def base_name(target: str) -> str:
     """A target's model name: a hub name unchanged, a folder by its own name."""
-    name = ON_THE_HUB if target == WORD else target.replace(":", "-")
+    name = SMOLLM2_ON_THE_HUB if target == SMOLLM2 else target.replace(":", "-")
     return Path(name).resolve().name if name.count("/") != 1 or Path(name).is_dir() else name
 
 
@@ -214,16 +235,16 @@ def made_by(target: str) -> str:
     )
 
 
-def evaluation_facts(evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Rows with the engine's measurements."""
-    return dict(map(_evaluation_row, evaluations))
-
-
-def _evaluation_row(found: Mapping[str, Any]) -> tuple[str, str]:
-    trees = f", {found['trees']} trees" if "trees" in found else ""
-    promised = f" (promised {found['promised']:.2f})" if found.get("promised") is not None else ""
-    name = f"tokens per target call, temperature {found['temperature']:g}, {size_of(found)}{trees}"
-    return name, f"{found['mean_acceptance_length']:.2f}{promised}"
+def evaluation_facts(evaluations: Iterable[EngineEvaluation | Mapping[str, Any]]) -> dict[str, str]:
+    """Rows with the engine's measurements, which may be records of them."""
+    rows: dict[str, str] = {}
+    for each in evaluations:
+        found = each if isinstance(each, Mapping) else each.as_dict()
+        trees = f", {found['trees']} trees" if "trees" in found else ""
+        promised = f" (promised {found['promised']:.2f})" if found.get("promised") is not None else ""
+        name = f"tokens per target call, temperature {found['temperature']:g}, {size_of(found)}{trees}"
+        rows[name] = f"{found['mean_acceptance_length']:.2f}{promised}"
+    return rows
 
 
 def size_of(about: Mapping[str, Any]) -> str:

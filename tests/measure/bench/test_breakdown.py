@@ -74,7 +74,6 @@ def test_addition() -> None:
     both = one + one
     assert both.steps == 2 and both.decode_s == pytest.approx(4.0)
     assert both.forward_curve_s == pytest.approx(2 * 1.05)
-    assert (one + Breakdown(steps=1)).forward_curve_s is None
 
 
 def target_cost() -> TargetCost:

@@ -61,7 +61,7 @@ def test_nothing_moves_when_requests_come_and_go() -> None:
 def test_a_straight_path_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(new_page_pool(), [1])
     forward(cache, [2, 3, 4])
-    monkeypatch.delattr(Pages, "put")
+    monkeypatch.delattr(Pages, "move")
     cache.commit([0, 1])
     assert_holds(cache.entries(), [1, 2, 3])
 

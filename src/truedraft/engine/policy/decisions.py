@@ -7,7 +7,6 @@ were not settled (`StepRecord.settled`) are counted without their seconds.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -15,9 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from truedraft.core.budget import Decision
+from truedraft.core.intervals import Numbers, resampled
 from truedraft.core.stats import PROBE, RequestStep, StepRecord
 from truedraft.core.sums import summed
 from truedraft.core.theory import ForwardTable
+from truedraft.options import record_of
 
 PLAIN = "plain"
 """Name of decisions to draft nothing; `PROBE` is the name of steps made to learn from, with any drafter."""
@@ -32,7 +33,8 @@ _SHOWN = 128  # stretches in a record
 _ENOUGH_PLAIN = 16  # plain steps needed to estimate the time of one
 _LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # of the bootstrap
 _DRAWS = 2000
-_INTERVAL = (0.025, 0.975)
+_COUNTS = ("steps", "drafted", "accepted", "emitted", "seconds")  # in records
+_PER_STEP = ("drafted_per_step", "acceptance", "expected_per_step", "emitted_per_step")
 
 
 def what_was_decided(step: RequestStep) -> str:
@@ -166,10 +168,6 @@ class Speedup:
         basis = "this run's plain steps" if self.by_plain_steps else "the cost curve, held to this run's steps"
         return f"estimated speed-up over plain decoding: {self.factor:.2f} ({interval}), by {basis}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """For records."""
-        return dataclasses.asdict(self)
-
 
 class Decisions:
     """Counts the decisions of an engine's steps; its size does not grow with their number.
@@ -254,11 +252,7 @@ class Decisions:
     def __add__(self, other: Decisions) -> Decisions:
         """The decisions of both runs, in this order."""
         found = Decisions(self._forward_s)
-        found.tallies = {
-            name: dataclasses.replace(each, reasons=dict(each.reasons)) for name, each in self.tallies.items()
-        }
-        for name, each in other.tallies.items():
-            found.tallies[name] = found.tallies.get(name, Tally()) + each
+        found.tallies = summed(self.tallies, other.tallies)
         found.stretches = [*self.stretches, *other.stretches]
         found._in_each = max(self._in_each, other._in_each)
         found._keep_bounded()
@@ -301,7 +295,7 @@ class Decisions:
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
         sums = np.array([_sums(each, by_plain_steps) for each in self.stretches])
-        factor = float(_factors(sums.sum(0)[None])[0])
+        factor = float(_factors(sums.sum(axis=0)))
         return Speedup(factor, None, None, by_plain_steps) if np.isfinite(factor) else None
 
     def speedup(self) -> Speedup | None:
@@ -316,14 +310,8 @@ class Decisions:
         blocks = np.add.reduceat(sums, range(0, len(sums), length))
         if len(blocks) < _LEAST_BLOCKS:
             return found
-        drawn = np.random.default_rng(0).integers(len(blocks), size=(_DRAWS, len(blocks)))
-        counts = np.bincount((drawn + len(blocks) * np.arange(_DRAWS)[:, None]).ravel(), minlength=drawn.size)
-        factors = _factors(counts.reshape(drawn.shape).astype(np.float64) @ blocks)
-        known = factors[np.isfinite(factors)]
-        if not len(known):
-            return found
-        low, high = np.quantile(known, _INTERVAL)
-        return replace(found, low=float(low), high=float(high))
+        interval = resampled(blocks.T, _factors, _DRAWS)
+        return replace(found, low=interval.low, high=interval.high)
 
     def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:
         """For records: sums, derived rates, and a timeline of at most `most` stretches."""
@@ -331,26 +319,13 @@ class Decisions:
         return {
             "steps": self.steps,
             "seconds": self.seconds,
-            "speedup": None if speedup is None else speedup.as_dict(),
-            "decided": [self._tally_record(name, each) for name, each in self.ordered.items()],
-            "timeline": [_window_record(each) for each in self.timeline(most)] if most else [],
-        }
-
-    def _tally_record(self, name: str, tally: Tally) -> dict[str, Any]:
-        return {
-            "name": name,
-            "share": self.share(tally),
-            "drafted_per_step": tally.drafted_per_step,
-            "acceptance": tally.acceptance,
-            "expected_per_step": tally.expected_per_step,
-            "emitted_per_step": tally.emitted_per_step,
-            "time_share": self.time_share(tally),
-            "steps": tally.steps,
-            "drafted": tally.drafted,
-            "accepted": tally.accepted,
-            "emitted": tally.emitted,
-            "seconds": tally.seconds,
-            "reasons": dict(tally.reasons),
+            "speedup": None if speedup is None else record_of(speedup),
+            "decided": [
+                {"name": name, "share": self.share(each), "time_share": self.time_share(each)}
+                | record_of(each, *_COUNTS, *_PER_STEP, "reasons")
+                for name, each in self.ordered.items()
+            ],
+            "timeline": [record_of(each, *_COUNTS, "decisions") for each in self.timeline(most)] if most else [],
         }
 
     def share(self, tally: Tally) -> float:
@@ -379,13 +354,8 @@ def _sums(window: StepWindow, by_plain_steps: bool) -> tuple[float, float, float
     return window.seconds, window.plain_curve_s, window.bare_s, window.curve_s
 
 
-def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Speed-ups from rows of sums; not finite where a draw of blocks has no plain step."""
-    measured_s, plain_curve_s, seconds, curve_s = sums.T
+def _factors(sums: Numbers) -> Numbers:
+    """Speed-ups from sums `[4, ...]`; not finite where a draw of blocks has no plain step."""
+    measured_s, plain_curve_s, seconds, curve_s = sums
     with np.errstate(divide="ignore", invalid="ignore"):
-        return plain_curve_s * seconds / curve_s / measured_s
-
-
-def _window_record(window: StepWindow) -> dict[str, Any]:
-    names = ("steps", "seconds", "drafted", "accepted", "emitted", "decisions")
-    return {name: getattr(window, name) for name in names}
+        return np.asarray(plain_curve_s * seconds / curve_s / measured_s)

@@ -14,8 +14,8 @@ from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead, Leaving
 from truedraft.models.attention import Blocked, ChainLayout, Scoring
-from truedraft.models.backends.graphs.blocks import GraphBlocks
 from truedraft.models.backends.graphs.growth import Grow
+from truedraft.models.backends.graphs.heads import GraphBlocks
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.base import LanguageModel
 from truedraft.models.cache import CachePool, RequestCache

@@ -21,9 +21,9 @@ from truedraft.drafters.heads.levels import LevelDrafter, LevelRunner, Tree
 from truedraft.drafters.tree_builder import DraftTree
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.models.attention import Full, Scoring
-from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS
 from truedraft.models.backends.graphs.growth import Grow
-from truedraft.models.backends.graphs.pairs import GraphPairs
+from truedraft.models.backends.graphs.heads import GraphPairs
+from truedraft.models.backends.graphs.paged import MOST_RECORDED_TOKENS
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.backends.native.pairs import NativePairs
 from truedraft.models.base import LanguageModel, Segment

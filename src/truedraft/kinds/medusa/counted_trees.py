@@ -27,15 +27,17 @@ from truedraft.drafters.heads.calibration import COUNTED, COUPLED, LIKELIEST
 from truedraft.errors import DataError, OptionError
 from truedraft.kinds.medusa.guess_trees import MOST_RANKS
 from truedraft.kinds.medusa.traced_guesses import HeadGuesses
-from truedraft.measure.replay import CURVE_NODES, NEVER, TraceReplay
-from truedraft.measure.survival_fit import fit_survival
-from truedraft.measure.written_text import (
+from truedraft.measure.replay import (
     BUDGETS,
     CALIBRATED,
+    CURVE_NODES,
+    NEVER,
     RAW,
     TREE_TEMPERATURES,
+    TraceReplay,
     WrittenText,
     cross_replayed,
+    fit_survival,
     raw_is_kept,
 )
 

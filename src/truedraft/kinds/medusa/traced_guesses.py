@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from truedraft.measure.replay import Trace, starts_of, tree_depths
-from truedraft.measure.written_text import chunks_of
+from truedraft.measure.replay import Trace, chunks_of, starts_of, tree_depths
 
 if TYPE_CHECKING:
     from truedraft.kinds.medusa.module import MedusaHeads

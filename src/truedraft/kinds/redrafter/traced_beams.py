@@ -14,17 +14,22 @@ from truedraft.drafters.heads.acceptance import AcceptanceOdds, scores_for
 from truedraft.drafters.heads.calibration import BEAMS_FACT, FACT
 from truedraft.kinds.redrafter.beams import Beams, beam_search, merge, with_dropped
 from truedraft.kinds.redrafter.module import RedrafterHead, RedrafterRunner
-from truedraft.measure.replay import NEVER, Trace, TraceReplay, starts_of, tree_depths
-from truedraft.measure.survival_fit import RANKS, fit_survival
-from truedraft.measure.written_text import (
+from truedraft.measure.replay import (
     BUDGETS,
     CALIBRATED,
+    NEVER,
+    RANKS,
     RAW,
     TREE_TEMPERATURES,
+    Trace,
+    TraceReplay,
     WrittenText,
     chunks_of,
     cross_replayed,
+    fit_survival,
     raw_is_kept,
+    starts_of,
+    tree_depths,
 )
 from truedraft.models.base import LanguageModel
 

@@ -22,8 +22,7 @@ from truedraft.kinds.redrafter.traced_beams import BeamTokens, ReplayedBeams, fa
 from truedraft.measure import BUDGETS, TREE_TEMPERATURES
 from truedraft.options import check_share, check_whole
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig
-from truedraft.training.head_objective import HeldOutAccuracy
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig, HeldOutAccuracy
 from truedraft.training.losses import DistillationLoss, loss_from_spec
 from truedraft.training.targets import KEPT_BYTES, DistillationTarget, keep_target
 from truedraft.training.texts.self_distillation import text_tokens
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.heads.head import Head
     from truedraft.models.base import LanguageModel
     from truedraft.models.lm_head import LmHead
-    from truedraft.training.head_objective import Feed
+    from truedraft.training.head_config import Feed
     from truedraft.training.report import HeadResult, Rows
     from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData
 

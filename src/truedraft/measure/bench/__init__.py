@@ -1,8 +1,15 @@
 """Benchmarks one can believe: systems under test, paired runs, tables, plots, one JSON line last."""
 
+from truedraft.measure.bench.answers import (
+    AnsweredPrompt,
+    Difference,
+    VocabularyCost,
+    answered_prompts,
+    find_difference,
+    vocabulary_costs,
+)
 from truedraft.measure.bench.breakdown import CurveCosts
 from truedraft.measure.bench.costs import PARTS, MachineCosts, measure_costs
-from truedraft.measure.bench.differences import Difference, find_difference
 from truedraft.measure.bench.prompts import is_question_file, read_questions, spread
 from truedraft.measure.bench.record import Circumstances, bench_record
 from truedraft.measure.bench.report import OutputFolder
@@ -29,7 +36,6 @@ from truedraft.measure.bench.summary import (
 )
 from truedraft.measure.bench.tables import all_tables, decisions_table
 from truedraft.measure.bench.trees import drafted_trees
-from truedraft.measure.bench.vocabularies import AnsweredPrompt, VocabularyCost, answered_prompts, vocabulary_costs
 
 __all__ = [
     "ENTROPY",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
+from truedraft.core.sums import summed
 from truedraft.core.theory import DraftCost, TargetCost
 from truedraft.engine import StepRecord
 
@@ -47,7 +47,6 @@ class Breakdown:
 
     Attributes:
         requests: requests summed over steps: their target calls.
-        rows: tokens fed to the target.
         decode_s: wall time of decoding, including the time between steps, without steps that were not settled.
         forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
         plain_curve_s: V(one row a request, contexts) of each step, by the curve.
@@ -69,13 +68,7 @@ class Breakdown:
     unsettled: int = 0
     unsettled_s: float = 0.0
 
-    def __add__(self, other: Breakdown) -> Breakdown:
-        """The sum of two; a curve that is None in one of them is None in the sum."""
-        sums: dict[str, Any] = {}
-        for each in fields(self):
-            left, right = getattr(self, each.name), getattr(other, each.name)
-            sums[each.name] = None if left is None or right is None else left + right
-        return Breakdown(**sums)
+    __add__ = summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +109,15 @@ def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | 
     decoding = [step for step in steps if step.settled and not step.prefill]
     unsettled = [step for step in steps if not step.settled and not step.prefill]
     unsettled_s = sum(step.total_s for step in unsettled)
-    curves: list[float | None] = [None, None, None]
-    if costs is not None:
-        curves = [
-            sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
-            sum(costs.forward_s(len(step.requests), step.contexts) for step in decoding),
-            sum(costs.drafting_s(step) for step in decoding if step.nodes),
-        ]
+    curves = (
+        {}
+        if costs is None
+        else {
+            "forward_curve_s": sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
+            "plain_curve_s": sum(costs.forward_s(len(step.requests), step.contexts) for step in decoding),
+            "drafting_curve_s": sum(costs.drafting_s(step) for step in decoding if step.nodes),
+        }
+    )
     return Breakdown(
         steps=len(decoding),
         requests=sum(len(step.requests) for step in decoding),
@@ -132,11 +127,9 @@ def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | 
         draft_s=sum(step.draft_s for step in decoding),
         target_s=sum(step.target_s for step in decoding),
         verify_s=sum(step.verify_s for step in decoding),
-        forward_curve_s=curves[0],
-        plain_curve_s=curves[1],
-        drafting_curve_s=curves[2],
         unsettled=len(unsettled),
         unsettled_s=unsettled_s,
+        **curves,
     )
 
 
@@ -152,11 +145,5 @@ def shares(breakdown: Breakdown) -> Shares | None:
             target = draft = None
         else:
             host = max(1.0 - target - draft, 0.0)
-    return Shares(
-        target=target,
-        draft=draft,
-        host=host,
-        verification=breakdown.verify_s / whole,
-        timed_target=breakdown.target_s / whole,
-        timed_draft=breakdown.draft_s / whole,
-    )
+    timed = (seconds / whole for seconds in (breakdown.verify_s, breakdown.target_s, breakdown.draft_s))
+    return Shares(target, draft, host, *timed)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from truedraft.core.stats import Counters
+from truedraft.measure.bench.answers import VocabularyCost
 from truedraft.measure.bench.runs import Results
 from truedraft.measure.bench.suite import PLAIN
 from truedraft.measure.bench.summary import Ratio, Spread, Summary
 from truedraft.measure.bench.trees import DraftedTree
-from truedraft.measure.bench.vocabularies import VocabularyCost
+from truedraft.options import record_of
 
+_SUMMARY = (
+    "name", "ours", "groups", "tokens", "target_calls", "mean_acceptance_length", "acceptance_per_position", "counters",
+    "predicted_speedup", "measured_over_predicted", "shares", "mbu", "cpu_s_per_1000_tokens", "empty_answers",
+    "unsettled_s",
+)  # fmt: skip
+_OF_A_ROW = (
+    "model", "pad_to", "weights", "note", "rule", "controller", "lossless", "dtype", "device", "threads", "batch",
+)  # fmt: skip
 _DIVERGENCES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy", "mean_kl_greedy")
 """Distances of the distributions of emitted tokens from the target's, by `Counters`; None after a lossless rule."""
 
@@ -24,17 +32,10 @@ class Circumstances:
 
     Attributes:
         note: the meaning of a padded target's figures; None for an unpadded target.
-        pad_to: the padded size, or None.
-        weights: their quantisation at load, or None.
         fast_paths: enabled in the target in addition to the plain forward.
-        batch: prompts answered together.
-        prompts: number of requested prompts.
         runs: answers of each system to each group.
         must_agree: whether our engines must give the tokens of plain decoding.
         costs_kept: whether a cost curve is from an earlier run, and so from another state of the machine.
-        bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
-        weight_bytes: bytes that a forward of the target reads; None where unknown.
-        lossless: whether the rule keeps the target's distribution.
     """
 
     model: str
@@ -97,20 +98,7 @@ class Circumstances:
 
     def of_a_row(self) -> dict[str, Any]:
         """The values repeated in each row of the file, which may be all that is left of a run."""
-        names = (
-            "model",
-            "pad_to",
-            "weights",
-            "note",
-            "rule",
-            "controller",
-            "lossless",
-            "dtype",
-            "device",
-            "threads",
-            "batch",
-        )
-        return {name: getattr(self, name) for name in names}
+        return record_of(self, *_OF_A_ROW)
 
 
 def bench_record(
@@ -125,9 +113,7 @@ def bench_record(
     """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
 
     Args:
-        costs: points of the target's cost curve: rows, context, seconds.
         differences: places where tokens differ that must not, a sentence each.
-        vocabularies: costs of drafts with other tokenizers than the target's.
     """
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
@@ -143,8 +129,8 @@ def bench_record(
         "systems": [_summary_record(each, circumstances) for each in summaries],
         "costs": [dict(point) for point in costs],
         "trees": [tree.as_dict() for tree in trees],
-        "vocabularies": [each.as_dict() for each in vocabularies],
-        **dataclasses.asdict(circumstances),
+        "vocabularies": [record_of(each) for each in vocabularies],
+        **record_of(circumstances),
     }
 
 
@@ -163,34 +149,20 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
     must_agree = circumstances.must_agree if summary.ours else circumstances.peers_agree
     reported = must_agree or (summary.ours and circumstances.compares_tokens)
     return {
-        "name": summary.name,
+        **record_of(summary, *_SUMMARY),
         "note": circumstances.note,
-        "ours": summary.ours,
-        "groups": summary.groups,
-        "tokens": summary.tokens,
         **_spread("tokens_per_s", summary.tokens_per_s),
         **_spread("decode_tokens_per_s", summary.decode_tokens_per_s),
         **_spread("first_token_s", summary.first_token_s),
-        "target_calls": summary.target_calls,
-        "mean_acceptance_length": summary.mean_acceptance_length,
         "draft_acceptance_rate": None if summary.counters is None else summary.counters.draft_acceptance_rate,
-        "acceptance_per_position": list(summary.acceptance_per_position),
-        "counters": None if summary.counters is None else dataclasses.asdict(summary.counters),
         "speedup": None if summary.speedup is None else summary.speedup.mean,
         "speedup_spread": _ratio(summary.speedup),
         "decode_speedup": None if summary.decode_speedup is None else summary.decode_speedup.mean,
-        "predicted_speedup": summary.predicted_speedup,
-        "measured_over_predicted": summary.measured_over_predicted,
-        "shares": None if summary.shares is None else dataclasses.asdict(summary.shares),
-        "mbu": summary.mbu,
-        "cpu_s_per_1000_tokens": summary.cpu_s_per_1000_tokens,
         "identical": _all_identical(summary) if must_agree else None,
         "identical_groups": summary.identical_groups if reported else None,
         "compared_groups": summary.compared_groups if reported else None,
         "lossless": not summary.lossy if summary.ours else None,
-        "empty_answers": list(summary.empty_answers),
         "unsettled_steps": summary.unsettled,
-        "unsettled_s": summary.unsettled_s,
         "decisions": None if summary.decisions is None else summary.decisions.as_dict(),
         **{name: getattr(summary.counters or Counters(), name) for name in _DIVERGENCES},
     }

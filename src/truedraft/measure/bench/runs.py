@@ -14,10 +14,15 @@ from truedraft.core.stats import Counters, StepRecord
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.errors import TruedraftError
 from truedraft.measure.bench.breakdown import Breakdown, CurveCosts, break_down
+from truedraft.options import record_of
 from truedraft.progress import Progress, unwatched
 
 T = TypeVar("T")
 _WARM_UP_TOKENS = 16
+_RECORDED = (
+    "first_token_s", "prefill_s", "first_tokens", "forwards", "draft_forwards", "context_tokens", "target_calls",
+    "mean_acceptance_length", "counters", "token_ids",
+)  # fmt: skip
 _WARM_UPS = 3  # of all groups, where steps were not settled: a shape is settled from its third forward on
 
 
@@ -26,15 +31,11 @@ class SystemOutput:
     """A system's answers to a group of prompts; the last four fields are only of our engines.
 
     Attributes:
-        token_ids: new tokens of each prompt, without the one that ended it.
         first_token_s: seconds until the first token of each prompt; None without tokens.
         prefill_s: seconds spent on prompts, including the first tokens.
         forwards: forwards of the target after the prefill; each serves all prompts of the group.
         context_tokens: cached tokens read by those target forwards, summed over forwards and prompts.
-        target_calls: target calls summed over prompts; None where they cannot be counted.
-        mean_acceptance_length: tokens per target call; None where it cannot be counted.
         first_tokens: new tokens of a prompt from the prefill; several where that already verifies a draft.
-        counters: of our engine; None for another library.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -87,12 +88,8 @@ class Row:
     """One system's answer to one group of prompts in one run.
 
     Attributes:
-        run: from 0.
         place: of the system in the order of the group, from 0.
-        total_s: wall time from the first submission to the last answer, in seconds.
         cpu_s: CPU time of the whole process in that time, all threads together, in seconds.
-        breakdown: of the time; None for a peer.
-        decisions: of the steps; None for a peer.
     """
 
     system: str
@@ -127,28 +124,9 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """For the file of rows: counts and seconds, no rates, so that every rate can be recomputed."""
-        output = self.output
-        return {
-            "system": self.system,
-            "prompts": list(self.prompts),
-            "run": self.run,
-            "place": self.place,
-            "tokens": self.tokens,
-            "total_s": self.total_s,
-            "cpu_s": self.cpu_s,
-            "first_token_s": list(output.first_token_s),
-            "prefill_s": output.prefill_s,
-            "first_tokens": output.first_tokens,
-            "forwards": output.forwards,
-            "draft_forwards": output.draft_forwards,
-            "context_tokens": output.context_tokens,
-            "target_calls": output.target_calls,
-            "mean_acceptance_length": output.mean_acceptance_length,
-            "counters": None if output.counters is None else dataclasses.asdict(output.counters),
-            "breakdown": None if self.breakdown is None else dataclasses.asdict(self.breakdown),
-            "decisions": None if self.decisions is None else self.decisions.as_dict(most=0),
-            "token_ids": [list(tokens) for tokens in output.token_ids],
-        }
+        decisions = None if self.decisions is None else self.decisions.as_dict(most=0)
+        own = record_of(self, "system", "prompts", "run", "place", "tokens", "total_s", "cpu_s", "breakdown")
+        return own | {"decisions": decisions} | record_of(self.output, *_RECORDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +180,7 @@ def run_all(
     Ctrl-C ends the run; finished rows are kept.
 
     Args:
-        systems: with different names.
         groups: at least one; answers are cut where prompt and answer fill the target's context.
-        keep: called with each row as soon as it is finished.
         progress: called with the number of finished answers and the name of the next system.
     """
     results = Results()

@@ -6,19 +6,23 @@ import dataclasses
 import functools
 import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from truedraft.core.stats import Counters
 from truedraft.core.theory import predicted_speedup
 from truedraft.engine.policy.decisions import Decisions
-from truedraft.measure.bench.breakdown import Breakdown, Shares, known_share, shares
+from truedraft.measure.bench.breakdown import Shares, known_share, shares
 from truedraft.measure.bench.costs import Memory
 from truedraft.measure.bench.runs import Row
 from truedraft.measure.bench.suite import PLAIN
 
 _KILO = 1000
 _SHOWN_NAMES = 3
+_SPEED, _DECODE_SPEED = operator.attrgetter("tokens_per_s"), operator.attrgetter("decode_tokens_per_s")
+
+Counts = TypeVar("Counts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +65,19 @@ class Summary:
     """The results of one system.
 
     Attributes:
-        tokens: new tokens of one run of each group.
-        tokens_per_s: prefill included.
-        decode_tokens_per_s: tokens after the prefill, per second after it.
-        target_calls: of one run of each group; None where they cannot be counted.
-        mean_acceptance_length: tokens per target call; None where they cannot be counted.
-        counters: of one run of each group; None for a peer.
-        speedup: over plain decoding, prefill included; None without plain rows to pair with.
-        decode_speedup: the same for tokens after the prefill.
-        predicted_speedup: from acceptance and cost curves, for tokens after the first: the geometric mean over groups,
-            as `decode_speedup` is; None without curves.
+        tokens: new tokens of one run of each group, as `target_calls`, `counters` and `empty_answers`.
+        tokens_per_s: prefill included, as `speedup`; the others are of tokens after it.
+        target_calls: None where they cannot be counted, as `mean_acceptance_length`.
+        counters: None for a peer, as `shares` and `decisions`.
+        speedup: over plain decoding; None without plain rows to pair with.
+        predicted_speedup: from acceptance and cost curves: the geometric mean over groups; None without curves.
         measured_over_predicted: the geometric mean of the ratio of measured to predicted speedup over groups that have
             both.
-        shares: of decoding time; None for a peer.
         mbu: fraction of memory bandwidth used in decoding; None where the bytes read are unknown, or where it was above
             1, as with weights in the processor's caches.
         cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
         identical_groups: groups with the tokens of plain decoding's first run in all runs.
         compared_groups: groups that plain decoding answered too; fewer than `groups` in an interrupted run.
-        empty_answers: prompts with an answer without tokens in one run of each group.
-        decisions: of all runs of all groups; None for a peer.
         unsettled: decoding steps of all runs that were not settled, see `StepRecord.settled`.
     """
 
@@ -146,19 +143,15 @@ def shown(summaries: Sequence[Summary], best_of: Mapping[str, Sequence[str]]) ->
     hidden: set[str] = set()
     notes = []
     for title, names in best_of.items():
-        tried = [summary for summary in summaries if summary.name in names]
+        tried = {each.name: each.tokens_per_s.median for each in summaries if each.name in names}
         if len(tried) > 1:
-            best = max(tried, key=lambda summary: summary.tokens_per_s.median)
-            titles[best.name] = title
-            hidden |= {summary.name for summary in tried} - {best.name}
-            speeds = "; ".join(f"{each.name.removeprefix(title).lstrip(', ')} {_speed_of(each)}" for each in tried)
+            best = max(tried, key=lambda name: tried[name])
+            titles[best] = title
+            hidden |= tried.keys() - {best}
+            speeds = "; ".join(f"{name.removeprefix(title).lstrip(', ')} {speed:.1f}" for name, speed in tried.items())
             notes.append(f"{title} is the best of {len(tried)} settings, in tokens/s: {speeds}")
     left = (summary for summary in summaries if summary.name not in hidden)
     return [dataclasses.replace(each, name=titles.get(each.name, each.name)) for each in left], notes
-
-
-def _speed_of(summary: Summary) -> str:
-    return f"{summary.tokens_per_s.median:.1f}"
 
 
 def empty_answers(summaries: Sequence[Summary]) -> list[str]:
@@ -185,17 +178,16 @@ def differing_answers(
     rows: Sequence[Row], names: Sequence[str]
 ) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
     """System, prompt, plain tokens and its tokens, where these differ from plain decoding's first run."""
-    plain: dict[str, tuple[int, ...]] = {}
-    for row in rows:
-        if row.system == PLAIN:
-            for name, tokens in zip(row.prompts, row.output.token_ids, strict=True):
-                plain.setdefault(name, tokens)
-    return [
-        (row.system, name, plain[name], tokens)
+    answers = [
+        (row.system, name, tokens)
         for row in rows
-        if row.system in names
         for name, tokens in zip(row.prompts, row.output.token_ids, strict=True)
-        if name in plain and tokens != plain[name]
+    ]
+    plain = {name: tokens for system, name, tokens in reversed(answers) if system == PLAIN}
+    return [
+        (system, name, plain[name], tokens)
+        for system, name, tokens in answers
+        if system in names and tokens != plain.get(name, tokens)
     ]
 
 
@@ -203,23 +195,22 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
     rows = [row for runs in groups.values() for row in runs]
     firsts = [runs[0] for runs in groups.values()]
     first_token_s = [seconds for row in rows for seconds in row.output.first_token_s if seconds is not None]
-    breakdown = _total_breakdown(rows)
-    counters = [row.output.counters for row in firsts if row.output.counters is not None]
-    total = sum(counters, Counters()) if counters else None
+    breakdown, counters = _sum(row.breakdown for row in rows), _sum(row.output.counters for row in firsts)
     calls = [row.output.target_calls for row in firsts]
-    ratios, decode_ratios = _ratios(groups, plain, _speed), _ratios(groups, plain, _decode_speed)
+    ratios, decode_ratios = _ratios(groups, plain, _SPEED), _ratios(groups, plain, _DECODE_SPEED)
     predictions = _predictions(groups)
+    tokens = sum(row.tokens for row in rows)
     return Summary(
         name=name,
         ours=ours,
         groups=len(groups),
         tokens=sum(row.tokens for row in firsts),
-        tokens_per_s=Spread.of([_median(runs, _speed) for runs in groups.values()]),
-        decode_tokens_per_s=Spread.of([_median(runs, _decode_speed) for runs in groups.values()]),
+        tokens_per_s=Spread.of([_median(runs, _SPEED) for runs in groups.values()]),
+        decode_tokens_per_s=Spread.of([_median(runs, _DECODE_SPEED) for runs in groups.values()]),
         first_token_s=Spread.of(first_token_s) if first_token_s else None,
         target_calls=None if None in calls else sum(call for call in calls if call is not None),
-        mean_acceptance_length=_mean_acceptance_length(total, firsts),
-        counters=total,
+        mean_acceptance_length=_mean_acceptance_length(counters, firsts),
+        counters=counters,
         speedup=Ratio.of(list(ratios.values())) if ratios else None,
         decode_speedup=Ratio.of(list(decode_ratios.values())) if decode_ratios else None,
         predicted_speedup=_geometric_mean(list(predictions.values())),
@@ -228,48 +219,49 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
         ),
         shares=None if breakdown is None else shares(breakdown),
         mbu=None if memory is None else _bandwidth_used(rows, memory),
-        cpu_s_per_1000_tokens=_cpu_s_per_1000_tokens(rows),
-        identical_groups=sum(_same_as_plain(runs, plain[key][0]) for key, runs in groups.items() if key in plain),
+        cpu_s_per_1000_tokens=sum(row.cpu_s for row in rows) / tokens * _KILO if tokens else 0.0,
+        identical_groups=sum(
+            all(row.output.token_ids == plain[key][0].output.token_ids for row in runs)
+            for key, runs in groups.items()
+            if key in plain
+        ),
         compared_groups=sum(key in plain for key in groups),
         empty_answers=tuple(
-            prompt
-            for row in firsts
-            for prompt, tokens in zip(row.prompts, row.output.token_ids, strict=True)
-            if not tokens
+            prompt for row in firsts for prompt, own in zip(row.prompts, row.output.token_ids, strict=True) if not own
         ),
-        decisions=_all_decisions(rows),
+        decisions=_sum(row.decisions for row in rows),
         unsettled=0 if breakdown is None else breakdown.unsettled,
         unsettled_s=0.0 if breakdown is None else breakdown.unsettled_s,
     )
 
 
-def _speed(row: Row) -> float:
-    return row.tokens_per_s
+def _sum(counts: Iterable[Counts | None]) -> Counts | None:
+    """The sum of those that there are; None where there is none."""
+    found: list[Any] = [each for each in counts if each is not None]
+    return functools.reduce(operator.add, found) if found else None
 
 
-def _decode_speed(row: Row) -> float:
-    return row.decode_tokens_per_s
+def _median(runs: Sequence[Row], speed: Callable[[Row], float]) -> float:
+    return statistics.median(map(speed, runs))
 
 
-def _median(runs: Sequence[Row], value: Callable[[Row], float]) -> float:
-    return statistics.median(value(row) for row in runs)
-
-
-def _ratios(groups: Groups, plain: Groups, value: Callable[[Row], float]) -> ByGroup:
+def _ratios(groups: Groups, plain: Groups, speed: Callable[[Row], float]) -> ByGroup:
     """Ratios only of groups in which both emitted tokens, because a sampled answer may be empty."""
-    both = ((key, _median(runs, value), _median(plain[key], value)) for key, runs in groups.items() if key in plain)
+    both = ((key, _median(runs, speed), _median(plain[key], speed)) for key, runs in groups.items() if key in plain)
     return {key: measured / below for key, measured, below in both if measured > 0 and below > 0}
 
 
 def _predictions(groups: Groups) -> ByGroup:
-    """Predicted speedup of each group: from its acceptance, and V and draft cost of its steps."""
+    """Predicted speedup of each group: from its acceptance, and the means of V and draft cost over its steps."""
     found: ByGroup = {}
     for key, runs in groups.items():
-        breakdown = _total_breakdown(runs)
-        counters = sum((row.output.counters for row in runs if row.output.counters is not None), Counters())
-        predicted = None if breakdown is None else _predicted(counters, breakdown)
-        if predicted:
-            found[key] = predicted
+        counters, breakdown = _sum(row.output.counters for row in runs), _sum(row.breakdown for row in runs)
+        if counters is None or breakdown is None or not breakdown.steps or not counters.mean_acceptance_length:
+            continue
+        curves = breakdown.plain_curve_s, breakdown.forward_curve_s, breakdown.drafting_curve_s
+        means = [seconds / breakdown.steps for seconds in curves if seconds is not None]
+        if len(means) == len(curves):
+            found[key] = predicted_speedup(counters.mean_acceptance_length, *means)
     return found
 
 
@@ -286,47 +278,12 @@ def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) ->
     return sum(length * calls for length, calls in known) / sum(calls for _, calls in known) if known else None
 
 
-def _total_breakdown(rows: Sequence[Row]) -> Breakdown | None:
-    found = [row.breakdown for row in rows if row.breakdown is not None]
-    if not found:
-        return None
-    total = found[0]
-    for each in found[1:]:
-        total += each
-    return total
-
-
-def _all_decisions(rows: Sequence[Row]) -> Decisions | None:
-    found = [row.decisions for row in rows if row.decisions is not None]
-    return functools.reduce(operator.add, found) if found else None
-
-
-def _predicted(counters: Counters, breakdown: Breakdown) -> float | None:
-    """Computed from the curves' means over the executed steps."""
-    verified, plain, drafting = breakdown.forward_curve_s, breakdown.plain_curve_s, breakdown.drafting_curve_s
-    if verified is None or plain is None or drafting is None or not breakdown.steps:
-        return None
-    means = (seconds / breakdown.steps for seconds in (plain, verified, drafting))
-    return predicted_speedup(counters.mean_acceptance_length, *means)
-
-
 def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
     """Bytes read by the algorithm / time / bandwidth, over decoding."""
     seconds = sum(row.decode_s for row in rows)
     if seconds <= 0:
         return None
-    read = 0
-    for row in rows:
-        read += memory.target.read(row.output.forwards, row.output.context_tokens)
-        if memory.draft is not None:
-            read += memory.draft.read(row.output.draft_forwards, 0)
+    read = sum(memory.target.read(row.output.forwards, row.output.context_tokens) for row in rows)
+    if memory.draft is not None:
+        read += sum(memory.draft.read(row.output.draft_forwards, 0) for row in rows)
     return known_share(read / seconds / memory.bandwidth)
-
-
-def _cpu_s_per_1000_tokens(rows: Sequence[Row]) -> float:
-    tokens = sum(row.tokens for row in rows)
-    return sum(row.cpu_s for row in rows) / tokens * _KILO if tokens else 0.0
-
-
-def _same_as_plain(runs: Sequence[Row], plain: Row) -> bool:
-    return all(row.output.token_ids == plain.output.token_ids for row in runs)

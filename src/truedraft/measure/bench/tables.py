@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
-from truedraft.core.stats import PROBE, Counters
-from truedraft.engine.policy.decisions import END, NOT_ASKED, Decisions, Tally
+from truedraft.core.stats import PROBE
+from truedraft.engine.policy.decisions import END, NOT_ASKED, Decisions
 from truedraft.measure.bench.record import Circumstances
 from truedraft.measure.bench.suite import PLAIN
 from truedraft.measure.bench.summary import Summary
@@ -46,45 +46,45 @@ def all_tables(summaries: Sequence[Summary], circumstances: Circumstances) -> li
 
 def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: bool = True) -> TextTable:
     """The speed of each system, and whether it gave the tokens of plain decoding, where these are compared."""
+
+    def identical(summary: Summary) -> str:
+        compared = summary.ours or peers_agree
+        return f"{summary.identical_groups} of {summary.compared_groups}" if compared else _MISSING
+
     columns: list[Column] = [
         ("tokens/s", _speed),
-        ("x plain", lambda each: _number(None if each.speedup is None else each.speedup.mean, 2)),
+        _column("x plain", "speedup.mean"),
         ("first\ntoken", lambda each: "-" if each.first_token_s is None else f"{each.first_token_s.median:.3f} s"),
         ("target\ncalls", lambda each: _MISSING if each.target_calls is None else f"{each.target_calls:,}"),
-        ("tokens\n/call", lambda each: _number(each.mean_acceptance_length, 2)),
-        ("core-s\n/1,000", lambda each: f"{each.cpu_s_per_1000_tokens:.1f}"),
+        _column("tokens\n/call", "mean_acceptance_length"),
+        _column("core-s\n/1,000", "cpu_s_per_1000_tokens", 1),
     ]
-    if must_agree:
-        columns.append(("identical", lambda each: _identical(each) if each.ours or peers_agree else _MISSING))
-    return _table(columns, summaries)
+    return _table([*columns, ("identical", identical)] if must_agree else columns, summaries)
 
 
 def divergence_table(summaries: Sequence[Summary]) -> TextTable:
     """The divergence caused by a lossy rule: means over its emitted tokens, for the systems that used one."""
-    columns: list[Column] = [
-        ("total\nvariation", lambda each: _number(_counters(each).mean_total_variation, 3)),
-        ("KL,\nnats", lambda each: _number(_counters(each).mean_kl, 3)),
-        ("the same\nof greedy", lambda each: _number(_counters(each).mean_total_variation_greedy, 3)),
-        ("KL\nof greedy", lambda each: _number(_counters(each).mean_kl_greedy, 3)),
+    columns = [
+        _column("total\nvariation", "counters.mean_total_variation", 3),
+        _column("KL,\nnats", "counters.mean_kl", 3),
+        _column("the same\nof greedy", "counters.mean_total_variation_greedy", 3),
+        _column("KL\nof greedy", "counters.mean_kl_greedy", 3),
     ]
     return _table(columns, [each for each in summaries if each.lossy])
 
 
-def _counters(summary: Summary) -> Counters:
-    return Counters() if summary.counters is None else summary.counters
-
-
 def time_table(summaries: Sequence[Summary]) -> TextTable:
-    """The time of decoding by part, and the predictions of the cost curves."""
+    """The time of decoding by part, and the predictions of the cost curves; plain decoding would predict itself."""
+    predicted, over = _column("", "predicted_speedup")[1], _column("", "measured_over_predicted")[1]
     columns: list[Column] = [
-        ("predicted", lambda each: _number(_unless_plain(each, each.predicted_speedup), 2)),
-        ("decode\nx plain", lambda each: _number(None if each.decode_speedup is None else each.decode_speedup.mean, 2)),
-        ("measured/\npredicted", lambda each: _number(_unless_plain(each, each.measured_over_predicted), 2)),
-        ("target", lambda each: _number(None if each.shares is None else each.shares.target, 2)),
-        ("draft", lambda each: _number(None if each.shares is None else each.shares.draft, 2)),
-        ("host", lambda each: _number(None if each.shares is None else each.shares.host, 2)),
-        ("verify", lambda each: _number(None if each.shares is None else each.shares.verification, 3)),
-        ("MBU", lambda each: _number(each.mbu, 2)),
+        ("predicted", lambda each: _MISSING if each.name == PLAIN else predicted(each)),
+        _column("decode\nx plain", "decode_speedup.mean"),
+        ("measured/\npredicted", lambda each: _MISSING if each.name == PLAIN else over(each)),
+        _column("target", "shares.target"),
+        _column("draft", "shares.draft"),
+        _column("host", "shares.host"),
+        _column("verify", "shares.verification", 3),
+        _column("MBU", "mbu"),
     ]
     return _table(columns, summaries)
 
@@ -93,28 +93,25 @@ def acceptance_table(summaries: Sequence[Summary]) -> TextTable:
     """Acceptance rate of the k-th drafted token where it was reached, for systems that drafted."""
     drafting = [each for each in summaries if each.acceptance_per_position]
     longest = max((len(each.acceptance_per_position) for each in drafting), default=0)
-    columns: list[Column] = [
-        (f"{'' if place else 'accepted'}\nat {place + 1}", partial(_accepted_at, place))
-        for place in range(min(longest, _SHOWN_POSITIONS))
-    ]
-    return _table(columns, drafting)
+
+    def at(place: int) -> Column:
+        def cell(summary: Summary) -> str:
+            rates = summary.acceptance_per_position
+            return _number(rates[place] if place < len(rates) else None, 2)
+
+        return f"{'' if place else 'accepted'}\nat {place + 1}", cell
+
+    return _table([at(place) for place in range(min(longest, _SHOWN_POSITIONS))], drafting)
 
 
 def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
     """Predicted and measured tokens per target call of each token tree."""
     headings = ("", "nodes", "promised", "if\nindependent", "measured", "measured/\npromised")
-    rows = tuple(
-        (
-            each.system,
-            str(each.nodes),
-            _number(each.promised, 2),
-            _number(each.product, 2),
-            _number(each.measured, 2),
-            _number(each.measured_over_promised, 2),
-        )
-        for each in trees
-    )
-    return TextTable(headings, rows)
+    rows = []
+    for each in trees:
+        numbers = (each.promised, each.product, each.measured, each.measured_over_promised)
+        rows.append((each.system, str(each.nodes), *(_number(number, 2) for number in numbers)))
+    return TextTable(headings, tuple(rows))
 
 
 def decisions_table(decisions: Decisions) -> TextTable:
@@ -123,44 +120,32 @@ def decisions_table(decisions: Decisions) -> TextTable:
     Numbers of nodes and tokens are means of a step and request; shares are fractions.
     """
     headings = ("", "steps", "share", "drafted", "accepted/\ndrafted", "tokens\nexpected", "tokens\nemitted", "time")
-    rows = tuple(
-        (
-            name,
-            f"{each.steps:,}",
-            _number(decisions.share(each), 2),
-            _number(each.drafted_per_step, 2),
-            _number(each.acceptance, 2),
-            _number(each.expected_per_step, 2),
-            _number(each.emitted_per_step, 2),
-            _number(decisions.time_share(each), 2),
-            _why(each),
-        )
-        for name, each in decisions.ordered.items()
-    )
-    return TextTable((*headings, "why"), rows)
+    rows = []
+    for name, each in decisions.ordered.items():
+        means = (each.drafted_per_step, each.acceptance, each.expected_per_step, each.emitted_per_step)
+        numbers = (decisions.share(each), *means, decisions.time_share(each))
+        reasons = sorted(each.reasons, key=each.reasons.__getitem__, reverse=True)
+        why = ", ".join(_REASONS.get(reason, reason) for reason in reasons)
+        rows.append((name, f"{each.steps:,}", *(_number(number, 2) for number in numbers), why))
+    return TextTable((*headings, "why"), tuple(rows))
 
 
-def _why(tally: Tally) -> str:
-    reasons = sorted(tally.reasons, key=lambda reason: -tally.reasons[reason])
-    return ", ".join(_REASONS.get(reason, reason) for reason in reasons)
+def _column(heading: str, path: str, digits: int = 2) -> Column:
+    """A column of the attribute at a dotted path; a dash where that, or what it belongs to, is None."""
 
+    def cell(summary: Summary) -> str:
+        value: Any = summary
+        for name in path.split("."):
+            value = None if value is None else getattr(value, name)
+        return _number(value, digits)
 
-def _accepted_at(place: int, summary: Summary) -> str:
-    rates = summary.acceptance_per_position
-    return _number(rates[place] if place < len(rates) else None, 2)
+    return heading, cell
 
 
 def _table(columns: Sequence[Column], summaries: Sequence[Summary]) -> TextTable:
-    rows = tuple((_marked(each), *(cell(each) for _, cell in columns)) for each in summaries)
+    names = ((each, f"{each.name} (lossy)" if each.lossy else each.name) for each in summaries)
+    rows = tuple((name, *(cell(each) for _, cell in columns)) for each, name in names)
     return TextTable(("", *(heading for heading, _ in columns)), rows)
-
-
-def _marked(summary: Summary) -> str:
-    return f"{summary.name} (lossy)" if summary.lossy else summary.name
-
-
-def _identical(summary: Summary) -> str:
-    return f"{summary.identical_groups} of {summary.compared_groups}"
 
 
 def _speed(summary: Summary) -> str:
@@ -171,11 +156,6 @@ def _speed(summary: Summary) -> str:
 def _three_digits(value: float) -> str:
     """At least three significant digits, and no exponent."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
-
-
-def _unless_plain(summary: Summary, value: float | None) -> float | None:
-    """None for plain decoding, which would predict itself."""
-    return None if summary.name == PLAIN else value
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -14,6 +14,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.engine.policy import StepCosts
 from truedraft.measure import sized
 from truedraft.measure.bench.suite import OurEngine, Suite
+from truedraft.options import record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,6 @@ class DraftedTree:
     Attributes:
         tree: with `survival` where it was counted; where trees are chosen at each step, the counted tree of the same
             heads.
-        measured: mean acceptance length in the benchmark; None where it did not run.
-        product: the prediction for independent errors of the heads; None where their accuracy is unknown.
         chosen: the trees drafted instead of `tree`; None where `tree` is drafted.
         promised_on: a description of the text of the prediction; `measured` is on the benchmark's own.
     """
@@ -85,18 +84,9 @@ class DraftedTree:
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "system": self.system,
-            "trees": "fixed" if self.chosen is None else "likeliest",
-            "nodes": self.nodes,
-            "promised": self.promised,
-            "promised_on": self.promised_on,
-            "counted": self.counted,
-            "product": self.product,
-            "measured": self.measured,
-            "measured_over_promised": self.measured_over_promised,
-            "tree": self.tree.as_dict(),
-        }
+        numbers = ("nodes", "promised", "promised_on", "counted", "product", "measured", "measured_over_promised")
+        kind = "fixed" if self.chosen is None else "likeliest"
+        return {"trees": kind} | record_of(self, "system", *numbers, "tree")
 
 
 def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
@@ -105,8 +95,6 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
     Engines with a controller that weighs costs are left as they are: it chooses at each step.
 
     Args:
-        suite: its engines must not run during the call.
-        forwards: V of its target.
         refresh: measure drafting costs even if stored costs exist.
 
     Raises:

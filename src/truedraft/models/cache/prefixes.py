@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from truedraft.models.cache.buffers import Entries
-from truedraft.models.cache.carried import StateRow, bytes_of
-from truedraft.models.cache.family import BLOCK
+from truedraft.models.cache.family import BLOCK, StateRow, bytes_of
 from truedraft.models.cache.request import RequestCache
 
 FEW = 16

@@ -64,8 +64,6 @@ class Learner:
         per_tenant: train separate modules for each scope of requests, only from its own answers and used only for it;
             at most 16 scopes.
         level: probability of a promotion without a gain, and of a rollback without cause.
-        rate: of AdamW.
-        clock: wall time in seconds.
         processor: the calling thread's processor time in seconds.
 
     Raises:

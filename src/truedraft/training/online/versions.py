@@ -17,7 +17,7 @@ from torch import nn
 from truedraft.errors import CompositionError, ModelError, OptionError, errors_about
 from truedraft.files import object_of, take_place, written_whole
 from truedraft.models.base import LanguageModel
-from truedraft.models.huggingface import weights_hash
+from truedraft.models.checkpoint import weights_hash
 from truedraft.training.online.learnable import Learnable
 
 _POINTER, _VERSIONS = "current.json", "versions"

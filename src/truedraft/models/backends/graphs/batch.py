@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -37,15 +37,14 @@ _SPAN_STEP = 64  # without recording; attention kernels need mask rows that star
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The shape of a forward. Forwards of equal buckets run the same kernels at the same addresses.
+    """The shape of a forward, padding included. Forwards of equal buckets run the same kernels at the same addresses.
 
     Attributes:
-        requests: padding included.
         tokens: most new tokens of a request.
-        rows: new tokens of all requests, padding included.
+        rows: new tokens of all requests.
         span: key/value positions per request, a multiple of the page size.
         words: 64-bit mask words per token; 0 where all segments are chains.
-        wanted: rows that get logits, padding included.
+        wanted: rows that get logits.
     """
 
     requests: int
@@ -71,7 +70,7 @@ class Bucket:
 
     @classmethod
     def exact(cls, requests: int, tokens: int, rows: int, end: int, nodes: int, wanted: int) -> Bucket:
-        """A bucket with only the span rounded; arguments as in `recorded`, and the number of rows that get logits."""
+        """A bucket with only the span rounded; arguments as in `recorded`."""
         span = -(-end // _SPAN_STEP) * _SPAN_STEP
         return cls(requests, tokens, rows, span, -(-nodes // WORD_BITS), wanted)
 
@@ -88,7 +87,7 @@ class Bucket:
 
 
 def _power(number: int) -> int:
-    """The least power of two that is at least `number`."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
@@ -101,8 +100,7 @@ HostNumbers = NDArray[Any]
 class Numbers(Generic[Array]):
     """The inputs on the host or on the device; int32 unless int64 is stated.
 
-    A row is a new token; rows of a request are consecutive. Rows without a token are padding, and their results are
-    never read.
+    A row is a new token; rows of a request are consecutive. Results of rows of padding are never read.
 
     Attributes:
         tokens: `[rows]`, int64.
@@ -140,8 +138,7 @@ class Numbers(Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class PagedSegment:
-    """A segment, the block table of its request, and vectors `[new, width]`, if the forward reads any in addition to
-    tokens."""
+    """A segment, its request's block table, and vectors `[new, width]` if the forward reads any besides tokens."""
 
     segment: Segment
     table: PageTable
@@ -186,7 +183,6 @@ class PagedBatch:
 
     @classmethod
     def recorded(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
-        """A batch in a rounded bucket."""
         sizes = _sizes(parts)
         return cls(parts, patterns, sizes, Bucket.recorded(*_most(parts, sizes)))
 
@@ -229,7 +225,7 @@ class PagedBatch:
         return sum(self.beams if self.level else len(part.segment.rows) for part in self.parts)
 
     def tokens(self) -> list[tuple[Tensor, int]]:
-        """New tokens, grouped by device, and the first row of each group; empty where the device chooses the tokens."""
+        """New tokens, grouped by device, and the first row of each group; none where the device chooses them."""
         if self.level:
             return []
         runs, row = [], 0
@@ -265,20 +261,17 @@ class PagedBatch:
         numbers.target[:rows] = numbers.table[request, places // PAGE].astype(np.int64) * PAGE + places % PAGE
         for pattern, first in zip(self.patterns, numbers.first, strict=True):
             first[:rows] = pattern.first(positions)
-        self._write_requested(numbers.wanted, start, rows)
+        numbers.wanted[: self.wanted] = np.arange(rows) if self.level else self._wanted(start)
         _write_tiles(numbers.tiles, start, counts, self.bucket.tile)
         numbers.tile_end[:] = numbers.end[numbers.tiles[:, 0]] * (numbers.tiles[:, 2] > 0)
         for number, part in enumerate(self.parts if self.bucket.words and not self.level else ()):
             if part.nodes:
                 self._write_tree(part, numbers, slice(start[number], start[number] + part.count))
 
-    def _write_requested(self, requested: HostNumbers, start: HostNumbers, rows: int) -> None:
-        if self.level:
-            requested[:rows] = np.arange(rows)
-            return
+    def _wanted(self, start: HostNumbers) -> HostNumbers:
         per_part = [part.segment.rows for part in self.parts]
         flat = np.fromiter(itertools.chain.from_iterable(per_part), np.int64)
-        requested[: len(flat)] = flat + np.repeat(start, [len(rows) for rows in per_part])
+        return flat + np.repeat(start, [len(rows) for rows in per_part])
 
     def _write_tree(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
         """Overwrite positions by depth, and set the bits of visible nodes."""
@@ -326,8 +319,6 @@ def path_bits(shape: TreeShape, written: int, dropped: tuple[int, ...], words: i
     Worked example: parents (-1, 0, 0, 2) with nothing written or dropped give 0b1, 0b11, 0b101, 0b1101.
 
     Args:
-        shape: all uncommitted tokens.
-        written: nodes that earlier forwards wrote; the others are new.
         dropped: for each new token, the number of nodes at the top of its path that are out of reach.
     """
     bits = np.zeros((len(shape) - written, words), dtype=np.uint64)
@@ -343,61 +334,53 @@ class Inputs:
     All numbers on the host are uploaded in one copy; tokens already on the device are copied there.
 
     Args:
-        patterns: number of attention patterns.
-        vectors: one row `[width]` of the vectors read in addition to tokens; None where there are none.
-        memory: block of int64 to use; None allocates one.
+        layout: of `_layout`.
+        memory: block of int64 to use.
+        vectors: `[rows, width]`, read in addition to tokens; None where there are none.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        patterns: int,
-        device: torch.device,
-        vectors: Tensor | None = None,
-        memory: Tensor | None = None,
-    ) -> None:
+    def __init__(self, bucket: Bucket, layout: Layout, memory: Tensor, vectors: Tensor | None) -> None:
         self.bucket = bucket
-        self._shapes = _shapes(bucket, patterns)
-        size = sum(_sizes_of(self._shapes))
-        self._memory = torch.zeros(size, dtype=torch.int64, device=device) if memory is None else memory
-        self.numbers: Numbers[Tensor] = _split(self._memory, self._shapes)
-        self.vectors = None if vectors is None else vectors.new_zeros(bucket.rows, len(vectors))
+        self.vectors = vectors
+        self.numbers: Numbers[Tensor] = _split(memory, layout)
+        self._layout, self._memory = layout, memory
 
     @classmethod
     def in_a_row(
         cls, buckets: Sequence[Bucket], patterns: int, device: torch.device, vectors: Tensor | None = None
     ) -> list[Inputs]:
-        """Inputs of forwards in sequence, in one block of memory; only the first has vectors."""
-        sizes = [sum(_sizes_of(_shapes(bucket, patterns))) for bucket in buckets]
-        block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        parts = zip(buckets, block.split(sizes), strict=True)
-        per_bucket = itertools.chain([vectors], itertools.repeat(None))
-        return [
-            cls(bucket, patterns, device, one, memory) for (bucket, memory), one in zip(parts, per_bucket, strict=False)
-        ]
+        """Inputs of forwards in sequence, in one block of memory.
 
-    def load(self, batch: PagedBatch) -> None:
-        load_in_a_row([self], [batch])
+        Args:
+            patterns: number of attention patterns.
+            vectors: one row `[width]` of the vectors that the first forward reads in addition to tokens.
+        """
+        layouts = [_layout(bucket, patterns) for bucket in buckets]
+        sizes = [sum(size for _, size in layout) for layout in layouts]
+        block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        first = None if vectors is None else vectors.new_zeros(buckets[0].rows, len(vectors))
+        read = [first, *[None] * (len(buckets) - 1)]
+        return [cls(*each) for each in zip(buckets, layouts, block.split(sizes), read, strict=True)]
 
     def write(self, memory: Tensor, batch: PagedBatch) -> list[tuple[Tensor, int]]:
         """Write the host's numbers into zeros on the host in the layout of these inputs.
 
         Returns tokens on a device, and the first row of each group.
         """
-        numbers: Numbers[HostNumbers] = _split(memory.numpy(), self._shapes)
+        numbers: Numbers[HostNumbers] = _split(memory.numpy(), self._layout)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)
-        elsewhere = []
+        on_device = []
         for tokens, start in batch.tokens():
             if transfers.waits(tokens.device):
-                elsewhere.append((tokens, start))
+                on_device.append((tokens, start))
             else:
                 numbers.tokens[start : start + len(tokens)] = tokens.numpy()
-        return elsewhere
+        return on_device
 
-    def load_beside(self, elsewhere: Sequence[tuple[Tensor, int]], batch: PagedBatch) -> None:
+    def copy(self, on_device: Sequence[tuple[Tensor, int]], batch: PagedBatch) -> None:
         """Copy what is on the device already, after the host's numbers are uploaded."""
-        for tokens, start in elsewhere:
+        for tokens, start in on_device:
             self.numbers.tokens[start : start + len(tokens)].copy_(tokens)
         if self.vectors is not None:
             vectors = torch.cat([part.vectors for part in batch.parts if part.vectors is not None])
@@ -412,46 +395,35 @@ def load_in_a_row(inputs: Sequence[Inputs], batches: Sequence[PagedBatch]) -> No
     # target 0, which is in the scratch page.
     host = torch.zeros(block.shape, dtype=torch.int64, pin_memory=block.is_cuda)
     parts = zip(inputs, host.split(sizes), batches, strict=True)
-    elsewhere = [each.write(memory, batch) for each, memory, batch in parts]
+    on_device = [each.write(memory, batch) for each, memory, batch in parts]
     block.copy_(host, non_blocking=True)
-    for each, tokens, batch in zip(inputs, elsewhere, batches, strict=True):
-        each.load_beside(tokens, batch)
+    for each, tokens, batch in zip(inputs, on_device, batches, strict=True):
+        each.copy(tokens, batch)
 
 
-def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:
+Layout: TypeAlias = list[tuple[tuple[int, ...], int]]
+"""The shape of each array of `Numbers`, and its size in int64."""
+
+
+def _layout(bucket: Bucket, patterns: int) -> Layout:
+    """8 bytes per number for the first `_WIDE` arrays and 4 for the others, rounded up to multiples of 64 bytes."""
     rows, requests = (bucket.rows,), (bucket.requests,)
-    return [
-        rows,
-        rows,
-        rows,
-        (bucket.wanted,),
-        (patterns, bucket.rows, bucket.words),
-        rows,
-        (patterns, bucket.rows),
-        rows,
-        requests,
-        requests,
-        requests,
-        (bucket.requests, bucket.span // PAGE),
-        (bucket.tiles, 3),
+    masks = [(patterns, bucket.rows, bucket.words), rows, (patterns, bucket.rows), rows]
+    table = (bucket.requests, bucket.span // PAGE)
+    shapes = [
+        rows, rows, rows, (bucket.wanted,), *masks, requests, requests, requests, table, (bucket.tiles, 3),
         (bucket.tiles,),
-    ]
-
-
-def _sizes_of(shapes: list[tuple[int, ...]]) -> list[int]:
-    """The size of each array in int64: 8 bytes per number for the first `_WIDE` arrays and 4 for the others, rounded up
-    to multiples of 64 bytes.
-    """
+    ]  # fmt: skip
     halves = [math.prod(shape) * (2 if number < _WIDE else 1) for number, shape in enumerate(shapes)]
-    return [-(-each // 16) * 8 for each in halves]
+    return [(shape, -(-half // 16) * 8) for shape, half in zip(shapes, halves, strict=True)]
 
 
-def _split(memory: Any, shapes: list[tuple[int, ...]]) -> Numbers[Any]:
+def _split(memory: Any, layout: Layout) -> Numbers[Any]:
     """Views of a block of int64, on the host (numpy) or a device (torch)."""
     narrow: Any = torch.int32 if isinstance(memory, Tensor) else np.int32
     parts = []
     start = 0
-    for number, (shape, size) in enumerate(zip(shapes, _sizes_of(shapes), strict=True)):
+    for number, (shape, size) in enumerate(layout):
         part = memory[start : start + size]
         part = part if number < _WIDE else part.view(narrow)
         parts.append(part[: math.prod(shape)].reshape(shape))

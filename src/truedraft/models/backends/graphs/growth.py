@@ -7,15 +7,15 @@ recording serves all drafts. Nothing here waits for the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from truedraft.core.top_k import TopK
-from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs, PagedBatch, load_in_a_row
-from truedraft.models.backends.graphs.replay import Outputs, Work
+from truedraft.models.backends.graphs.batch import WORD_BITS
+from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.base import Choose
 
 
@@ -117,12 +117,17 @@ class ChosenChains(Growth):
         self._tokens: list[Tensor] = []
         self._probs: list[Tensor] = []
 
-    def grow(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token of each chain, from logits `[requests, ids]`."""
         level = len(self._tokens)
         logits = logits if self._whole is None else self._whole(logits)
         tokens, probs = self._choose(logits, *(each[:, level] for each in self._numbers))
         self._tokens.append(tokens)
         self._probs += [] if probs is None else [probs]
+        return tokens
+
+    def grow(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.choose(logits)
         return tokens, torch.arange(len(tokens), device=tokens.device)
 
     def found(self) -> Outputs:
@@ -138,31 +143,3 @@ def own_bits(beams: int, level: int, words: int, like: Tensor) -> Tensor:
     node = torch.arange(beams * level, beams * (level + 1), device=like.device)[:, None]
     word = torch.arange(words, device=like.device)
     return torch.where(word == node // WORD_BITS, torch.ones_like(node) << node % WORD_BITS, 0)
-
-
-def joined_work(
-    batches: Sequence[PagedBatch],
-    numbers: Sequence[Tensor],
-    vectors: Tensor,
-    forward: Callable[[list[Inputs], list[Tensor]], Outputs],
-) -> Work[tuple[list[Inputs], list[Tensor]]]:
-    """Forwards in sequence, the first of which reads vectors in addition to tokens.
-
-    Args:
-        batches: one per forward.
-        numbers: `[requests, ...]` each, further inputs.
-        vectors: `[width]`, one row of the first forward's vectors.
-        forward: called with the inputs and the numbers, padding included.
-    """
-    requests, buckets = len(batches[0].parts), [batch.bucket for batch in batches]
-
-    def make() -> tuple[list[Inputs], list[Tensor]]:
-        inputs = Inputs.in_a_row(buckets, len(batches[0].patterns), vectors.device, vectors)
-        return inputs, [each.new_zeros(buckets[0].requests, *each.shape[1:]) for each in numbers]
-
-    def load(held: tuple[list[Inputs], list[Tensor]]) -> None:
-        load_in_a_row(held[0], batches)
-        for memory, given in zip(held[1], numbers, strict=True):
-            memory[:requests].copy_(given)
-
-    return Work(make, load, lambda held: forward(*held), requests)

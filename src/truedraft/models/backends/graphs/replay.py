@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from truedraft.core.inference import in_inference_mode
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +25,6 @@ layers.
 """
 
 Layers: TypeAlias = tuple[int, ...]
-Forward: TypeAlias = Callable[[Inputs, Layers], Outputs]
-MakeInputs: TypeAlias = Callable[[Bucket], Inputs]
 
 Held = TypeVar("Held")
 """Inputs at fixed addresses."""
@@ -35,12 +32,8 @@ Held = TypeVar("Held")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recorded forward; replaying it computes from the current contents of its inputs.
-
-    Attributes:
-        outputs: at fixed addresses; the next replay overwrites them.
-        replay: queues all of its kernels.
-    """
+    """A recorded forward. `replay` queues its kernels, which compute from the current contents of its inputs, and
+    overwrite `outputs`."""
 
     outputs: Outputs
     replay: Callable[[], None]
@@ -94,6 +87,7 @@ class Recordings(Generic[Held]):
         self._unrecorded: set[Hashable] = set()  # because recording them failed
         self._kept: OrderedDict[Hashable, tuple[Held, Recording]] = OrderedDict()
         self._outputs: dict[Hashable, Tensor] = {}
+        self._addresses: object = None
         self.warmups = 0
 
     @property
@@ -101,11 +95,16 @@ class Recordings(Generic[Held]):
         """Shapes with recordings, the least recently used first."""
         return list(self._kept)
 
-    def run(self, shape: Hashable, work: Work[Held]) -> Outputs:
+    def run(self, shape: Hashable, work: Work[Held], addresses: object = None) -> Outputs:
         """Run work, and return its rows without padding, owned by the caller.
 
-        Work of one shape does the same operations on inputs of the same sizes.
+        Args:
+            shape: work of one shape does the same operations on inputs of the same sizes.
+            addresses: identify the other memory that it uses; recordings made with different ones are dropped.
         """
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._forget()
         if self._recorder is None or shape in self._unrecorded:
             return work.run()
         if shape not in self._kept:
@@ -139,8 +138,7 @@ class Recordings(Generic[Held]):
         return recording
 
     def _put_away(self, outputs: Outputs) -> Outputs:
-        """Copy outputs to memory that recordings share, because memory of a recording's own is never freed: gigabytes
-        with large vocabularies."""
+        """Copy outputs to memory that recordings share, because a recording's own memory is never freed."""
         shared = []
         for number, output in enumerate(outputs):
             key = number, output.shape, output.dtype
@@ -149,7 +147,7 @@ class Recordings(Generic[Held]):
             shared.append(self._outputs[key].copy_(output))
         return tuple(shared)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         self._seen.clear()
         self._unrecorded.clear()
         self._outputs.clear()
@@ -158,72 +156,12 @@ class Recordings(Generic[Held]):
             self._recorder.forget()
 
 
-class Runner:
-    """Runs batches through a forward, eagerly or recorded; see `Recordings` for `recorder` and `most`.
-
-    A recording is made for each bucket and tuple of captured layers that repeats. `inputs` allocates the inputs of a
-    bucket.
-    """
-
-    def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder | None, most: int = 256) -> None:
-        self._forward = forward
-        self._inputs = inputs
-        self._recordings: Recordings[Inputs] = Recordings(recorder, most)
-        self._addresses: object = None
-
-    @property
-    def warmups(self) -> int:
-        """See `Recordings`."""
-        return self._recordings.warmups
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """Buckets with recordings, the least recently used first."""
-        shapes: list[Any] = self._recordings.shapes
-        return [bucket for bucket, _ in shapes]
-
-    def run_once(self, batch: PagedBatch, layers: Layers = ()) -> Outputs:
-        """Load a batch and run it eagerly; returns what `run` does."""
-        return self._work(batch, layers).run()
-
-    def run(self, batch: PagedBatch, addresses: object, layers: Layers = ()) -> Outputs:
-        """Load a batch and run it, and return its rows without padding, owned by the caller.
-
-        Args:
-            addresses: identifies the other memory that the forward reads and writes; recordings made with a different
-                value are dropped.
-            layers: layers to return the output of.
-        """
-        return self.run_work((batch.bucket, layers), self._work(batch, layers), addresses)
-
-    def run_work(self, shape: tuple[Bucket, Hashable], work: Work[Any], addresses: object) -> Outputs:
-        """Run work of several forwards in sequence; the first has the bucket of `shape`."""
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._recordings.forget()
-        return self._recordings.run(shape, work)
-
-    def _work(self, batch: PagedBatch, layers: Layers) -> Work[Inputs]:
-        return Work(
-            make=lambda: self._inputs(batch.bucket),
-            load=lambda inputs: inputs.load(batch),
-            forward=lambda inputs: self._forward(inputs, layers),
-            rows=batch.wanted,
-        )
-
-
 class RecordedFunction:
-    """A function of tensors `[rows, ...]` each row of which depends only on the same row of its arguments; see
-    `Recordings`.
+    """A function of tensors `[rows, ...]`, row by row, recorded for each number of rows, rounded up to a power of two,
+    and for each tuple of its other arguments; see `Recordings`.
 
-    It is recorded for each number of rows, rounded up to a power of two, and for each tuple of its other arguments.
     Rows of padding hold values of earlier calls. The function must not wait for the device, and tensors that it makes
     must not be kept, because recordings share memory.
-
-    Args:
-        function: called with tensors and then with the numbers of the call; returns tensors `[rows, ...]`.
-        recorder: None calls the function directly.
-        most: recordings to keep; the least recently used one is dropped.
     """
 
     def __init__(self, function: Callable[..., Outputs], recorder: Recorder | None, most: int = 64) -> None:
@@ -233,7 +171,6 @@ class RecordedFunction:
 
     @property
     def warmups(self) -> int:
-        """Calls so far that took longer than later calls of their shape will."""
         return self._recordings.warmups
 
     @in_inference_mode

@@ -65,7 +65,11 @@ typedef uint16_t element;
 typedef uint32_t cell; /* two neighbouring inputs */
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 #define PER_CELL 2
+#if LANES == 16 /* compilers take this conversion apart, too */
+static inline lanes widen(halves h) { return (lanes)((words)_mm512_cvtepu16_epi32((__m256i)h) << 16); }
+#else
 static inline lanes widen(halves h) { return (lanes)(__builtin_convertvector(h, words) << 16); }
+#endif
 static inline lanes load(const element *p) { halves h; memcpy(&h, p, sizeof h); return widen(h); }
 #if defined(__AVX512BF16__)
 static inline halves narrow(lanes v) { return (halves)_mm512_cvtneps_pbh((__m512)v); }
@@ -488,10 +492,10 @@ static void rotate(element *x, const element *table, int64_t head, int64_t inter
 }
 
 /* Scores of some queries with all slots of one key head, some vectors of slots at a time. Queries are already scaled, but
- * for those that are multiplied in pairs. */
+ * for those that are multiplied in pairs. The slots' values are prefetched, an even share for each entry of a head. */
 static inline __attribute__((always_inline)) void score_some(
-    const float *query, float scaling, const int rows, const int vectors, const element *keys, int64_t capacity, int64_t head,
-    int64_t from, int64_t to, float *scores, int64_t stride) {
+    const float *query, float scaling, const int rows, const int vectors, const element *keys, const element *values,
+    int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
     for (int64_t s = from; s < to; s += vectors * LANES) {
         lanes acc[TILE][4];
 #pragma GCC unroll 8
@@ -501,6 +505,7 @@ static inline __attribute__((always_inline)) void score_some(
 #if PAIRED
         for (int64_t d = 0; d < head / 2; d++) {
             const element *first = keys + 2 * d * capacity + s;
+            for (int i = 0; i < 2; i++) __builtin_prefetch(values + s * head + (2 * d + i) * vectors * LANES, 0, 3);
             const ints key[2] = {pairs(first, first + capacity, 0), pairs(first, first + capacity, 1)};
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
@@ -510,6 +515,7 @@ static inline __attribute__((always_inline)) void score_some(
 #else
         for (int64_t d = 0; d < head; d++) {
             lanes key[4];
+            __builtin_prefetch(values + s * head + d * vectors * LANES, 0, 3);
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) key[j] = load(keys + d * capacity + s + j * LANES);
 #pragma GCC unroll 8
@@ -531,10 +537,10 @@ static inline __attribute__((always_inline)) void score_some(
 }
 
 /* The same for up to 8 queries; those that are not there are computed for nothing. */
-static void score(const float *query, float scaling, int rows, const element *keys, int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
-    if (rows <= 2) score_some(query, scaling, 2, LANES == 16 ? 2 : 4, keys, capacity, head, from, to, scores, stride);
-    else if (rows <= 4) score_some(query, scaling, 4, 2, keys, capacity, head, from, to, scores, stride);
-    else score_some(query, scaling, TILE, LANES == 16 ? 2 : 1, keys, capacity, head, from, to, scores, stride);
+static void score(const float *query, float scaling, int rows, const element *keys, const element *values, int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
+    if (rows <= 2) score_some(query, scaling, 2, LANES == 16 ? 2 : 4, keys, values, capacity, head, from, to, scores, stride);
+    else if (rows <= 4) score_some(query, scaling, 4, 2, keys, values, capacity, head, from, to, scores, stride);
+    else score_some(query, scaling, TILE, LANES == 16 ? 2 : 1, keys, values, capacity, head, from, to, scores, stride);
 }
 
 /* Softmax in place over `count` scores, in float32; returns nothing, the weights sum to 1. */
@@ -654,14 +660,16 @@ static void remember(const Model *m, const Layer *l, const Batch *b, Piece p, in
     const Segment *s = p.segment;
     const int64_t head = m->head, base = s->length + s->written, turned = m->turned;
     element *keys = s->keys[number] + p.group * head * s->capacity, *values = s->values[number] + p.group * s->capacity * head;
+    element *first = scratch->projected + (s->start + p.from) * m->stride + (m->heads + p.group) * head;
     for (int64_t i = p.from; i < p.to; i++) {
         const int64_t row = s->start + i;
-        element *k = scratch->projected + row * m->stride + (m->heads + p.group) * head, *v = k + m->kv_heads * head;
+        element *k = first + (i - p.from) * m->stride, *v = k + m->kv_heads * head;
         if (l->key_norm) norm(k, l->key_norm, l->head_eps, m->norms, head, k);
         rotate(k, b->rotary[l->rotary] + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
-        for (int64_t d = 0; d < head; d++) keys[d * s->capacity + base + i] = k[d];
         memcpy(values + (base + i) * head, v, head * sizeof *v);
     }
+    for (int64_t d = 0; d < head; d++) /* a line of the cache has an entry of several rows */
+        for (int64_t i = p.from; i < p.to; i++) keys[d * s->capacity + base + i] = first[(i - p.from) * m->stride + d];
 }
 
 /* Attends from a piece's queries, which are rotated here, to what the cache has. */
@@ -695,7 +703,7 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
         if (tiled) tiled_scores(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         else
 #endif
-        score(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
+        score(query, l->scaling, n, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         for (int r = 0; r < n; r++) {
             const int64_t i = (q + r) / each, row = s->start + i;
             float *of_slots = scores + r * score_stride;

@@ -1,4 +1,4 @@
-"""The loss of acceptance of a draft that cannot write all of the target's tokens.
+"""Answers beside the target's distributions: where two that must be equal differ, and what a draft cannot write.
 
 A token drawn from q is accepted with probability sum min(p, q), where q covers the tokens that both models can write.
 So the rejection probability, 1 - sum min(p, q), is the sum of two parts: the mass of p on tokens that the draft cannot
@@ -13,7 +13,6 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,64 @@ _PLACES = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token at the place of the difference, with the target's logit by plain forwards; `id` is None after the end."""
+
+    id: int | None
+    text: str
+    logit: float | None
+
+    def describe(self) -> str:
+        return self.text if self.logit is None else f"{self.text} (logit {self.logit:.4f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where two answers to one prompt differ.
+
+    Attributes:
+        position: number of equal tokens before it.
+    """
+
+    position: int
+    plain: Candidate
+    speculative: Candidate
+    best: tuple[Candidate, Candidate]
+    margin: float
+
+    def describe(self) -> str:
+        plain, speculative, *best = (each.describe() for each in (self.plain, self.speculative, *self.best))
+        return (
+            f"differs at token {self.position}: plain {plain}, speculative {speculative}; the two best there are "
+            f"{' and '.join(best)}, margin {self.margin:.4f}"
+        )
+
+
+def find_difference(
+    target: LanguageModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
+) -> Difference | None:
+    """Find the first place where two answers differ; None if they are equal."""
+    if list(plain) == list(speculative):
+        return None
+    shortest = min(len(plain), len(speculative))
+    position = next((i for i in range(shortest) if plain[i] != speculative[i]), shortest)
+    before = [*prompt, *plain[:position]]
+    *_, last = outputs_along(target, before, len(prompt) - 1)
+    logits: list[float] = last.logits[-1].float().tolist()
+    best = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:2]
+
+    def candidate(token: int | None) -> Candidate:
+        if token is None:
+            return Candidate(None, "(end)", None)
+        text = repr(target.tokenizer.decode([token])) if target.tokenizer is not None else str(token)
+        return Candidate(token, text, logits[token])
+
+    ours, theirs = (each[position] if position < len(each) else None for each in (plain, speculative))
+    margin = logits[best[0]] - logits[best[1]]
+    return Difference(position, candidate(ours), candidate(theirs), (candidate(best[0]), candidate(best[1])), margin)
+
+
+@dataclass(frozen=True, slots=True)
 class AnsweredPrompt:
     """A prompt and the target's answer, in token ids."""
 
@@ -45,7 +102,6 @@ class VocabularyCost:
 
     Attributes:
         shared: the fraction of the target's ids that it can write.
-        places: number of places in the target's answers.
         unshared_mass: the target's probability of ids that the draft cannot write, mean over the places.
         acceptance: sum min(p, q), mean over the places.
     """
@@ -63,9 +119,6 @@ class VocabularyCost:
             f"others, which bounds the acceptance rate of a drafted token by {1.0 - self.unshared_mass:.3f}; this "
             f"draft's is {self.acceptance:.3f}"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def answered_prompts(groups: Sequence[Group], rows: Sequence[Row]) -> list[AnsweredPrompt]:
@@ -97,16 +150,9 @@ def vocabulary_costs(
             warnings.warn(f"what the tokenizer of {name!r} costs is unknown: {error}", stacklevel=2)
             continue
         if found:
-            unshared, accepted = torch.cat(found, dim=1)  # [places] each
-            costs.append(
-                VocabularyCost(
-                    name,
-                    len(draft.shared_ids) / target.vocab_size,
-                    len(unshared),
-                    float(unshared.mean()),
-                    float(accepted.mean()),
-                )
-            )
+            means = torch.cat(found, dim=1)  # [2, places]
+            shared = len(draft.shared_ids) / target.vocab_size
+            costs.append(VocabularyCost(name, shared, means.shape[1], *means.mean(dim=1).tolist()))
     return costs
 
 

@@ -1,15 +1,15 @@
-"""Integer weights in Hugging Face folders, as codes with scales: GPTQ, AWQ, compressed-tensors, bitsandbytes.
+"""Layers of Hugging Face folders with quantised weights: GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8.
 
-All are scale * (code - zero), with scales and zeros shared by a group of an output's inputs. They differ in the
-positions of codes in words of 32 bits, and in how zeros are stored.
+Integer codes are all scale * (code - zero), with scales and zeros shared by a group of an output's inputs. They differ
+in the positions of codes in words of 32 bits, and in how zeros are stored. Small floating-point ones are dequantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,29 +17,48 @@ from torch import Tensor
 
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.quantized import GROUP, QuantizedWeight, Scheme, StoredWeight
+from truedraft.models.weight_files import Place
 
 BITS = (4, 8)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # position in its word of the code of each of 8 outputs
 _ONE_127TH = 0.007874015718698502  # as bitsandbytes writes it
+STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 
 
-class Tensors(Protocol):
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
     """The tensors of one layer, by the last part of their names, such as "qweight"; each is read on access."""
 
+    folder: str
+    name: str
+    places: Mapping[str, Place]
+
     def __getitem__(self, end: str) -> Tensor:
-        """Raises ModelError if the folder lacks it."""
+        self.shape(end)
+        return self.places[end].read()
 
     def get(self, end: str) -> Tensor | None:
-        """None if the folder lacks it."""
+        return self[end] if end in self.places else None
 
     def shape(self, end: str) -> tuple[int, ...]:
-        """The shape, without reading it; raises as `[]` does."""
+        """The shape, without reading the tensor; raises ModelError, as `[]` does, if the folder lacks it."""
+        if end not in self.places:
+            raise self.broken(f"lacks its {end}")
+        return self.places[end].shape
 
     def broken(self, what: str) -> ModelError:
-        """The error for an invalid layer."""
+        return ModelError(f"layer {self.name!r} of {self.folder!r} {what}; fetch its files again, or mend config.json")
 
     def unread(self, what: str) -> UnsupportedModelError:
-        """The error for a layer in an unsupported format."""
+        return not_read(self.folder, f"(layer {self.name!r}) with {what}")
+
+
+def not_read(name: str, what: str) -> UnsupportedModelError:
+    """The error for a folder in an unsupported format."""
+    return UnsupportedModelError(
+        f"{name!r} has quantised weights {what}, which truedraft does not read; name the model that it was made from, "
+        "in bfloat16 or float32, or one by GPTQ, AWQ or compressed-tensors in 4 or 8 bits"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +78,7 @@ class Layout:
     zeros_less_one: bool = False
 
 
-def gptq(tensors: Tensors, layout: Layout) -> StoredWeight:
+def gptq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
     """A layer of GPTQ: qweight `[in / codes of a word, out]`, qzeros `[groups, out / codes of a word]`, scales
     `[groups, out]`, and g_idx `[in]`, the group of each input.
 
@@ -78,7 +97,7 @@ def gptq(tensors: Tensors, layout: Layout) -> StoredWeight:
     return _grouped(tensors, bits, lambda: unpacked(tensors["qweight"].T, bits), scales.T, zeros, group_of)
 
 
-def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
+def awq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
     """A layer of AWQ: qweight `[in, out / 8]`, qzeros `[groups, out / 8]`, scales `[groups, out]`; a word has the
     codes of 8 outputs, even ones first."""
     scales = tensors["scales"]
@@ -98,7 +117,7 @@ def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
     return _grouped(tensors, bits, lambda: in_place(tensors["qweight"]), scales.T, zeros, group_of)
 
 
-def packed(tensors: Tensors, layout: Layout) -> StoredWeight:
+def packed(tensors: LayerTensors, layout: Layout) -> StoredWeight:
     """A layer of compressed-tensors in words: weight_packed `[out, in / codes of a word]`, weight_scale `[out,
     groups]` and weight_shape; optionally weight_zero_point `[out / codes of a word, groups]` and weight_g_idx
     `[in]`."""
@@ -116,7 +135,7 @@ def packed(tensors: Tensors, layout: Layout) -> StoredWeight:
     return _grouped(tensors, bits, codes, scales, zeros, group_of)
 
 
-def whole(tensors: Tensors, layout: Layout) -> StoredWeight:
+def whole(tensors: LayerTensors, layout: Layout) -> StoredWeight:
     """A layer of compressed-tensors in bytes: weight `[out, in]`, int8, weight_scale, and optionally
     weight_zero_point and weight_g_idx."""
     out, inputs = tensors.shape("weight")
@@ -127,7 +146,7 @@ def whole(tensors: Tensors, layout: Layout) -> StoredWeight:
     return _grouped(tensors, 8, lambda: _from_zero(tensors["weight"]), scales, zeros, group_of)
 
 
-def of_bitsandbytes(tensors: Tensors, layout: Layout) -> StoredWeight:
+def of_bitsandbytes(tensors: LayerTensors, layout: Layout) -> StoredWeight:
     """A layer of bitsandbytes in 8 bits: weight `[out, in]`, int8, and SCB, 127 times the scale of each output."""
     out, inputs = tensors.shape("weight")
     scales = _by_output(tensors, tensors["SCB"].float() * _ONE_127TH, out)
@@ -150,7 +169,7 @@ def _from_zero(codes: Tensor) -> Tensor:
     return torch.from_numpy(codes.numpy().view(np.uint8) ^ 128)
 
 
-def _known_bits(tensors: Tensors, layout: Layout, words: int, codes: int) -> int:
+def _known_bits(tensors: LayerTensors, layout: Layout, words: int, codes: int) -> int:
     """Bits of a layer's codes, from the numbers of codes and of words."""
     fitting = [bits for bits in range(2, 9) if -(-codes * bits // 32) == words]
     bits = next((each for each in layout.bits if each in fitting), fitting[0] if fitting and layout.others else 0)
@@ -162,12 +181,12 @@ def _known_bits(tensors: Tensors, layout: Layout, words: int, codes: int) -> int
     return bits
 
 
-def _expect(tensors: Tensors, end: str, shape: tuple[int, ...]) -> None:
+def _expect(tensors: LayerTensors, end: str, shape: tuple[int, ...]) -> None:
     if tensors.shape(end) != shape:
         raise tensors.broken(f"has {end} of the shape {list(tensors.shape(end))} in place of {list(shape)}")
 
 
-def _by_output(tensors: Tensors, scales: Tensor, out: int) -> Tensor:
+def _by_output(tensors: LayerTensors, scales: Tensor, out: int) -> Tensor:
     """Scales `[out, groups]` from a single number or one for each output."""
     scales = scales.reshape(len(scales), -1) if scales.dim() else scales.view(1, 1)
     if len(scales) not in (1, out):
@@ -175,13 +194,13 @@ def _by_output(tensors: Tensors, scales: Tensor, out: int) -> Tensor:
     return scales.expand(out, -1)
 
 
-def _by_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Tensor:
+def _by_order(tensors: LayerTensors, inputs: int, layout: Layout, groups: int) -> Tensor:
     """The group of each input, by weight_g_idx if there is one."""
     given = tensors.get("weight_g_idx")
     return _in_order(tensors, inputs, layout, groups) if given is None or bool((given < 0).all()) else given
 
 
-def _in_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Tensor:
+def _in_order(tensors: LayerTensors, inputs: int, layout: Layout, groups: int) -> Tensor:
     """The group of each input for contiguous groups."""
     sizes = dict.fromkeys(min(size, inputs) or inputs for size in layout.groups)
     fitting = [size for size in sizes if -(-inputs // size) == groups]
@@ -191,7 +210,7 @@ def _in_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Ten
 
 
 def _grouped(
-    tensors: Tensors,
+    tensors: LayerTensors,
     bits: int,
     codes: Callable[[], Tensor],
     scales: Tensor,
@@ -216,27 +235,64 @@ def _grouped(
         zeros = None
     kept = scales.to(torch.float16)
     narrow = torch.equal(kept.float(), scales.float())
+    kept = kept if narrow else scales.float()
     if zeros is None:
         scheme = Scheme.ONE if narrow else Scheme.WIDE
     else:
         scheme = Scheme.ZEROED if narrow else Scheme.WIDE_ZEROED
     moved = None if torch.equal(order, torch.arange(inputs)) else order.int()
-    read = partial(_read, bits, scheme, codes, kept if narrow else scales.float(), zeros, of_piece, moved)
-    return StoredWeight((bits, scheme), read, (len(scales), inputs), moved)
+
+    def spread(each: Tensor) -> Tensor:
+        return torch.from_numpy(np.take(each.numpy(), of_piece.numpy(), axis=1))
+
+    def rows(index: Tensor | slice) -> QuantizedWeight:
+        found = codes().numpy()
+        found = np.ascontiguousarray(found) if moved is None else np.take(found, moved.numpy(), axis=1)
+        inner = None if zeros is None else spread(zeros)
+        whole = QuantizedWeight(bits, scheme, torch.from_numpy(found), spread(kept), inner=inner, order=moved)
+        return whole.rows(index)
+
+    return StoredWeight((bits, scheme), rows, (len(scales), inputs), moved)
 
 
-def _read(
-    bits: int,
-    scheme: Scheme,
-    codes: Callable[[], Tensor],
-    scales: Tensor,
-    zeros: Tensor | None,
-    of_piece: Tensor,
-    order: Tensor | None,
-    index: Tensor | slice,
-) -> QuantizedWeight:
-    found = codes().numpy()
-    found = np.ascontiguousarray(found) if order is None else np.take(found, order.numpy(), axis=1)
-    inner = None if zeros is None else torch.from_numpy(np.take(zeros.numpy(), of_piece.numpy(), axis=1))
-    spread = torch.from_numpy(np.take(scales.numpy(), of_piece.numpy(), axis=1))
-    return QuantizedWeight(bits, scheme, torch.from_numpy(found), spread, inner=inner, order=order).rows(index)
+def fp8(tensors: LayerTensors, block: tuple[int, int] | None) -> Tensor:
+    """A layer's weight `[out, in]`, float32, from codes of 8 bits and their scales: one number, one for each output, or
+    one for each `block` of outputs and inputs."""
+    end = "weight_scale_inv" if tensors.get("weight_scale_inv") is not None else "weight_scale"
+    written, weight = tensors[end], tensors["weight"].float()
+    scales = (written.float() - 127.0).exp2() if written.dtype is torch.uint8 else written.float()
+    out, inputs = weight.shape
+    if scales.numel() == 1:
+        return weight * scales.flatten()
+    if scales.numel() == out and scales.shape[0] == out:
+        return weight * scales.reshape(out, 1)
+    if block is None or scales.shape != (-(-out // block[0]), -(-inputs // block[1])):
+        said = "no blocks" if block is None else f"blocks of {block[0]} times {block[1]}"
+        raise tensors.broken(
+            f"has {end} of the shape {list(scales.shape)} for a weight of {[out, inputs]}, and config.json says {said}"
+        )
+    spread = scales.repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :inputs]
+    return weight * spread
+
+
+def four_bits(tensors: LayerTensors) -> Tensor:
+    """A layer's weight by bitsandbytes in 4 bits (NF4, FP4): codes index a table of numbers, times a scale of a
+    block. Scales may themselves be codes of another table (double quantisation)."""
+    state = next(found for end in STATES if (found := tensors.get(end)) is not None)
+    try:
+        said: dict[str, Any] = json.loads(bytes(state.tolist()))
+        shape, size = tuple(said["shape"]), int(said["blocksize"])
+        scales = tensors["weight.absmax"]
+        if scales.dtype is torch.uint8:
+            own = tensors["weight.nested_quant_map"][scales.long()]
+            of_scales = tensors["weight.nested_absmax"].repeat_interleave(int(said["nested_blocksize"]))
+            scales = own * of_scales[: len(own)] + float(said["nested_offset"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise tensors.broken("has a quant_state that cannot be read") from error
+    octets = tensors["weight"].flatten().view(torch.uint8)
+    codes = torch.stack([octets >> 4, octets & 15], dim=-1).flatten()
+    count = shape[0] * shape[1]
+    if not count <= len(codes) <= count + 1 or len(scales) != -(-count // size):
+        raise tensors.broken(f"has {len(codes)} codes and {len(scales)} scales for a weight of {list(shape)}")
+    numbers = tensors["weight.quant_map"][codes[:count].long()]
+    return (numbers * scales.repeat_interleave(size)[:count]).view(shape)

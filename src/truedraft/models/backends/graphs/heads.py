@@ -1,0 +1,324 @@
+"""Heads with attention as CUDA graphs: one replay per forward, or per whole draft.
+
+`GraphPairs` runs heads that read pairs of a vector and a token. `GraphBlocks` runs block drafters: rows of a text only
+write keys and values, rows of a block see the text and their whole block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.core.tree import chain_shape
+from truedraft.models.attention import Full
+from truedraft.models.backends.graphs.attention import attention_for, write
+from truedraft.models.backends.graphs.batch import Inputs
+from truedraft.models.backends.graphs.growth import Grow, own_bits
+from truedraft.models.backends.graphs.paged import MOST_RECORDED_TOKENS, Draft, PagedForward
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder
+from truedraft.models.base import Segment
+from truedraft.models.cache import PagePool, Pages, RequestCache
+from truedraft.models.llama import RotaryTable
+
+
+class _GraphHead:
+    """A head over its own pages; `pool` makes the requests' caches.
+
+    Args:
+        sizes: attention calls, key/value heads, and head width.
+        like: a tensor of the head's dtype on its device.
+        limit: most tokens of one request.
+        recorder: makes recordings; None is CUDA graphs.
+        before: an instance of the same sizes with pages to reuse.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        like: Tensor,
+        limit: int,
+        recorder: Recorder | None,
+        before: _GraphHead | None,
+    ) -> None:
+        self._recorder = recorder
+        self._scaling = sizes[2] ** -0.5
+        self._pages: Pages = Pages(*sizes, like.dtype, like.device) if before is None else before._pages
+        self.pool: PagePool = PagePool(self._pages, limit) if before is None else before.pool
+        self._attention = attention_for(like.device, sizes[2])
+        self._forwards: list[PagedForward] = []
+
+    def _paged(
+        self, forward: Callable[[Inputs, Layers], Outputs], rotary: RotaryTable, start: int, vectors: Tensor
+    ) -> PagedForward:
+        recorder = CudaGraphs(vectors.device) if self._recorder is None else self._recorder
+        self._forwards.append(PagedForward(self._pages, forward, recorder, (Full(),), rotary, start, vectors))
+        return self._forwards[-1]
+
+    @property
+    def warmups(self) -> int:
+        """Forwards so far that took longer than later ones of their shape will."""
+        return sum(each.recordings.warmups for each in self._forwards)
+
+
+class ReadPairs(Protocol):
+    """A head as a function of tokens and positions `[rows]`, vectors `[rows, width]`, whether these are the target's,
+    attention (`truedraft.drafters.heads.layers.Attend`), and the rows to return."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        vectors: Tensor,
+        observed: bool,
+        attention: Callable[[Tensor, Tensor, Tensor], Tensor],
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Vectors `[rows, width]` and logits `[rows, ids]`, without waiting for the device."""
+
+
+class GraphPairs(_GraphHead):
+    """Runs a head that reads pairs of a vector and a token; see `_GraphHead` for further arguments.
+
+    Args:
+        rotary: table of positions, which grows with longer texts.
+        start: added to all positions.
+        widths: of the head's own output vectors, and of the target's concatenated vectors.
+    """
+
+    def __init__(
+        self,
+        read: ReadPairs,
+        rotary: RotaryTable,
+        start: int,
+        sizes: tuple[int, int, int],
+        widths: tuple[int, int],
+        like: Tensor,
+        limit: int,
+        recorder: Recorder | None = None,
+        before: GraphPairs | None = None,
+    ) -> None:
+        super().__init__(sizes, like, limit, recorder, before)
+        self._read = read
+        for observed, width in enumerate(widths):
+            self._paged(partial(self._forward, bool(observed)), rotary, start, like.new_zeros(width))
+
+    def run(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
+        """See `truedraft.kinds.eagle.drafter.Eagle3Runner.forward`."""
+        given, logits = self._forwards[observed].run(segments, vectors=vectors)
+        return given, logits
+
+    def run_trees(
+        self,
+        segments: Sequence[Segment],
+        vectors: Tensor,
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """Draft whole trees in one recording; returns `Growth.found`. Everything that it reads and drafts stays
+        uncommitted.
+
+        Args:
+            segments: the next tokens of each text, up to 64, with the last one as the only row; for a head that guesses
+                ahead, with one row for each level, used for all nodes of that level.
+            vectors: `[total, width]`: the target's, for the same tokens.
+            levels: of the trees, 1 or more.
+            beams: open nodes of each tree, see `Growth`.
+            numbers: `[requests, ...]` each, arguments of `grow`.
+        """
+        ahead = len(segments[0].rows) > 1
+        draft = partial(self._ahead, levels, beams, grow) if ahead else partial(self._levels, beams, grow)
+        forwards = 1 if ahead else levels
+        nodes = (forwards - 1) * beams if beams > 1 else 0
+        key = levels, beams, grow
+        return self._forwards[True].run_levels(segments, forwards, key, draft, numbers, beams, nodes, vectors)
+
+    def _levels(self, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
+        """Run one forward for each level."""
+        first, *later = inputs
+        trees, words = grow(*numbers), inputs[-1].bucket.words
+        vectors, logits = self._rows(first, first.vectors, observed=True)
+        tokens, above = trees.grow(logits)
+        paths = torch.zeros(len(logits), words, dtype=torch.int64, device=tokens.device)
+        for level, own in enumerate(later):
+            own.numbers.tokens.copy_(tokens)
+            if words:
+                paths = paths.index_select(0, above) | own_bits(beams, level, words, tokens).repeat(
+                    first.bucket.requests, 1
+                )
+                own.numbers.path[0].copy_(paths)
+            vectors, logits = self._rows(own, vectors.index_select(0, above), observed=False)
+            tokens, above = trees.grow(logits)
+        return trees.found()
+
+    def _ahead(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
+        """Run one forward for all levels."""
+        (own,) = inputs
+        trees = grow(*numbers)
+        _, logits = self._rows(own, own.vectors, observed=True)
+        for level, of_level in enumerate(logits.unflatten(0, (-1, levels)).unbind(1)):
+            trees.grow(of_level.repeat_interleave(beams, 0) if level else of_level)
+        return trees.found()
+
+    def _forward(self, observed: bool, inputs: Inputs, layers: Layers) -> Outputs:
+        return self._rows(inputs, inputs.vectors, observed)
+
+    def _rows(self, inputs: Inputs, vectors: Tensor | None, observed: bool) -> tuple[Tensor, Tensor]:
+        """Vectors and logits at the requested rows of a forward."""
+        numbers = inputs.numbers
+        assert vectors is not None
+        look = self._attention(inputs, self._pages)
+        calls = itertools.count()
+
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            call = next(calls)
+            write(inputs, self._pages, call, key, value)
+            return look(call, 0, self._scaling, query)
+
+        return self._read(numbers.tokens, numbers.positions, vectors, observed, attention, numbers.wanted)
+
+
+class ReadBlocks(Protocol):
+    """A block drafter as functions of tensors that never wait for the device."""
+
+    def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values `[rows, kv_heads, head]` of each layer, from the target's vectors `[rows, layers *
+        width]`."""
+
+    def leaving(
+        self, anchors: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """The LM head's inputs `[blocks, reach, width]`, from anchors `[blocks]` and positions of all rows of blocks;
+        `attend` is `truedraft.kinds.block.module.Attend`."""
+
+    def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits `[rows, ids]` at rows `[rows, width]`, given the tokens `[rows]` before them and their state `[rows,
+        ...]`, None at first; and the new state."""
+
+
+class GraphBlocks(_GraphHead):
+    """Runs a block drafter; see `_GraphHead` for further arguments.
+
+    Args:
+        rotary: table of positions, which grows with longer texts.
+        block: rows of a block.
+        width: of the target's concatenated vectors of all layers.
+    """
+
+    def __init__(
+        self,
+        head: ReadBlocks,
+        rotary: RotaryTable,
+        block: int,
+        sizes: tuple[int, int, int],
+        width: int,
+        like: Tensor,
+        limit: int,
+        recorder: Recorder | None = None,
+        before: GraphBlocks | None = None,
+    ) -> None:
+        super().__init__(sizes, like, limit, recorder, before)
+        self._head, self._block = head, block
+        self._texts = self._paged(self._read, rotary, 0, like.new_zeros(width))
+
+    def read(self, cache: RequestCache, vectors: Tensor) -> None:
+        """Read a text's next tokens, as vectors `[rows, layers * width]`, into the cache."""
+        self._texts.run([_text(cache, len(vectors))], vectors=vectors)
+        cache.commit(range(len(vectors)))
+
+    def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
+        """Read the next tokens of texts into their caches, and a block after each.
+
+        Args:
+            vectors: for each text the target's vectors `[rows, layers * width]`, one row or more.
+            anchors: the last token of each text, which has no vector yet.
+
+        Returns:
+            The LM head's inputs `[blocks, reach, width]`.
+        """
+        return self._run(
+            caches, vectors, anchors, (), None, lambda inputs, numbers: (self._through(inputs, numbers[0]),)
+        )[0]
+
+    def run_trees(
+        self,
+        caches: Sequence[RequestCache],
+        vectors: Sequence[Tensor],
+        anchors: Sequence[int],
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """`run`, and build trees from the blocks; further arguments as in `GraphPairs.run_trees`."""
+        draft = partial(self._trees, levels, beams, grow)
+        return self._run(caches, vectors, anchors, numbers, (levels, beams, grow), draft)
+
+    def _run(
+        self,
+        caches: Sequence[RequestCache],
+        vectors: Sequence[Tensor],
+        anchors: Sequence[int],
+        numbers: Sequence[Tensor],
+        key: Hashable,
+        draft: Draft,
+    ) -> Outputs:
+        ends = []
+        for cache, own in zip(caches, vectors, strict=True):
+            if (count := len(own) - 1) >= MOST_RECORDED_TOKENS:
+                self.read(cache, own[:count])
+                own = own[count:]
+            ends.append(own)
+        texts = [_text(cache, len(own)) for cache, own in zip(caches, ends, strict=True)]
+        read = [transfers.upload(anchors, self._pages.device), *numbers]
+        found = self._texts.run_levels(texts, 2, key, draft, read, beams=self._block, vectors=torch.cat(ends))
+        for cache, own in zip(caches, ends, strict=True):
+            cache.commit(range(len(own)))
+        return found
+
+    def _read(self, inputs: Inputs, layers: Layers) -> Outputs:
+        """Read only texts."""
+        for call, made in enumerate(self._keys(inputs)):
+            write(inputs, self._pages, call, *made)
+        return ()
+
+    def _keys(self, inputs: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
+        assert inputs.vectors is not None
+        return self._head.context_keys(inputs.vectors, inputs.numbers.positions)
+
+    def _through(self, inputs: list[Inputs], anchors: Tensor) -> Tensor:
+        """Read texts and the blocks after them; the LM head's inputs."""
+        text, blocks = inputs
+        numbers = blocks.numbers
+        numbers.until.copy_(numbers.end.clamp_min(1).repeat_interleave(self._block))  # all of the own block
+        look, keys = self._attention(blocks, self._pages), self._keys(text)
+
+        def attend(call: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            write(text, self._pages, call, *next(keys))
+            write(blocks, self._pages, call, key, value)
+            return look(call, 0, self._scaling, query)
+
+        return self._head.leaving(anchors, numbers.positions, attend)
+
+    def _trees(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
+        """Build the trees, with one row of the block per level."""
+        tokens, *own = numbers
+        x, trees, state = self._through(inputs, tokens), grow(*own), None
+        for level in range(levels):
+            of_level = x[:, level].repeat_interleave(beams if level else 1, 0)
+            logits, state = self._head.guess(of_level, tokens, state)
+            tokens, above = trees.grow(logits)
+            state = state.index_select(0, above)
+        return trees.found()
+
+
+def _text(cache: RequestCache, count: int) -> Segment:
+    """A segment of `count` more positions; vectors replace its token ids."""
+    return Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), ())
