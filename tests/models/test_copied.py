@@ -115,7 +115,7 @@ def test_copies_count_as_memory_and_go_with_their_request() -> None:
     model.forward([Segment(cache, torch.tensor([1, 2, 3]), chain_shape(3), range(3))])
     assert alone > cache.storage.n_bytes and cache.n_bytes > 2 * alone - cache.storage.n_bytes
     model.release_cache(cache)
-    assert cache.family.beside is None and cache.n_bytes == cache.storage.n_bytes
+    assert cache.family.auxiliary is None and cache.n_bytes == cache.storage.n_bytes
 
 
 def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:

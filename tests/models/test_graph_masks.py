@@ -130,10 +130,10 @@ def test_every_token_is_placed_and_written_where_it_belongs(exact: bool) -> None
             place = length + written + i
             assert int(numbers.positions[row]) == length - 1 + shape.depths[written + i]
             assert int(numbers.target[row]) == table[place // PAGE] * PAGE + place % PAGE
-            assert int(numbers.wanted[row]) == row
+            assert int(numbers.logit_rows[row]) == row
             assert (int(source[request, i]), int(numbers.request[row])) == (row, request)
             row += 1
-    assert batch.wanted == row and bool((numbers.target[row:] < PAGE).all()), "padding goes to the scratch page"
+    assert batch.logit_rows == row and bool((numbers.target[row:] < PAGE).all()), "padding goes to the scratch page"
     assert bucket.rows == (row if exact else 32)
 
 
@@ -153,8 +153,8 @@ def test_a_later_forward_of_chains_is_the_one_that_segments_would_ask_for(level:
         told.append(PagedSegment(Segment(cache, tokens[:1], chain_shape(later + 1), (0,), later), part.table))
     batches = PagedBatch.levels(parts, PATTERNS, 4)
     inputs = all_loaded(batches)
-    assert inputs[0].bucket == Bucket(8, 4, 32, 256, 0, 8), "one row of each is wanted, and there is room for all"
-    assert inputs[0].numbers.wanted.tolist() == [3, 4, 6, 8, 9, 0, 0, 0]
+    assert inputs[0].bucket == Bucket(8, 4, 32, 256, 0, 8), "one row of each gets logits, and there is room for all"
+    assert inputs[0].numbers.logit_rows.tolist() == [3, 4, 6, 8, 9, 0, 0, 0]
     assert_equal_but_for(inputs[level], loaded(PagedBatch.recorded(told, PATTERNS)), "tokens")
 
 
@@ -222,8 +222,8 @@ def test_shapes_are_rounded_up_and_rows_divided_into_tiles() -> None:
     assert Bucket.recorded(9, 5, 19, 257, 0) == Bucket(16, 8, 32, 512, 0, 32)
     assert Bucket.recorded(4, 8, 32, 600, 15) == Bucket(4, 8, 32, 1024, 1, 32)
     assert Bucket.recorded(1, 64, 64, 600, 129) == Bucket(1, 64, 64, 1024, 4, 64)
-    assert Bucket.exact(1, 77, 77, 130, 0, wanted=1) == Bucket(1, 77, 77, 192, 0, 1)
-    assert Bucket.exact(2, 77, 99, 128, 77, wanted=0) == Bucket(2, 77, 99, 128, 2, 0)
+    assert Bucket.exact(1, 77, 77, 130, 0, logit_rows=1) == Bucket(1, 77, 77, 192, 0, 1)
+    assert Bucket.exact(2, 77, 99, 128, 77, logit_rows=0) == Bucket(2, 77, 99, 128, 2, 0)
 
     assert [Bucket(1, tokens, tokens, 256, 0, 1).tile for tokens in (1, 2, 4, 5, 16, 17, 64, 65)] == [
         1, 4, 4, 16, 16, 64, 64, 64,
