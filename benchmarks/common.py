@@ -119,12 +119,12 @@ def be_asked(make: Callable[[], Callable[[Any], Any]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def posted(port: int, body: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """The answer to a request for a completion, over a plain socket so that the client costs little itself."""
+async def posted(port: int, body: bytes, path: str = "/v1/completions") -> AsyncIterator[asyncio.StreamReader]:
+    """The answer to a request, over a plain socket so that the client costs little itself."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = ("Host: 127.0.0.1", "Connection: close", "Content-Type: application/json")
-        lines = ("POST /v1/completions HTTP/1.1", *head, f"Content-Length: {len(body)}", "", "")
+        lines = (f"POST {path} HTTP/1.1", *head, f"Content-Length: {len(body)}", "", "")
         writer.write("\r\n".join(lines).encode() + body)
         await writer.drain()
         yield reader

@@ -32,18 +32,19 @@ from transformers import AutoModelForCausalLM
 
 from certify_peers import Bench, Cell, Effort, certificate
 from common import RESULTS, ROOT, Lines, heldout_ids, note
-from launches import (
+from peers_engines import Running
+from servers import (
     LLAMA_CPP,
     LLAMA_SERVER,
     PATIENCE_S,
     SERVED_NAME,
     VLLM,
     VLLM_SERVER,
+    Launch,
     llamacpp_launch,
+    serving,
     vllm_launch,
 )
-from peers_engines import Running
-from servers import Launch, serving
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.stats import Counters
 from truedraft.drafters.registry import find_drafters

@@ -18,9 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common import ROOT, asked_once, exported, note
-from launches import LLAMA_CPP, LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, llamacpp_launch, vllm_launch
 from relabelled import save_relabelled
-from servers import Launch, serving
+from servers import (
+    LLAMA_CPP,
+    LLAMA_SERVER,
+    PATIENCE_S,
+    SERVED_NAME,
+    VLLM,
+    Drafting,
+    Launch,
+    llamacpp_launch,
+    serving,
+    vllm_launch,
+)
 from truedraft.errors import PeerError
 from truedraft.measure.peers import Peer
 from truedraft.measure.peers.endpoint import Endpoint
@@ -155,8 +165,8 @@ def gguf(name: str) -> Path:
         python = LLAMA_CPP / "bin" / "python"
         if not python.exists():
             raise PeerError(f"there is no {python}; `make certify-peers` makes it")
-        script = Path(__file__).with_name("peers_gguf.py")
-        command = [str(python), str(script), str(source), str(model_folder(name)), str(out)]
+        script = Path(__file__).with_name("peers_llamacpp.py")
+        command = [str(python), str(script), "convert", str(source), str(model_folder(name)), str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             out.unlink(missing_ok=True)
@@ -170,7 +180,7 @@ def llamacpp_surprise(file: Path, pieces: Sequence[Sequence[int]], threads: int)
     Raises:
         ChildEndedError: it died; its message is on standard error.
     """
-    words = [str(Path(__file__).with_name("peers_llamacpp.py")), str(file), str(threads)]
+    words = [str(Path(__file__).with_name("peers_llamacpp.py")), "surprise", str(file), str(threads)]
     places = {"PYTHONPATH": str(LLAMA_CPP / "src"), "LLAMA_CPP_LIB_PATH": str(LLAMA_SERVER.parent)}
     found: float = asked_once(words, {"pieces": pieces}, LLAMA_CPP / "bin" / "python", os.environ | places)
     return found

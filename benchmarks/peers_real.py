@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, ChildEndedError, Lines, asked_once, note
-from launches import LLAMA_SERVER
 from peers_engines import llamacpp_surprise
 from peers_ways import DRAFTED, OURS, Engines, Turn, Weights, opened
 from real_prompts import SETS, TEMPERATURES
+from servers import LLAMA_SERVER
 from truedraft.errors import PeerError
 from truedraft.machine import machine_facts
 from truedraft.measure.bench.prompts import read_questions, spread
-from truedraft.models.smollm2 import installed_file
+from truedraft.models.embedded import smollm2_file
 from turns import rotated
 
 OUT = RESULTS / "peers_real.jsonl"
@@ -254,7 +254,7 @@ def main() -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, help="a folder with a folder for each set")
-    parser.add_argument("--file", type=Path, default=installed_file(), help="SmolLM2's GGUF file; its wheel's")
+    parser.add_argument("--file", type=Path, default=smollm2_file(), help="SmolLM2's GGUF file; its wheel's")
     parser.add_argument("--draft-file", type=Path, default=DRAFT_FILE, help="its draft model's")
     parser.add_argument("--folder", type=Path, help="SmolLM2 in bfloat16")
     parser.add_argument("--draft", type=Path, help="its draft model as a folder")

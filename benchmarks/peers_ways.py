@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from common import ROOT, Child, ChildEndedError, note
-from launches import LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, llamacpp_launch, vllm_launch
 from peers_ours import ASSISTED
-from servers import Launch, serving
+from servers import LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, Launch, llamacpp_launch, serving, vllm_launch
 from truedraft import SamplingParams
 from truedraft.errors import PeerError
 from truedraft.measure.peers import Question

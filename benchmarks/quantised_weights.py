@@ -91,8 +91,8 @@ def shares(file: Path) -> dict[str, float]:
 
 
 def by_llamacpp(file: Path, read: Sequence[Tensor]) -> dict[str, float] | None:
-    from launches import LLAMA_CPP
     from peers_engines import llamacpp_surprise
+    from servers import LLAMA_CPP
 
     if not (LLAMA_CPP / "build").exists():
         return None

@@ -33,33 +33,12 @@ import ray
 
 from common import RESULTS, Lines, note
 from servers import PORT, Launch, Server
-from soak import _PROMPTS as PROMPTS
-from soak import _unchunked as unchunked
-from soak import expected_answers
+from soak import PROMPTS, exchange, expected_answers, judged
 from truedraft import Engine, load_model
 
 _REPLICAS = 2
-_PATIENCE_S = 120.0
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # so that a chat is its text
 _QUESTIONS = ("The capital of France is", "def fibonacci(n):", "Once upon a time", "Water boils at")
-
-
-async def exchange(port: int, path: str, body: dict[str, Any], leaves_s: float | None = None) -> tuple[int, str, str]:
-    """Status, head and body of an answer; of a client that leaves what came until then."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        sent = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
-        if leaves_s is not None:
-            await asyncio.sleep(leaves_s)
-            return 0, "", ""
-        head_bytes, _, rest = (await asyncio.wait_for(reader.read(), _PATIENCE_S)).partition(b"\r\n\r\n")
-        told = head_bytes.decode().lower()
-        text = (unchunked(rest) if "chunked" in told else rest).decode()
-        return int(told.split(" ", 2)[1]) if told else 0, told, text
-    finally:
-        writer.close()
 
 
 def draw(chance: random.Random, expected: dict[tuple[str, int, int], str]) -> tuple[str, dict[str, Any], str | None]:
@@ -72,29 +51,6 @@ def draw(chance: random.Random, expected: dict[tuple[str, int, int], str]) -> tu
     if chance.random() < 0.3:
         return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}, answer
     return "/v1/completions", body | {"prompt": prompt}, answer
-
-
-def judged(status: int, head: str, text: str, streamed: bool, answer: str | None) -> str:
-    """What became of a request, in a word or two; what begins with "wrong" may not happen."""
-    if status in (429, 503):
-        told = '"error"' in text and "retry-after" in head
-        return f"told {status}" if told else f"wrong: {status} without a reason: {text[:200]}"
-    if status != 200:
-        return f"wrong: status {status}: {text[:200]}"
-    if not streamed:
-        choice = json.loads(text)["choices"][0]
-        found = choice["text"] if "text" in choice else choice["message"]["content"] or ""
-    else:
-        events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
-        if events and events[-1].startswith('{"error"'):
-            return "told in the stream"
-        if not events or events[-1] != "[DONE]":
-            return f"wrong: a stream without its end: {text[-200:]}"
-        choices = [each for event in events[:-1] for each in json.loads(event)["choices"]]
-        found = "".join(each["text"] if "text" in each else each["delta"].get("content") or "" for each in choices)
-    if answer is None:
-        return "answered"
-    return "right" if found == answer else f"wrong: {found!r} is not {answer!r}"
 
 
 def replicas_below(root: int) -> list[int]:
@@ -136,10 +92,10 @@ async def under_kills(
     async def client() -> None:
         for number in numbers:
             path, body, answer = draw(chance, expected)
-            leaves_s = chance.choice((0.0, 0.02, 0.1)) if chance.random() < 0.1 else None
+            leaves = (0, chance.choice((0.0, 0.02, 0.1))) if chance.random() < 0.1 else None
             try:
-                status, head, text = await exchange(server.port, path, body, leaves_s)
-                what = "left" if leaves_s is not None else judged(status, head, text, body["stream"], answer)
+                status, head, text = await exchange(server.port, path, body, leaves)
+                what = "left" if leaves is not None else judged(status, head, text, body["stream"], answer)
             except (OSError, ValueError, TimeoutError) as error:
                 what = f"wrong: {type(error).__name__}: {error}"
             came[what] += 1

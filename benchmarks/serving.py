@@ -17,21 +17,24 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import psutil
 
-from common import RESULTS, ROOT, Child, Lines, exported, heldout_texts, note
-from launches import SERVED_NAME, VLLM, Drafting, vllm_launch
-from servers import PORT, Launch, Server
-from serving_load import Load, LoadResult, Request, ask, closed_loop, open_loop
+from common import RESULTS, ROOT, Child, Lines, be_asked, exported, heldout_texts, note
+from servers import PORT, SERVED_NAME, VLLM, Drafting, Launch, Server, vllm_launch
+from serving_load import Answered, Load, LoadResult, Request, ask, closed_loop, open_loop
+
+if TYPE_CHECKING:
+    from truedraft import Engine
 
 OUT = RESULTS / "serving.jsonl"
 RUNS = ROOT / "runs" / "serving"
@@ -50,6 +53,15 @@ ROWS = {
 TURNS = 3
 BATCH_TURNS = 5  # of the row batch, where single turns lay far apart
 DRAFT_TOKENS = 3
+_BURN = """
+import sys, time
+share = float(sys.argv[1])
+while True:
+    end = time.perf_counter() + 0.01 * share
+    while time.perf_counter() < end:
+        pass
+    time.sleep(0.01 * (1 - share))
+"""
 
 
 @dataclass(frozen=True)
@@ -185,10 +197,55 @@ def run(work: Any) -> LoadResult:
     return asyncio.run(work)
 
 
+def answer_in_process(engine: Engine, load: dict[str, Any]) -> LoadResult:
+    from truedraft import SamplingParams
+
+    waiting = [
+        (each["prompt"], SamplingParams(each["max_tokens"], each["temperature"])) for each in reversed(load["requests"])
+    ]
+    running, done = [], []
+    began = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < load["clients"]:
+            running.append(engine.submit(*waiting.pop()))
+        engine.step()
+        done += [request for request in running if request.closed]
+        running = [request for request in running if not request.closed]
+    seconds = time.perf_counter() - began
+    answers = [request.pieces[-1].answer for request in done]
+    found = [
+        Answered(len(each.token_ids), each.timing.first_token_s or 0.0, each.timing.total_s)
+        for each in answers
+        if each is not None
+    ]
+    return LoadResult.of(found, seconds)
+
+
+def engine_beside_burner() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The engine without a server: answers loads beside a process that takes a share of a core."""
+    from truedraft import load_model
+    from truedraft.drafters.prediction import with_own_drafts
+    from truedraft.drafters.specs import from_spec
+
+    target = load_model("embedded:target", pad_to="500M")
+    engine = Engine(target, with_own_drafts(from_spec("draft,num_speculative_tokens=12", target)), prefix_cache_bytes=0)
+    engine.measure()
+
+    def answer_load(asked: dict[str, Any]) -> dict[str, Any]:
+        burner = subprocess.Popen([sys.executable, "-c", _BURN, str(asked["burn"])])
+        try:
+            return asdict(answer_in_process(engine, asked["load"]))
+        finally:
+            burner.kill()
+            burner.wait()
+
+    return answer_load
+
+
 def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
     server = ours("--prefix-cache-bytes", "0")
-    child = Child([str(Path(__file__).with_name("serving_engine.py"))])
+    child = Child([__file__, "--as-engine"])
     try:
         child.read()
         server.warm()
@@ -384,7 +441,11 @@ def main() -> int:
     parser.add_argument("--vllm", type=Path, default=VLLM)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--as-engine", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.as_engine:
+        be_asked(engine_beside_burner)
+        return 0
     kept = Kept(asked.out)
     end = time.monotonic() + 60 * asked.minutes
 

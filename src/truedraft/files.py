@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from truedraft.errors import DataError, ModelNotFoundError, OptionError, TruedraftError
 
 SMOLLM2 = "smollm2"
-"""The word for SmolLM2-135M-Instruct, see `truedraft.models.smollm2`."""
+"""The word for SmolLM2-135M-Instruct, see `truedraft.models.embedded`."""
 _CLOSE = 0.8  # similarity to a word from which the hub is not queried
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launches import Drafting, llamacpp_launch, vllm_launch
-from servers import PORT, Launch, Server, serving
+from servers import PORT, Drafting, Launch, Server, llamacpp_launch, serving, vllm_launch
 from truedraft.errors import PeerError
 
 HEALTHY = """

@@ -7,7 +7,7 @@ import pytest
 from cli.tiny import Run
 from support import embedded_models
 from truedraft.cli import session
-from truedraft.models import loading, smollm2
+from truedraft.models import embedded, loading
 from truedraft.options import UNNAMED
 
 named_model = session.named_model
@@ -21,8 +21,8 @@ def _as_users_meet_it(monkeypatch: pytest.MonkeyPatch, every_model_is_named: Non
 
 
 def test_smollm2_is_taken_where_it_is_installed(run: Run, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "missing", lambda: None)
-    monkeypatch.setattr(loading, "resolve_source", {smollm2.WORD: target}.__getitem__)
+    monkeypatch.setattr(embedded, "smollm2_missing", lambda: None)
+    monkeypatch.setattr(loading, "resolve_source", {"smollm2": target}.__getitem__)
     # Else other tests would share this one.
     monkeypatch.setattr(embedded_models, "_once", embedded_models._once.__wrapped__)
     result = run(*WORDS)
@@ -32,7 +32,7 @@ def test_smollm2_is_taken_where_it_is_installed(run: Run, target: str, monkeypat
 
 
 def test_the_embedded_target_is_taken_where_it_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "missing", lambda: "pip install something")
+    monkeypatch.setattr(embedded, "smollm2_missing", lambda: "pip install something")
     result = run(*WORDS)
     assert result.status == 0, result.err
     assert "embedded:target, a fixture of tests, is taken; for smollm2 run pip install something" in result.err

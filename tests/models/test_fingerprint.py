@@ -6,6 +6,7 @@ import copy
 import os
 import secrets
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -69,35 +70,28 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _sizes() -> dict[str, int | None]:
-    given = llama().to_dict()
-    return {
-        name: given[name] for name in given if name.startswith(("vocab", "hidden_size", "num_", "intermediate"))
-    } | {
-        "max_position_embeddings": 64,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    kept = ("vocab", "hidden_size", "num_", "intermediate")
+    own = {name: value for name, value in llama().to_dict().items() if name.startswith(kept)}
+    return own | {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None}
 
 
 def test_every_way_to_load_a_checkpoint_agrees(folder: Path) -> None:
-    fingerprints = {
-        load_model(folder, dtype=dtype, fast_paths=fast).fingerprint
-        for dtype in ("float32", "bfloat16")
-        for fast in (True, False)
-    }
-    assert fingerprints == {load_model(folder, pad_to="110M", fast_paths=False).fingerprint}
-
-
-def test_float16_is_read_again(folder: Path) -> None:
-    """Its values were rounded once more, so the checkpoint is asked."""
-    assert load_model(folder, dtype="float16").fingerprint == load_model(folder).fingerprint
+    """Of float16, whose values were rounded once more, the checkpoint is read again."""
+    loads = [
+        load_model(folder, dtype=dtype, fast_paths=fast)
+        for dtype, fast in product(("float32", "bfloat16", "float16"), (True, False))
+    ]
+    padded = load_model(folder, pad_to="110M", fast_paths=False)
+    assert {each.fingerprint for each in loads} == {padded.fingerprint}
+    own = sample_of(build(LlamaConfig(**_sizes()), seed=2, dtype=torch.bfloat16))
+    assert {each.sample for each in loads} == {padded.sample} == {own}
 
 
 def test_an_exported_padded_folder_records_it(folder: Path, tmp_path: Path) -> None:
     export_model(str(folder), tmp_path / "padded", pad_to="110M", dtype="bfloat16")
     exported = load_model(tmp_path / "padded", dtype="bfloat16", fast_paths=False)
     assert exported.fingerprint == load_model(folder).fingerprint
-    assert exported.head_width == 48
+    assert exported.head_width == 48 and exported.sample is None
 
 
 def test_loading_does_not_compute_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +157,6 @@ def test_a_sample_tells_weights_apart_and_reads_two_rows_of_each() -> None:
         weight.data = before
     model.get_input_embeddings().weight.data[3] += 0.5
     assert sample_of(model) == first
-
-
-def test_a_sample_is_the_same_however_a_checkpoint_is_loaded(folder: Path, tmp_path: Path) -> None:
-    loads = [load_model(folder, dtype=dtype, fast_paths=fast) for dtype in ("float16", "bfloat16") for fast in (0, 1)]
-    own = sample_of(build(LlamaConfig(**_sizes()), seed=2, dtype=torch.bfloat16))
-    assert {each.sample for each in loads} == {load_model(folder, pad_to="110M", fast_paths=False).sample} == {own}
-    export_model(str(folder), tmp_path / "padded", pad_to="110M", dtype="bfloat16")
-    assert load_model(tmp_path / "padded", dtype="bfloat16", fast_paths=False).sample is None
 
 
 @pytest.mark.parametrize("backend", [fused_backend, graph_backend, fastest_backend])

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BloomConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from support.codes import assert_given_by_codes, in_eight_bits, logits, read_in_eight_bits
 from support.gguf_files import TYPES, random_blocks, write
 from truedraft import load_model
 from truedraft.core.tree import TreeShape, chain_shape
@@ -28,7 +29,6 @@ from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Scratch, Weights, pieces
 from truedraft.models.base import Segment
 from truedraft.models.gguf import quantized_of
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.quantized import GROUP, QuantizedWeight, StoredWeight
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
@@ -45,13 +45,6 @@ FILES = [
 IDS = torch.arange(1, 40) * 37 % 256
 
 
-@pytest.fixture(autouse=True)
-def _conversions_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of files goes with the tests."""
-    folder = tmp_path_factory.getbasetemp() / "conversions"
-    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: folder)
-
-
 def library_for(dtype: torch.dtype) -> Any:
     library = built(dtype).library
     if library is None:
@@ -65,7 +58,7 @@ def reference(kind: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
 
 def kept(weight: QuantizedWeight, together: int | None = None) -> StoredWeight:
     """As a file's reader would give it."""
-    return StoredWeight(weight.form, weight.rows, (len(weight), weight.inputs), weight.order, together)
+    return StoredWeight(weight.form, weight.rows, (len(weight), weight.codes.shape[1]), weight.order, together)
 
 
 def decoded(weights: Weights, library: Any, linear: CLinear) -> Tensor:
@@ -120,14 +113,6 @@ def as_function(library: Any, weights: Weights, linear: CLinear, dtype: torch.dt
     return head
 
 
-def in_eight_bits(x: Tensor) -> Tensor:
-    """What products with codes read of inputs: groups of 32 in 8 bits with a sign."""
-    groups = x.float().unflatten(-1, (-1, GROUP))
-    step = groups.abs().amax(-1, keepdim=True) / 127
-    codes = (groups * torch.where(step > 0, 1 / step, 0.0)).round()
-    return (codes * step).flatten(-2)
-
-
 def products(weight: QuantizedWeight, x: Tensor) -> Tensor:
     """`x W^T` in float64."""
     return in_eight_bits(x).double() @ weight.dequantized().double().T
@@ -155,11 +140,6 @@ def test_products_equal_a_reference(kind: str, dtype: torch.dtype) -> None:
             assert torch.equal(head.logits(x[rows - 1 : rows])[0], head.logits(x[:rows])[-1]), "a row is its own"
 
 
-def logits(model: HuggingFaceModel, ids: Tensor = IDS) -> Tensor:
-    cache = model.new_cache()
-    return model.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits.float()
-
-
 @pytest.mark.parametrize(("architecture", "kinds", "tied"), FILES)
 def test_a_file_is_run_by_its_codes(architecture: str, kinds: dict[str, str], tied: bool, tmp_path: Path) -> None:
     """Its forward is that of its numbers by transformers' modules, where these read inputs of 8 bits."""
@@ -168,14 +148,8 @@ def test_a_file_is_run_by_its_codes(architecture: str, kinds: dict[str, str], ti
     assert model.fast_paths[0] == "native forward"
     assert "bits" in model.fast_paths[1]
     assert model.equality == "bit for bit"
-    for module in numbers.module.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, given: (in_eight_bits(given[0]),))
-    expected = logits(numbers)
-    apart = (logits(model) - expected).std(-1) / expected.std(-1)
-    # Behind an input on the border of two codes, which may become either, a row is another; some rows meet none.
-    assert apart.quantile(0.2) < 1e-5
-    assert apart.max() < 0.05
+    read_in_eight_bits(numbers)
+    assert_given_by_codes(logits(model, IDS), logits(numbers, IDS))
     assert torch.equal(model.embed(IDS[:5]), numbers.embed(IDS[:5]))
     assert model.fingerprint == numbers.fingerprint
     assert model.weight_bytes < 0.4 * numbers.weight_bytes
@@ -198,11 +172,9 @@ def test_a_forward_that_differs_from_the_models_own_is_refused(tmp_path: Path, m
 def test_layers_in_numbers_may_stand_beside_quantised_ones(tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", "llama", {"attn_q": "F32", "ffn_down": "BF16", "": "Q4_1"})
     model, numbers = (load_model(file, dtype="float32", fast_paths=fast) for fast in (True, False))
-    for name, module in numbers.module.named_modules():
-        if name.endswith(("o_proj", "gate_proj", "up_proj", "lm_head")):
-            module.register_forward_pre_hook(lambda _, given: (in_eight_bits(given[0]),))
-    expected = logits(numbers)
-    assert ((logits(model) - expected).std(-1) / expected.std(-1)).median() < 1e-5
+    read_in_eight_bits(numbers, ends=("o_proj", "gate_proj", "up_proj", "lm_head"))
+    expected = logits(numbers, IDS)
+    assert ((logits(model, IDS) - expected).std(-1) / expected.std(-1)).median() < 1e-5
 
 
 def test_a_files_tokenizer_and_chat_template_are_read(tmp_path: Path) -> None:
@@ -228,7 +200,7 @@ def test_a_tree_is_read_as_its_paths(tmp_path: Path) -> None:
 
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", "llama", {"": "Q8_0"})
-    assert torch.equal(logits(load_model(tmp_path)), logits(load_model(file)))
+    assert torch.equal(logits(load_model(tmp_path), IDS), logits(load_model(file), IDS))
     shutil.copy(file, tmp_path / "other.gguf")
     with pytest.raises(ModelNotFoundError, match=r"2 GGUF files; name one of them: model\.gguf, other\.gguf"):
         load_model(tmp_path)
@@ -238,8 +210,8 @@ def test_a_copy_native_linears_is_made_where_it_is_much_smaller(tmp_path: Path) 
     model = load_model(write(tmp_path / "wide.gguf", "llama", {"": "Q8_0"}), dtype="float32")
     draft = model.quantized(4)
     assert draft.weight_bytes < 0.6 * model.weight_bytes
-    expected = logits(model)
-    assert 0 < (logits(draft) - expected).std() < 0.6 * expected.std()
+    expected = logits(model, IDS)
+    assert 0 < (logits(draft, IDS) - expected).std() < 0.6 * expected.std()
     narrow = load_model(write(tmp_path / "narrow.gguf", "llama", {"": "Q4_0"}), dtype="float32")
     with pytest.raises(UnsupportedModelError, match="its own are quantised, and such a copy has 100% of their bytes"):
         narrow.quantized(4)
@@ -251,11 +223,11 @@ def test_a_file_is_in_memory_once_and_is_read_on_from_what_it_was(tmp_path: Path
     file = write(tmp_path / "wide.gguf", "llama", {"": "Q8_0"})
     model = load_model(file, dtype="float32")
     assert str(file) not in Path("/proc/self/maps").read_text()
-    expected = logits(model)
+    expected = logits(model, IDS)
     file.unlink()
     write(file, "llama", {"": "Q4_0"})
-    assert torch.equal(logits(model), expected)
-    apart = (logits(model.quantized(4)) - expected).std()
+    assert torch.equal(logits(model, IDS), expected)
+    apart = (logits(model.quantized(4), IDS) - expected).std()
     assert 0 < apart < 0.6 * expected.std(), "the copy is made of the file that was loaded"
 
 

@@ -10,11 +10,10 @@ import torch
 from gguf import GGUFWriter
 from transformers import PreTrainedConfig
 
+from support.codes import logits
 from support.gguf_files import write
 from truedraft import load_model
-from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.gguf import without_weights
 from truedraft.models.gguf_config import FAMILIES, Said, hold_positions, read_config
 
@@ -34,13 +33,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen2moe": {"expert_count": 4, "expert_used_count": 2},
     "qwen3moe": {"expert_count": 4, "expert_used_count": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _conversions_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of files goes with the tests."""
-    folder = tmp_path_factory.getbasetemp() / "conversions"
-    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: folder)
 
 
 def said_by(architecture: str, values: dict[str, Any], *tensors: str) -> Said:
@@ -215,11 +207,6 @@ def test_other_architectures_are_refused() -> None:
             Said("file", {"general.architecture": architecture}, {})
 
 
-def logits(model: LanguageModel) -> torch.Tensor:
-    cache = model.new_cache()
-    return model.forward([Segment(cache, IDS, chain_shape(len(IDS)), range(len(IDS)))]).logits.float()
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "lfm2"])
 @pytest.mark.parametrize(
     ("values", "stretched"),
@@ -257,10 +244,10 @@ def test_stretched_positions_are_those_of_the_forward(architecture: str, tmp_pat
         write(tmp_path / "plain.gguf", architecture, {"": "F32"}, more=pattern), dtype="float32", fast_paths=False
     )
     model = load_model(write(tmp_path / "stretched.gguf", architecture, {"": "F32"}, more=more), dtype="float32")
-    assert (logits(model) - logits(plain)).abs().max() > 0.1
+    assert (logits(model, IDS) - logits(plain, IDS)).abs().max() > 0.1
     turns = plain.module.model.rotary_emb
     (turns.inv_freq if architecture == "llama" else turns.full_attention_inv_freq).div_(4.0)
-    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(model, IDS), logits(plain, IDS), rtol=1e-4, atol=1e-4)
 
 
 def test_queries_of_gemma_3_are_scaled_by_their_heads(tmp_path: Path) -> None:

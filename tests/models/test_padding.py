@@ -42,16 +42,10 @@ LENGTHS = (1, 2, 5, 8, 40)
 def tiny(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
     """Grouped queries (4 heads read 2), weights wide enough that logits differ."""
     sizes: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": WIDTH,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.25,
-        "tie_word_embeddings": True,
+        "vocab_size": 128, "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.25, "tie_word_embeddings": True,
         "rms_norm_eps": 1e-6,
-    }
+    }  # fmt: skip
     torch.manual_seed(3)
     model = LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
     with torch.no_grad():
@@ -85,14 +79,9 @@ def embedded_target(dtype: torch.dtype, layers: int) -> LlamaForCausalLM:
 def embedded_shape() -> LlamaForCausalLM:
     """The embedded target's sizes without its weights."""
     config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
+        vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
     with torch.device("meta"):
         return LlamaForCausalLM(config)
 
@@ -159,6 +148,8 @@ def test_at_twice_the_width_logits_are_rounded_no_worse_than_before(dtype: torch
 
 
 def test_query_heads_go_on_reading_their_key_heads_when_groups_grow() -> None:
+    assert choose_heads(6, 2, 64, 1536) == (24, 8) and choose_heads(10, 2, 64, 768) == (12, 2)
+    assert choose_heads(4, 4, 80, 800) == (10, 10) and choose_heads(8, 2, 64, 384) is None
     assert choose_heads(4, 2, 16, 144) == (9, 3)
     assert head_places(4, 2, 9, 3) == [0, 1, 3, 4]
     model = tiny()
@@ -170,14 +161,6 @@ def test_query_heads_go_on_reading_their_key_heads_when_groups_grow() -> None:
         rows = wide.q_proj.weight[place * 16 : place * 16 + 16, :WIDTH]
         assert torch.equal(rows, own.q_proj.weight[head * 16 : head * 16 + 16])
     assert torch.allclose(logits(padded, 40), logits(model, 40), atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("given", "chosen"),
-    [((6, 2, 64, 1536), (24, 8)), ((10, 2, 64, 768), (12, 2)), ((4, 4, 80, 800), (10, 10)), ((8, 2, 64, 384), None)],
-)
-def test_heads_fill_the_width_and_keep_their_groups(given: tuple[int, int, int, int], chosen: Any) -> None:
-    assert choose_heads(*given) == chosen
 
 
 def test_a_bfloat16_mlp_is_placed_as_the_kernels_add_up() -> None:
@@ -295,9 +278,8 @@ def test_unusable_sizes_are_refused() -> None:
     with pytest.raises(UnknownOptionError, match="valid: 110M, 500M, 7B"):
         load_model("embedded:target", pad_to="huge")
     smaller = r"smaller size 110M: the model has 500,221,440 parameters .*, 110M has 110,119,680 parameters"
-    large = LlamaForCausalLM._from_config
     with torch.device("meta"):
-        model = large(padded_config(embedded_shape(), "500M"))
+        model = LlamaForCausalLM._from_config(padded_config(embedded_shape(), "500M"))
     with pytest.raises(OptionError, match=smaller):
         pad_model(model, "110M")
     with pytest.raises(OptionError, match=r"the model has .* \(2 layers, width 64"):

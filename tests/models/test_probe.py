@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from support.rare_families import lfm2
-from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock
+from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, stock
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models import packing, probe
@@ -58,15 +59,9 @@ def test_patterns_in_order_of_the_calls(family: str, patterns: list[AttentionPat
 
 def test_chunks() -> None:
     config = Llama4TextConfig(
-        **SMALL,
-        num_key_value_heads=1,
-        intermediate_size_mlp=32,
-        num_local_experts=2,
-        head_dim=16,
-        attention_chunk_size=6,
-        no_rope_layers=[1, 0],
-        attn_temperature_tuning=False,
-    )
+        **SMALL, num_key_value_heads=1, intermediate_size_mlp=32, num_local_experts=2, head_dim=16,
+        attention_chunk_size=6, no_rope_layers=[1, 0], attn_temperature_tuning=False,
+    )  # fmt: skip
     assert probe_patterns(build(config, seed=0)) == [Chunk(6), Full()]
 
 
@@ -95,14 +90,10 @@ def test_what_a_pattern_allows(pattern: AttentionPattern, query: int, keys: list
 
 
 def test_an_encoder_is_refused() -> None:
+    """The same layers with a causal mask, as in BertLMHeadModel with is_decoder, are a language model."""
     with pytest.raises(UnsupportedModelError, match="encoder, not a causal"):
         HuggingFaceModel(BertForMaskedLM(BertConfig(**SMALL)).eval(), None, "bert")
-
-
-def test_a_causal_bert_is_none() -> None:
-    """The same layers with a causal mask, as in BertLMHeadModel with is_decoder, are a language model."""
-    patterns = probe_patterns(BertLMHeadModel(BertConfig(**SMALL, is_decoder=True)).eval())
-    assert patterns == [Full(), Full()]
+    assert probe_patterns(BertLMHeadModel(BertConfig(**SMALL, is_decoder=True)).eval()) == [Full(), Full()]
 
 
 def test_a_model_without_a_head_is_refused() -> None:
@@ -172,8 +163,8 @@ def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "layout_of", leaky)
 
 
-def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truedraft.models.backends.stock.probe_patterns", lambda model: [Window(3)] * 2)
+def _narrow(monkeypatch: pytest.MonkeyPatch, window: int = 3) -> None:
+    monkeypatch.setattr("truedraft.models.backends.stock.probe_patterns", lambda model: [Window(window)] * 2)
 
 
 def _lose_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +188,10 @@ def test_the_self_test_catches_a_planted_fault(plant: Any, dtype: torch.dtype, m
         check(HuggingFaceModel(model, None, "planted"))
 
 
-def _window_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last row of eight no longer sees the first."""
-    monkeypatch.setattr("truedraft.models.backends.stock.probe_patterns", lambda model: [Window(7)] * 2)
-
-
-@pytest.mark.parametrize("plant", [_shift_positions, _leak, _window_one_short, _lose_a_key])
+@pytest.mark.parametrize("plant", [_shift_positions, _leak, partial(_narrow, window=7), _lose_a_key])
 def test_a_fault_among_weak_weights_is_caught_in_bfloat16(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With weights this small attention does little, yet more than rounding; smaller still, two of these do less."""
+    """With weights this small attention does little, yet more than rounding; smaller still, two of these do less. Of
+    the narrower window, the last row of eight no longer sees the first."""
     model = build(FAMILIES["llama"].config(), seed=0, spread=0.1, dtype=torch.bfloat16)
     check = check_against_stock(model, "planted")
     check(HuggingFaceModel(model, None, "planted"))
@@ -250,17 +237,10 @@ def test_a_model_made_in_inference_mode_can_be_probed() -> None:
         assert probe_patterns(model) == [Full(), Full()]
 
 
-def test_the_self_test_needs_no_fault_to_pass_in_half_precision() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        model = stock("llama", dtype=dtype)
-        check = check_against_stock(model, "half")
-        check(HuggingFaceModel(model, None, "half"))
-
-
-def test_the_self_test_gives_its_cache_back() -> None:
-    model = stock("llama")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_self_test_passes_in_any_precision_and_gives_its_cache_back(dtype: torch.dtype) -> None:
+    model = stock("llama", dtype=dtype)
     check = check_against_stock(model, "llama")
     loaded = HuggingFaceModel(model, None, "llama")
     check(loaded)
     assert loaded.pool.in_use == 0
-    assert packed("llama").pool.in_use == 0

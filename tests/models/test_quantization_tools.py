@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GptOssConfig, TorchAoConfig
 
+from support.codes import logits
 from support.quantized_folders import Made, edit, grouped, tiny_llama, write
 from support.tiny_models import GROUPED, build
 from truedraft import load_model
-from truedraft.core.tree import chain_shape
 from truedraft.errors import MissingExtraError
-from truedraft.models.base import Segment
 
 IDS = torch.arange(1, 40) * 37 % 97
 
@@ -152,11 +151,7 @@ def test_a_folder_in_mxfp4_is_made_numbers(tmp_path: Path) -> None:
     edit(tmp_path / "quantised", quantization_config={"quant_method": "mxfp4"})
     ours, theirs = (load_model(tmp_path / each, dtype="float32") for each in ("quantised", "numbers"))
     assert ours.fingerprint == theirs.fingerprint
-    both = [
-        model.forward([Segment(model.new_cache(), IDS, chain_shape(len(IDS)), range(len(IDS)))]).logits
-        for model in (ours, theirs)
-    ]
-    assert torch.equal(*both)
+    assert torch.equal(logits(ours, IDS), logits(theirs, IDS))
     assert not any(
         isinstance(module, nn.Module) and "Mxfp4" in type(module).__name__ for module in ours.module.modules()
     )

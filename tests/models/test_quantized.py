@@ -11,6 +11,7 @@ from transformers import LlamaConfig, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
 from support.backends import native_backend
+from support.codes import logits
 from support.pairwise import pairwise
 from support.tiny_models import build
 from truedraft.core.tree import chain_shape
@@ -27,17 +28,10 @@ from truedraft.models.packed_linear import PackedLinear, can_pack
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 
 SIZES: dict[str, Any] = {
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 101, "hidden_size": 48,
+    "intermediate_size": 80, "num_hidden_layers": 2, "max_position_embeddings": 256, "eos_token_id": None,
     "bos_token_id": None,
-}
+}  # fmt: skip
 SHAPES = [pytest.param(*shape) for shape in ((1, 16), (101, 48), (64, 32), (130, 80), (17, 288), (65, 1040))]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -168,15 +162,8 @@ def test_eight_bits_are_near_the_model_and_four_less_so(dtype: torch.dtype, expe
     model = model_of(dtype, experts)
     tokens = torch.randint(101, (50,), generator=torch.Generator().manual_seed(2))
 
-    def logits(of: Any) -> Tensor:
-        cache = model.new_cache()
-        try:
-            return of.forward([Segment(cache, tokens, chain_shape(50), range(50))]).logits.double()
-        finally:
-            model.release_cache(cache)
-
-    exact = logits(model)
-    off = [float((logits(model.quantized(bits)) - exact).std() / exact.std()) for bits in (8, 4)]
+    exact = logits(model, tokens)
+    off = [float((logits(model.quantized(bits), tokens) - exact).std() / exact.std()) for bits in (8, 4)]
     assert 0.0 < off[0] < 0.1 < off[1] < 0.6, off
 
 

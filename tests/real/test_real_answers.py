@@ -23,7 +23,7 @@ from truedraft.core.params import Structured
 from truedraft.drafters import Cascade, Drafter, DraftModel, Medusa, NgramDrafter, PromptLookup
 from truedraft.drafters.prediction import with_own_drafts
 from truedraft.drafters.specs import from_spec
-from truedraft.models import smollm2
+from truedraft.models.embedded import smollm2_file
 from truedraft.models.huggingface import HuggingFaceModel
 
 QUESTION = "What is the capital of France? Answer in one sentence."
@@ -43,7 +43,7 @@ def asked(model: HuggingFaceModel, text: str) -> list[int]:
 
 
 def test_its_weights_answer_as_transformers_reads_them(model: HuggingFaceModel) -> None:
-    file = smollm2.installed_file()
+    file = smollm2_file()
     assert file is not None
     prompts = [asked(model, text) for text in (QUESTION, EDIT, "Why is the sky blue?")]
     assert_answers_as_transformers(file, prompts, max_tokens=32, most_kl=0.01)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from truedraft import load_model
-from truedraft.models import smollm2
+from truedraft.files import SMOLLM2
 from truedraft.models.huggingface import HuggingFaceModel
 
 _LOADERS = ("truedraft.models.loading", "truedraft.engine.engine", "truedraft.measure.bench.suite", "truedraft")
@@ -35,7 +35,7 @@ def shared_model(name: str | Path, *, folders: tuple[str, ...] = (), **options: 
         options: of `load_model`.
     """
     given = {option: value for option, value in options.items() if value not in (None, {}, True, "auto")}
-    known = str(name) in (smollm2.WORD, *folders) or str(name).startswith("embedded:")
+    known = str(name) in (SMOLLM2, *folders) or str(name).startswith("embedded:")
     if known and given.keys() <= {"dtype"}:
         return _once(str(name), **given)
     return load_model(name, **options)

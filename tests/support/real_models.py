@@ -12,8 +12,9 @@ from torch import Tensor
 from support.embedded_models import shared_model
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
-from truedraft.models import smollm2
+from truedraft.files import SMOLLM2
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.embedded import smollm2_missing
 from truedraft.models.huggingface import HuggingFaceModel
 
 GEMMA = Path(__file__).parents[2] / ".models" / "gemma-3-270m-q4_k_m.gguf"
@@ -22,14 +23,14 @@ GEMMA = Path(__file__).parents[2] / ".models" / "gemma-3-270m-q4_k_m.gguf"
 
 def needs_smollm2() -> None:
     """Skips a test where the model is not installed."""
-    if (missing := smollm2.missing()) is not None:
+    if (missing := smollm2_missing()) is not None:
         pytest.skip(f"smollm2 is not installed, which make test does where a package index can be reached: {missing}")
 
 
 def smollm2_here() -> HuggingFaceModel:
     """SmolLM2-135M-Instruct as it is taken by its word, one for all tests of a process."""
     needs_smollm2()
-    return shared_model(smollm2.WORD)
+    return shared_model(SMOLLM2)
 
 
 def logits_of(model: LanguageModel, ids: Sequence[int]) -> Tensor:

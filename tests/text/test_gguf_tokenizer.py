@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from support.real_models import needs_smollm2
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.smollm2 import installed_file
+from truedraft.models.embedded import smollm2_file
 from truedraft.text.gguf_tokenizer import SPLITS, read_tokenizer
 
 LLAMACPP = Path(__file__).parents[2] / ".models" / "llama.cpp"
@@ -55,21 +55,7 @@ WHOLE_FIRST = {
     *["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"],
     *["minicpm5", "youtu", "glm4", "glm5", "tekken"],
 }
-ADD_BOS = {
-    *[
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-        "falcon3",
-        "falcon-h1",
-        "pixtral",
-        "midm-2.0",
-        "lfm2",
-        "jina-v5-nano",
-        "tekken",
-        "chameleon",
-    ]
-}
+ADD_BOS = WHOLE_FIRST - {"minicpm5", "youtu", "glm4", "glm5"} | {"chameleon"}
 
 
 @pytest.mark.parametrize("names", PIECES, ids=lambda names: names.split()[0])
@@ -219,7 +205,7 @@ def digits_then_gpt2(text: str) -> Iterator[str]:
 
 def test_smollm2_reads_lists_sums_and_code_as_its_file_says() -> None:
     needs_smollm2()
-    file = installed_file()
+    file = smollm2_file()
     assert file is not None
     said = {name: each.contents() for name, each in GGUFReader(file).fields.items() if name.startswith("tokenizer.")}
     tokenizer = read_tokenizer(str(file), said)

@@ -1,8 +1,9 @@
-"""Distributions beside the text: what is kept is what the target says there, and an interruption changes nothing."""
+"""Distributions that are stored with the text: what is kept, what is learned of it, and what an interruption leaves."""
 
 from __future__ import annotations
 
 import errno
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.training import targets
-from truedraft.training.targets import keep_target
-from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
+from truedraft.training.losses import CrossEntropy, ForwardKL, TotalVariation, loss_from_spec
+from truedraft.training.targets import KeptTarget, TargetRows, keep_target
+from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData, WrittenAnswer
 
 SHAPE = LlamaShape(vocab_size=90, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 ROWS = 25
@@ -92,3 +94,61 @@ def test_a_full_disk_is_one_sentence(lm_head, text, tmp_path, monkeypatch):
         patch.setattr(Path, "open", full)
         keep_target(text, lm_head, tmp_path, "train")
     keep_target(text, lm_head, tmp_path, "train")
+
+
+def gradient_of(rows: TargetRows, logits: torch.Tensor, at: torch.Tensor, loss) -> tuple[torch.Tensor, float]:
+    """The gradient in the student's logits of the sum of losses, and that sum."""
+    leaf = logits.clone().requires_grad_()
+    total = rows.losses(leaf, at, loss).sum()
+    total.backward()
+    return leaf.grad, float(total.detach())
+
+
+def kept_rows(ids, probabilities, tokens) -> TargetRows:
+    target = KeptTarget(np.array(ids, dtype=np.int32), np.log(np.array(probabilities)).astype(np.float16))
+    tokens = torch.tensor(tokens)
+    batch = CollatedBatch(torch.zeros(len(tokens), 2), tokens, torch.arange(1), np.arange(len(tokens)))
+    return target.rows(batch, slice(0, len(tokens)))
+
+
+def test_the_rest_of_a_truncated_distribution_is_one_bucket():
+    """p keeps token 2 with 1/2, and 1/2 is left; q = (1/8, 1/8, 1/4, 1/2) has 1/4 and 3/4 there."""
+    own = torch.tensor([[0.125, 0.125, 0.25, 0.5]]).log()
+    for loss, value, slopes in (
+        (ForwardKL(), 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75), (0.75 - 0.5, 0.25 - 0.5)),
+        (TotalVariation(), 0.25, (0.75 * (0.5 - 0.25), 0.25 * (-0.5 - 0.25))),
+    ):
+        gradient, found = gradient_of(kept_rows([[2]], [[0.5, 0.5]], [0]), own, torch.tensor([0]), loss)
+        assert float(found) == pytest.approx(value, abs=1e-3)  # logs are kept in float16
+        rest, kept = slopes
+        # The rest's slope goes to its tokens by what they have: 1/6, 1/6 and 2/3 of 3/4.
+        assert gradient[0].tolist() == pytest.approx([rest / 6, rest / 6, kept, rest * 2 / 3], abs=1e-3)
+
+
+def test_a_label_outside_of_the_kept_ones_is_the_rest():
+    own = torch.tensor([[0.125, 0.125, 0.25, 0.5]] * 2).log()
+    found = kept_rows([[2], [2]], [[0.5, 0.5]] * 2, [0, 2]).losses(own, torch.tensor([0, 1]), CrossEntropy())
+    assert found.tolist() == pytest.approx([-math.log(0.75), -math.log(0.25)], abs=1e-6)
+
+
+@pytest.mark.parametrize("spec", ["kl", "reverse-kl", "tv", "jsd", "kl=0.5,ce=0.5"])
+def test_gradients_of_truncated_distributions_equal_autograd_on_the_buckets(spec):
+    noise = torch.Generator().manual_seed(2)
+    rows, vocab, kept = 6, 13, 3
+    dist = torch.randn(rows, vocab, generator=noise).mul(2).softmax(-1)
+    ids = dist.topk(kept).indices
+    coarse = torch.cat([dist.gather(1, ids), 1 - dist.gather(1, ids).sum(-1, keepdim=True)], dim=1)
+    loss, tokens = loss_from_spec(spec), torch.randint(0, vocab, (rows,), generator=noise)
+    own = torch.randn(rows, vocab, generator=noise).requires_grad_()
+    kept_at = kept_rows(ids.numpy(), coarse.numpy(), tokens.tolist())
+    gradient, found = gradient_of(kept_at, own.detach(), torch.arange(rows), loss)
+    inside = torch.zeros(rows, vocab).scatter_(1, ids, 1.0).bool()
+    q = own.softmax(-1)
+    log_q = torch.cat([q.gather(1, ids), q.masked_fill(inside, 0.0).sum(-1, keepdim=True)], dim=1).log()
+    buckets = torch.tensor(
+        [row.tolist().index(token) if token in row else kept for row, token in zip(ids, tokens, strict=True)]
+    )
+    plain = loss(kept_at.log_probs, log_q, buckets).sum()
+    plain.backward()
+    assert float(found) == pytest.approx(plain.item(), rel=1e-5)
+    assert torch.allclose(gradient, own.grad, atol=1e-6)

@@ -30,7 +30,7 @@ from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.cache.carried import PIECE
+from truedraft.models.cache.family import PIECE
 
 _LEEWAY = 2.0
 """A drafted row may be this many times as far from the nearest plain one as plain ones differ: both are maxima over

@@ -13,8 +13,14 @@ from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions
 from truedraft.drafters.specs import drafter_described, drafter_words
 from truedraft.errors import ModelNotFoundError, OptionError, errors_about
-from truedraft.files import parameters_in
-from truedraft.models.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
+from truedraft.files import SMOLLM2, parameters_in
+from truedraft.models.embedded import (
+    embedded_folder,
+    embedded_heads,
+    embedded_heads_names,
+    embedded_names,
+    smollm2_missing,
+)
 from truedraft.options import group, option
 
 if TYPE_CHECKING:
@@ -53,9 +59,8 @@ def info(options: InfoOptions) -> int:
     from truedraft.drafters.registry import list_drafters
     from truedraft.engine.policy import CostStore
     from truedraft.machine import machine_facts
-    from truedraft.models import smollm2
 
-    terminal, lacking = Terminal(), smollm2.missing()
+    terminal, lacking = Terminal(), smollm2_missing()
     drafters = list_drafters(options.model, options.drafters_dir)
     own = None if options.model is None else _model(options.model, terminal)
     fingerprint = None if own is None else own["fingerprint"]
@@ -67,7 +72,7 @@ def info(options: InfoOptions) -> int:
     native = _native_forward(facts["dtype_auto"])
     costs = CostStore().describe()
     rows = _rows(facts, models, paths, equality, native, costs)
-    rows[smollm2.WORD] = "installed" if lacking is None else f"not installed; run {lacking}"
+    rows[SMOLLM2] = "installed" if lacking is None else f"not installed; run {lacking}"
     if own is not None:
         rows |= _model_rows(own)
     rows["trained drafters"] = "\n".join(_describe_drafter(each, own) for each in drafters) or "none found"
@@ -79,7 +84,7 @@ def info(options: InfoOptions) -> int:
             for each in drafters
         ]
         requested = {
-            smollm2.WORD: lacking is None,
+            SMOLLM2: lacking is None,
             "model": options.model,
             "fingerprint": fingerprint,
             "runs": own,

@@ -19,7 +19,7 @@ from truedraft.cli.streams import say
 from truedraft.core.params import SamplingParams
 from truedraft.engine.policy.specs import controller_from_spec, controller_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
-from truedraft.files import named_adapter, user_path
+from truedraft.files import SMOLLM2, named_adapter, user_path
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
 from truedraft.progress import STAGES
 
@@ -95,12 +95,12 @@ def named_model(typed: str) -> str:
     """The named model; by default `smollm2` if it is installed, else the embedded target, with a line that names it."""
     if typed != UNNAMED:
         return typed
-    from truedraft.models import smollm2
+    from truedraft.models.embedded import smollm2_missing
 
-    if (missing := smollm2.missing()) is None:
-        say(f"no --model is named: {smollm2.WORD}, which is installed, is taken")
-        return smollm2.WORD
-    say(f"no --model is named: embedded:target, a fixture of tests, is taken; for {smollm2.WORD} run {missing}")
+    if (missing := smollm2_missing()) is None:
+        say(f"no --model is named: {SMOLLM2}, which is installed, is taken")
+        return SMOLLM2
+    say(f"no --model is named: embedded:target, a fixture of tests, is taken; for {SMOLLM2} run {missing}")
     return "embedded:target"
 
 

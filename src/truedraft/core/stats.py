@@ -70,11 +70,7 @@ class DraftTime:
     """The time of one drafter in a step.
 
     Attributes:
-        requests: number of requests that it drafted for.
-        depth: of its deepest proposal.
-        nodes: of all proposals together.
         behind: committed tokens that it read first, of all requests.
-        seconds: of `propose`.
         levels: sequential drafting levels; None where these equal the depth.
     """
 
@@ -95,12 +91,10 @@ class RequestStep:
         context: tokens in the target's cache before the step.
         rows: tokens fed to the target.
         prefill: whether these were a chunk of its prompt. Such a step emits at most the answer's first token.
-        depth: length of the proposal's longest path.
         listed_tokens: tokens of all root-to-leaf paths, shared prefixes counted once per path.
         accepted: accepted tokens that were emitted (none past a stop).
         rejected: whether draws below the accepted path were rejected.
         stop_tokens: 1 where an end-of-text or stop token ended the answer.
-        decision: the controller's; None where it was not called, as during prefill.
     """
 
     id: int
@@ -131,11 +125,8 @@ class StepRecord:
     Seconds are those of the host. On a device that can time its own queue all but `total_s` are those of the queue.
 
     Attributes:
-        requests: one for each request of the step.
         draft_s: drafting, catch-up included.
-        verify_s: probabilities and verdicts.
         total_s: the whole step, with emitting tokens, committing caches and notifying drafters.
-        decide_s: the controller's decisions.
         drafting: times of the drafters that were called; empty on a device, where drafting is only queued.
         settled: whether its forwards took as long as repeated ones will, see `Settling`; else its seconds predict no
             other step.
@@ -225,7 +216,6 @@ class Counters:
 
     Attributes:
         prefill_calls: forwards of the target over chunks of the prompt.
-        accepted_tokens: proposed tokens that were emitted.
         emitted_tokens: tokens emitted by target calls: accepted, recovered and bonus ones, stops excluded.
         prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request, and 1 more for each preemption.
         accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
@@ -238,7 +228,6 @@ class Counters:
             token was emitted losslessly.
         stop_tokens: tokens of target calls that ended the answer without being part of it: an end-of-text or stop
             token, or those of a stop text. Drafted tokens after them are not counted.
-        by_drafter: the counts of each drafter that proposed something, by name.
         drafted_calls: target calls that verified drafts, except drafts made to measure drafters.
         undrafted: why there were no such calls, or fewer than one in twenty, although there is a drafter; a sentence.
     """

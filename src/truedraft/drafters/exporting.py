@@ -22,8 +22,9 @@ from truedraft.drafters.heads.head import Head
 from truedraft.drafters.kinds import KINDS, dotted, kind_in
 from truedraft.drafters.registry import ENGINES, TrainedDrafter
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, errors_about
-from truedraft.files import user_path
-from truedraft.models import gguf, smollm2
+from truedraft.files import SMOLLM2, user_path
+from truedraft.models import gguf
+from truedraft.models.embedded import SMOLLM2_ON_THE_HUB, smollm2_file
 from truedraft.models.export import export_model, new_folder
 from truedraft.models.gguf_header import parts_of
 from truedraft.models.loading import load_config, read_model, resolve_source
@@ -316,7 +317,7 @@ def exported(folder: Path, kind: str, engine: str, target: ExportTarget, tokens:
         return ExportedDrafter(kind, engine, target.name, tokens, ())
     target_folder, file = f"{folder}-target", _gguf_file(target.name)
     stock = file is None and not target.name.startswith("embedded:")
-    named = smollm2.ON_THE_HUB if target.name == smollm2.WORD else target.name
+    named = SMOLLM2_ON_THE_HUB if target.name == SMOLLM2 else target.name
     place = named if stock else target_folder
     made = [] if stock else [["truedraft", "export", "--model", target.name, "--out", target_folder]]
     if engine == "llamacpp":
@@ -332,8 +333,8 @@ def exported(folder: Path, kind: str, engine: str, target: ExportTarget, tokens:
 
 
 def _gguf_file(name: str) -> Path | None:
-    if name == smollm2.WORD:
-        return smollm2.installed_file()
+    if name == SMOLLM2:
+        return smollm2_file()
     path = user_path(name, ModelNotFoundError)
     files = gguf.models_in(path) if path.is_dir() and not (path / "config.json").is_file() else [path]
     return files[0] if len(files) == 1 and files[0].suffix == ".gguf" and files[0].is_file() else None

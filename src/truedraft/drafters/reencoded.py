@@ -18,7 +18,7 @@ from truedraft.drafters.held import Held
 from truedraft.errors import VocabularyMismatchError
 from truedraft.models.base import LanguageModel
 from truedraft.models.translated import translation_between
-from truedraft.text.reencoding import Encoding, FollowedText, whole_characters
+from truedraft.text.translation import Encoding, FollowedText, whole_characters
 
 _GREEDY = SamplingParams()
 _MOST_PER_TOKEN = 4  # draft ids per target id that its cache has room for

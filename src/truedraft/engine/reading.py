@@ -11,7 +11,7 @@ from truedraft.core import transfers
 from truedraft.core.stats import StepRecord
 from truedraft.drafters.base import Features
 from truedraft.engine.request import Request
-from truedraft.models.cache.carried import PIECE
+from truedraft.models.cache.family import PIECE
 
 MOST_TOKENS = 8192
 """Limit of prompt tokens that a step reads on a device. A layer's activations for all of them are in memory: 470 MB

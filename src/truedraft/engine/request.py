@@ -24,9 +24,9 @@ from truedraft.drafters.base import DraftRequest
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.models.cache import RequestCache
+from truedraft.text.detokenizer import TextStream
 from truedraft.text.forms import Forms
 from truedraft.text.reasoning import ReasonedForm
-from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -58,9 +58,6 @@ def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnin
     """Drafters known to fit a target, by their words: those that `auto` chooses among, and more of each kind if any.
 
     The newest trained drafter of a kind has only the kind's word, unless `auto` leaves it out; others have folders.
-
-    Args:
-        tell: as in `auto_members`.
     """
     found: list[tuple[str, Drafter]] = []
     newest = {each.kind: str(each.folder) for each in reversed(find_drafters(target))}
@@ -80,7 +77,6 @@ def candidates_of(
     every length that it was trained for; both widths of weights for drafts made of the target.
 
     Args:
-        params: sampling options of the answers.
         made: the drafter, of any sizes, if it is loaded already; its model or heads are not loaded again.
 
     Raises:
@@ -124,8 +120,7 @@ def candidates_of(
     if _CHAINS in known and not chosen & {_LENGTH, _BRANCHING}:
         return _drafts(words, typed, cast("DraftModel", base), params)
     if _LENGTH in known and _LENGTH not in chosen:
-        longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
-        return [Candidate(typed, longest, longest, _lengths(words))]
+        return [_of_sizes(words, typed, target, _LENGTH, range(1, LONGEST + 1))]
     return [_whole(typed, base)]
 
 
@@ -138,14 +133,15 @@ def _pairs(words: Words, typed: str, base: Drafter, target: LanguageModel, param
     """For a head that reads pairs: chains of every length and, for greedy answers, likeliest trees."""
     if words.options.keys() & {_LENGTH, _BRANCHING, _NODES}:
         return [_whole(typed, base)]
-    longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
-    found = [Candidate(typed, longest, longest, _lengths(words))]
-    if not is_drawn(params):
-        largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
-        found.append(
-            Candidate(typed, largest, largest, {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES})
-        )
-    return found
+    found = [_of_sizes(words, typed, target, _LENGTH, range(1, LONGEST + 1))]
+    return found if is_drawn(params) else [*found, _of_sizes(words, typed, target, _NODES, CURVE_NODES)]
+
+
+def _of_sizes(words: Words, typed: str, target: LanguageModel, option: str, sizes: Sequence[int]) -> Candidate:
+    """Every value of an option, up to the last one."""
+    spelt = {size: spelled(words, {option: size}) for size in sizes}
+    largest = from_spec(spelt[sizes[-1]], target)
+    return Candidate(typed, largest, largest, spelt)
 
 
 def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) -> list[Candidate]:
@@ -153,7 +149,8 @@ def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) 
     if _CHAINS in words.options:
         return [_chains(words, typed, base, int(words.options[_CHAINS]))]
     longest = base.resized(num_speculative_tokens=LONGEST)
-    found = [Candidate(typed, longest, longest, _lengths(words))]
+    lengths = {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
+    found = [Candidate(typed, longest, longest, lengths)]
     for tree in _TREES:
         drafter = base.resized(branching=tuple(map(int, tree.split("-"))))
         found.append(_whole(typed, drafter, spelled(words, {_BRANCHING: tree})))
@@ -167,10 +164,6 @@ def _chains(words: Words, typed: str, base: DraftModel, count: int) -> Candidate
     drafter = base.resized(num_speculative_tokens=LONGEST, chains=count)
     lengths = {count * length: spelled(words, {_CHAINS: count, _LENGTH: length}) for length in range(1, LONGEST + 1)}
     return Candidate(typed, drafter, drafter, lengths)
-
-
-def _lengths(words: Words) -> dict[int, str]:
-    return {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
 
 
 def _settled(words: Words, base: Any, target: LanguageModel, params: SamplingParams) -> tuple[Any, Words]:

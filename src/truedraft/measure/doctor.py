@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,10 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.theory import holm
 from truedraft.drafters.heads.head import Head
 from truedraft.errors import DataError, TruedraftError
-from truedraft.measure.cases import Case, Variant, behind
 from truedraft.measure.traces import outputs_along, trace_answers
-from truedraft.measure.variants import Examined
+from truedraft.measure.variants import Case, Examined, Variant, behind
 from truedraft.measure.walks import walk_along
+from truedraft.options import record_of
 
 TOKENS = 64
 """Tokens of an answer."""
@@ -50,7 +50,8 @@ class Replayed:
 
     Attributes:
         accepted: `[prompts]`: accepted tokens, summed over the positions of an answer.
-        calls: `[prompts]`: target calls after the prompt's.
+        places: `[prompts]`: tokens emitted by the target calls after the prompt's.
+        calls: `[prompts]`: these calls.
         survival: share of positions at which the first 1, 2, ... drafted tokens are accepted.
     """
 
@@ -74,10 +75,8 @@ class Trial:
     """A variant compared with the given drafter, or with the best one so far.
 
     Attributes:
-        tokens_per_call: of the variant; None where it could not be tried.
         gain: tokens per call more than without the variant, on the same texts.
         p_value: corrected for the number of variants.
-        better: whether the gain is significant and large enough to matter.
     """
 
     variant: Variant
@@ -112,7 +111,6 @@ class Diagnosis:
         faults: the worst first; empty for a sound drafter.
         trials: variants of the given drafter, the best first; those that could not be tried last.
         best: the replay with all faults fixed that variants name, by temperature.
-        promised: tokens per call on its card, by temperature; empty where the card has none.
     """
 
     noun: str
@@ -135,38 +133,35 @@ class Diagnosis:
             message = "; ".join(f"{each.meaning}: {each.fix}" for each in self.faults)
             after = any(each.mends or each.gain is not None for each in self.faults)
             return f"{message}. {'Then' if after else 'As it is,'} expect {now} on these prompts"
-        message = f"sound: no variant is better; expect {now} on these prompts"
-        found = expected[0.0]
-        if found.high < _HARDLY:
-            message += "; it drafts hardly anything, and none of the usual faults explains it: train it longer, or for "
-            return message + "this target"
-        card = self.promised.get(0.0)
-        if card is not None and found.high < _BELOW_CARD * card:
+        message, card = f"sound: no variant is better; expect {now} on these prompts", self.promised.get(0.0)
+        if expected[0.0].high < _HARDLY:
+            return (
+                f"{message}; it drafts hardly anything, and none of the usual faults explains it: train it longer, or "
+                "for this target"
+            )
+        if card is not None and expected[0.0].high < _BELOW_CARD * card:
             message += f"; its card promises {card:.2f} on the text that it was measured on, which these are not like"
         return message
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         given, best = (
-            {f"{temperature:g}": asdict(each.tokens_per_call) for temperature, each in cases.items()}
+            {f"{temperature:g}": record_of(each.tokens_per_call) for temperature, each in cases.items()}
             for cases in (self.given, self.best)
         )
+        tried = ("tokens_per_call", "gain", "p_value", "better", "reason")
         return {
             "kind": self.noun,
             "sound": not self.faults,
             "diagnosis": self.sentence,
-            "faults": [asdict(each) for each in self.faults],
+            **record_of(self, "faults", "prompts"),
             "given": given,
             "best": best,
             "survival_given": list(self.given[0.0].survival),
             "survival": list(self.best[0.0].survival),
             "promised": {f"{temperature:g}": each for temperature, each in self.promised.items()},
-            "prompts": self.prompts,
             "tokens": int(self.given[0.0].places.sum()),
-            "variants": [
-                {name: value for name, value in asdict(each).items() if name != "variant"} | {"name": each.variant.name}
-                for each in self.trials
-            ],
+            "variants": [record_of(each, *tried) | {"name": each.variant.name} for each in self.trials],
         }
 
 
@@ -192,7 +187,6 @@ def examine(
 
     Args:
         promised: tokens per call on the drafter's card, by temperature.
-        progress: called with the number of finished parts, their total, and what is being done.
 
     Raises:
         DataError: there are too few prompts.
@@ -206,18 +200,19 @@ def examine(
         )
     case.chain(case.part).check(case.target)
     bar = _Bar(progress, len(kind.variants) + 3)
-    bar.tell("the target answers")
+    bar.show("the target answers")
     given = {0.0: _answered(case, fits, tokens, 0.0)}
-    bar.tell("the target answers at temperature 1")
+    bar.show("the target answers at temperature 1")
     given[1.0] = _answered(case, fits, tokens, 1.0)
     trials, faults, best = _mended(kind.variants, given, bar)
-    bar.tell("what to expect")
+    bar.show("what to expect")
     replayed = {temperature: replay(each) for temperature, each in best.items()}
     as_given = replayed if best is given else {temperature: replay(each) for temperature, each in given.items()}
-    bar.end()
+    progress(bar.total, bar.total, "")
+    known = [Fault(each.name, each.meaning, each.fix(case), mends=True) for each in case.mended]
     return Diagnosis(
         kind.noun,
-        (*_known(case), *_seen_at_once(given[0.0], as_given[0.0]), *faults),
+        (*known, *_seen_at_once(given[0.0], as_given[0.0]), *faults),
         tuple(sorted(trials, key=_gain, reverse=True)),
         as_given,
         replayed,
@@ -233,12 +228,9 @@ class _Bar:
     total: int
     done: int = 0
 
-    def tell(self, remark: str) -> None:
+    def show(self, remark: str) -> None:
         self.progress(min(self.done, self.total - 1), self.total, remark)
         self.done += 1
-
-    def end(self) -> None:
-        self.progress(self.total, self.total, "")
 
 
 Cases = Mapping[float, Case]
@@ -306,19 +298,15 @@ def replay(case: Case) -> Replayed:
     """
     drafter = case.chain(case.part)
     drafter.check(case.beside)
-    walks = walk_along(drafter, case.beside, case.seen())
+    walks, depth = walk_along(drafter, case.beside, case.seen()), drafter.limits.depth
     steps = [each.steps([drafter.limits.nodes]) for each in walks]
-    by_depth = np.concatenate([_padded(each.reach[0], drafter.limits.depth) for each in steps])
+    by_depth = np.concatenate([np.pad(each.reach[0], ((0, 0), (0, depth)))[:, :depth] for each in steps])
     return Replayed(
         np.array([each.reach.sum() for each in steps]),
         np.array([each.tokens for each in walks], np.float64),
         np.array([each.calls[0] for each in steps]),
         tuple(by_depth.mean(axis=0).tolist()),
     )
-
-
-def _padded(reach: Numbers, depth: int) -> Numbers:
-    return np.pad(reach, ((0, 0), (0, max(0, depth - reach.shape[1]))))[:, :depth]
 
 
 def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Trial], dict[str, Case]]:
@@ -328,7 +316,7 @@ def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Tri
     better: dict[str, Case] = {}
     own = replay(case)
     for each in variants:
-        bar.tell(each.name)
+        bar.show(each.name)
         try:
             pair = each.make(case)
             baseline = own if pair.given is case else replay(pair.given)
@@ -360,29 +348,23 @@ def _gain(trial: Trial) -> float:
     return -math.inf if trial.gain is None else trial.gain.value
 
 
-def _known(case: Case) -> list[Fault]:
-    """Faults that had to be fixed before the drafter could be loaded."""
-    return [Fault(each.name, each.meaning, each.fix(case), mends=True) for each in case.mended]
-
-
 def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
     """Faults found without a variant: weights that are not finite, and a draft model that reads other ids.
 
     A weak draft may know little more than token frequencies, which an exchange of ids of similar frequency hardly
     changes. So a draft that is sometimes accepted and does better than chance reads the right ids.
     """
+    overflow = "numbers that are none"
     if isinstance(case.part, Head):
         broken = [name for name, each in case.part.state_dict().items() if not each.isfinite().all()]
         message = f"{', '.join(broken)} hold numbers that are infinite or none, as an overflow of float16 leaves them"
-        return (
-            [Fault("numbers that are none", message, "save the weights again in bfloat16 or float32")] if broken else []
-        )
+        return [Fault(overflow, message, "save the weights again in bfloat16 or float32")] if broken else []
     if case.part.shared_ids is not None:
         return []  # it reads its own ids
     own, ids = _losses(case), torch.arange(case.target.vocab_size)
     if not np.isfinite(own).all():
         message = "it gives numbers that are none, as an overflow of float16 does"
-        return [Fault("numbers that are none", message, "load it in bfloat16 or float32")]
+        return [Fault(overflow, message, "load it in bfloat16 or float32")]
     generator = torch.Generator().manual_seed(0)
     near = torch.cat([each[torch.randperm(len(each), generator=generator)] for each in ids.split(_NEAR)])
     others = _losses(case, near)

@@ -31,7 +31,6 @@ class Traffic:
 
     Attributes:
         prompt: tokens to process per request, without those of a cached prefix.
-        answer: tokens per answer, 2 or more.
         token_ms: longest time per token; None is no bound.
 
     Raises:
@@ -65,7 +64,6 @@ class Way:
     """A replica with a constant number of open requests, answered in one way.
 
     Attributes:
-        drafter: words of the drafter and size, or `none`.
         token_ms: mean time between two tokens of an answer, including prompts that are read in between.
     """
 
@@ -80,8 +78,6 @@ class Level:
     """A replica with a constant number of open requests.
 
     Attributes:
-        requests: open at all times.
-        best: the way predicted to be fastest, which may be plain.
         ratio: tokens per second, best over plain.
     """
 
@@ -94,11 +90,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Number of replicas that answer the load.
-
-    Attributes:
-        requests: open in each.
-    """
+    """Number of replicas that answer the load."""
 
     count: int
     requests: int

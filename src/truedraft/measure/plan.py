@@ -70,10 +70,7 @@ class Plan:
         Args:
             batch: requests answered together; None is the plan's own.
         """
-        requests, what_if = batch or self.batch, what_if or WhatIf()
-        there = Circumstance(what_if.forwards(self.forwards), self.context)
-        drafters = [what_if.drafting(each, self.memory, self.forwards) for each in self.drafters]
-        found = sorted((there.best_of(each, requests) for each in drafters), key=lambda each: -each.speedup.value)
+        found = self._sizes(self.drafters, batch, what_if or WhatIf())
         first = {each.drafting.drafter: each for each in reversed(found)}  # the best of widths with different costs
         return [each for each in found if first[each.drafting.drafter] is each]
 
@@ -83,9 +80,17 @@ class Plan:
         Args:
             batch: requests answered together; None is the plan's own.
         """
-        there = Circumstance(self.forwards, self.context)
-        found = [there.best_of(each, batch or self.batch) for each in self.drafters if each.drafter == words]
+        return self._sizes([each for each in self.drafters if each.drafter == words], batch, WhatIf())
+
+    def _sizes(self, drafters: Sequence[Drafting], batch: int | None, what_if: WhatIf) -> list[Prediction]:
+        """The best size of each drafter, the best one first."""
+        there = self._there(what_if)
+        there_drafting = [what_if.drafting(each, self.memory, self.forwards) for each in drafters]
+        found = [there.best_of(each, batch or self.batch) for each in there_drafting]
         return sorted(found, key=lambda each: -each.speedup.value)
+
+    def _there(self, what_if: WhatIf | None) -> Circumstance:
+        return Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
 
     def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
         """The words of the drafter with the largest predicted gain; `none` where none gains.
@@ -108,13 +113,12 @@ class Plan:
         return {each.name: each.survival for each in itertools.islice(of, 1)}
 
     def over_batches(self, prediction: Prediction, what_if: WhatIf | None = None) -> list[tuple[int, float]]:
-        there = Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
+        there = self._there(what_if)
         return [(n, there.predict(prediction.drafting, prediction.option, n).speedup.value) for n in BATCHES]
 
     def break_even(self, prediction: Prediction, what_if: WhatIf | None = None) -> int | None:
         """The smallest batch in which an option is predicted to gain nothing; None where it always gains."""
-        there = Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
-        return there.break_even(prediction.drafting, prediction.option)
+        return self._there(what_if).break_even(prediction.drafting, prediction.option)
 
     def check(self, target: LanguageModel) -> None:
         """Refuse another model, machine or version than the plan's.
@@ -197,9 +201,15 @@ def make_plan(
         OptionError: no drafter drafts, or replay does not support an option in `params`.
         TruedraftError: a drafter does not exist or fit, or something failed.
     """
+    if params.shapes_logits:
+        raise OptionError(
+            "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
+        )
     costs = costs or StepCosts(target)
     progress(0.0, "loading drafters")
-    candidates = _candidates(drafters, target, params, made or {})
+    candidates = [each for words in drafters for each in candidates_of(words, target, params, (made or {}).get(words))]
+    if not candidates:
+        raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
     progress(0.05, "the target's answers")
     traces = trace_answers(
         target,
@@ -227,19 +237,6 @@ def make_plan(
         footprint_of(target),
         tuple(_together(drafting)),
     )
-
-
-def _candidates(
-    drafters: Sequence[str], target: LanguageModel, params: SamplingParams, made: Mapping[str, Drafter]
-) -> list[Candidate]:
-    if params.shapes_logits:
-        raise OptionError(
-            "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
-        )
-    found = [each for words in drafters for each in candidates_of(words, target, params, made.get(words))]
-    if not found:
-        raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
-    return found
 
 
 def _version() -> str:

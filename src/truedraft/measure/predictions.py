@@ -25,7 +25,7 @@ from truedraft.core.intervals import Interval, ratio_over_prompts
 from truedraft.core.theory import CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost, predicted_speedup
 from truedraft.errors import DataError
 from truedraft.measure.walks import Walk
-from truedraft.options import check_positive
+from truedraft.options import check_positive, record_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes for which a plan has curves."""
@@ -102,12 +102,7 @@ class Prediction:
 
 @dataclass
 class Circumstance:
-    """Conditions of a prediction.
-
-    Attributes:
-        forwards: V of the target.
-        context: cached tokens of each request.
-    """
+    """Conditions of a prediction."""
 
     forwards: TargetCost
     context: int
@@ -130,8 +125,10 @@ class Circumstance:
 
     def best_of(self, drafting: Drafting, requests: int = 1) -> Prediction:
         """The size of a drafter with the largest predicted gain, the first of equal ones."""
-        found = (self.predict(drafting, option, requests) for option in drafting.options)
-        return max(found, key=lambda each: each.speedup.value)
+        return max(
+            (self.predict(drafting, option, requests) for option in drafting.options),
+            key=lambda each: each.speedup.value,
+        )
 
     def break_even(self, drafting: Drafting, option: PlanOption, most: int = BATCHES[-1]) -> int | None:
         """The smallest batch in which an option is predicted to gain nothing; None where it gains up to `most`."""
@@ -149,7 +146,6 @@ class WhatIf:
         bandwidth: factor of memory read speed. The seconds of a forward of one row are assumed to be reading, as is the
             extra time of longer contexts; the extra time of further rows is computing and does not change. For
             drafting, the time of reading its weights at the target's rate changes.
-        draft_cost: factor of drafting costs.
 
     Raises:
         OptionError: a factor that is not above 0.
@@ -199,9 +195,9 @@ def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[Pl
         calls = [float(each.calls[number]) for each in steps]
         kinds: dict[tuple[int, int], float] = {}
         for each in steps:
-            for place in range(each.visits.shape[1]):
-                kind = int(each.nodes[number, place]), int(each.depths[number, place])
-                kinds[kind] = kinds.get(kind, 0.0) + float(each.visits[number, place])
+            rows = each.nodes[number], each.depths[number], each.visits[number]
+            for nodes_there, depth, visits in zip(*(row.tolist() for row in rows), strict=True):
+                kinds[nodes_there, depth] = kinds.get((nodes_there, depth), 0.0) + visits
         total = sum(calls)
         shares = [(*kind, count / total) for kind, count in sorted(kinds.items()) if count / total > _LEAST_SHARE]
         options.append(PlanOption(words[nodes], nodes, ratio_over_prompts(tokens, calls), tuple(shares)))
@@ -213,11 +209,5 @@ def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[Pl
 
 def prediction_record(found: Prediction) -> dict[str, Any]:
     """For JSON."""
-    return {
-        "drafter": found.option.drafter,
-        "nodes": found.option.nodes,
-        "tokens_per_call": dataclasses.asdict(found.option.tokens_per_call),
-        "speedup": dataclasses.asdict(found.speedup),
-        "step_s": found.step_s,
-        "plain_s": found.plain_s,
-    }
+    option = record_of(found.option, "drafter", "nodes", "tokens_per_call")
+    return option | record_of(found, "speedup", "step_s", "plain_s")

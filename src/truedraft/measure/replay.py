@@ -175,9 +175,6 @@ def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: flo
 
     At temperature 1 heads were trained on the distributions that tokens are sampled from, so calibrated ones are used
     only if they gain a hundredth; at other temperatures they are used unless they lose.
-
-    Args:
-        least: smallest relative gain of calibration at temperature 1.
     """
     least = least if temperature else 0.0
     return bool(compared) and compared[CALIBRATED] < compared[RAW] * (1.0 + least)
@@ -232,12 +229,7 @@ def fit_survival(log_probs: Tensor, ranks: Tensor) -> AcceptanceOdds:
 
 
 def _fit(log_probs: Tensor, ranks: Tensor) -> Odds:
-    """Fit one depth; coefficients that would reverse the order of guesses are held at 0.
-
-    Args:
-        log_probs: `[positions, guesses]`.
-        ranks: `[positions]`.
-    """
+    """Fit one depth; coefficients that would reverse the order of guesses are held at 0."""
     every = max(1, -(-len(ranks) // POSITIONS))
     own, ranks = log_odds(log_probs[::every, :RANKS].double()), ranks[::every]
     number = torch.arange(own.shape[1])

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
-from truedraft.engine import Engine, Request
+from truedraft.engine import Engine
 from truedraft.engine.prompts import TextPrompt, encode_prompt
 from truedraft.errors import ModelError
 from truedraft.measure.siblings import draws_several
@@ -42,7 +42,6 @@ class AnswerTrace:
         seen: outcomes of the steps of plain decoding in order: parts of the prompt, then one token each.
         probs: the target's processed probability of each token of `tokens`; empty for greedy and seeded answers,
             because their replay does not need it.
-        layers: numbers of the layers with kept hidden states.
         dists: the whole distributions `[vocab]`, kept where a drafter draws several tokens at one position.
     """
 
@@ -89,23 +88,19 @@ def trace_answers(
 
     Args:
         prompts: none of them with stop strings.
-        drafters: their declared features are kept.
         entropy: seeds the noise of prompts without a seed.
-        progress: called with the number of finished answers and a remark.
 
     Raises:
         PromptError: a prompt cannot be run.
         ModelError: the target failed, or cannot show a feature that a drafter declares.
     """
-    drawn, drafters = any(is_drawn(params) for _, _, params in prompts), list(drafters)
-    required = [each.features for each in drafters if each.features is not None]
-    watcher = StepWatcher(required, drawn, whole=any(map(draws_several, drafters)))
+    watcher = StepWatcher.of(drafters, drawn=any(is_drawn(params) for _, _, params in prompts))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
     ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
     # End-of-text tokens are ignored, so that the token that ended an answer is recorded.
     whole = [dataclasses.replace(params, ignore_eos=True, stop_token_ids=()) for _, _, params in prompts]
     requests = [engine.submit(prompt, params) for prompt, params in zip(ids, whole, strict=True)]
-    ends = [_ends(target, params) for _, _, params in prompts]
+    ends = [{*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)} for _, _, params in prompts]
     running = dict(enumerate(requests))
     try:
         while running:
@@ -119,36 +114,18 @@ def trace_answers(
     finally:
         for request in running.values():
             engine.cancel(request)
-    return [
-        _trace(each, request, watcher, ends[number])
-        for number, (each, request) in enumerate(zip(prompts, requests, strict=True))
-    ]
-
-
-def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
-    return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
-
-
-def _trace(item: PromptRequest, request: Request, watcher: StepWatcher, ends: frozenset[int]) -> AnswerTrace:
-    name, _, params = item
-    if request.error is not None:
-        raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
-    if request.warnings:
-        raise ModelError(f"prompt {name} could not be followed: {request.warnings[0]}")
-    tokens = tuple(request.tokens[request.prompt_tokens :])
-    return AnswerTrace(
-        name,
-        tuple(request.tokens[: request.prompt_tokens]),
-        tokens,
-        params,
-        request.noise_seed,
-        request.most_tokens,
-        bool(tokens) and tokens[-1] in ends,
-        tuple(watcher.seen.pop(request.id, ())),
-        tuple(watcher.probs.pop(request.id, ())),
-        watcher.layers,
-        tuple(watcher.dists.pop(request.id, ())),
-    )
+    for (name, _, _), request in zip(prompts, requests, strict=True):
+        if request.error is not None:
+            raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
+        if request.warnings:
+            raise ModelError(f"prompt {name} could not be followed: {request.warnings[0]}")
+    found = []
+    for (name, _, params), request, last in zip(prompts, requests, ends, strict=True):
+        prompt, tokens = request.tokens[: request.prompt_tokens], tuple(request.tokens[request.prompt_tokens :])
+        stopped, limit = bool(tokens) and tokens[-1] in last, request.most_tokens
+        seen = watcher.seen_of(request.id)
+        found.append(AnswerTrace(name, tuple(prompt), tokens, params, request.noise_seed, limit, stopped, **seen))
+    return found
 
 
 @torch.inference_mode()
@@ -162,28 +139,22 @@ def traces_of_answers(
 
     Args:
         answers: prompt, answer, and whether its last token ended it.
-        drafters: their declared features are kept.
 
     Raises:
         ModelError: the target failed, or cannot show a feature that a drafter declares.
     """
-    drafters = list(drafters)
-    required = [each.features for each in drafters if each.features is not None]
-    watcher = StepWatcher(required, is_drawn(params), whole=any(map(draws_several, drafters)))
+    watcher = StepWatcher.of(drafters, drawn=is_drawn(params))
     room = max((len(answer) for _, answer, _ in answers), default=0)
     for number, (prompt, answer, _) in enumerate(answers):
         request = DraftRequest(number, params)
         whole = watcher.features is not None and watcher.features.of_prompts
         for outcome in _plain_steps(target, watcher.layers, prompt, answer, whole=whole):
             watcher.observe([request], [outcome])
-    return [
-        AnswerTrace(
-            str(number), tuple(prompt), tuple(answer), params, number, len(prompt) + room, stopped,
-            tuple(watcher.seen.pop(number)), tuple(watcher.probs.pop(number, ())), watcher.layers,
-            tuple(watcher.dists.pop(number, ())),
-        )
-        for number, (prompt, answer, stopped) in enumerate(answers)
-    ]  # fmt: skip
+    found = []
+    for number, (prompt, answer, stopped) in enumerate(answers):
+        limit, seen = len(prompt) + room, watcher.seen_of(number)
+        found.append(AnswerTrace(str(number), tuple(prompt), tuple(answer), params, number, limit, stopped, **seen))
+    return found
 
 
 def _plain_steps(
@@ -222,11 +193,6 @@ class StepWatcher(NoDrafter):
     Args:
         drawn: whether there are sampled requests, for which token probabilities are kept.
         whole: whether their whole distributions are kept as well.
-
-    Attributes:
-        seen: outcome of each step, by request.
-        probs: the target's probability of each sampled token, by request.
-        dists: the distributions of these tokens, by request.
     """
 
     observes_lazily = False
@@ -242,6 +208,18 @@ class StepWatcher(NoDrafter):
         self.seen: dict[int, list[StepOutcome]] = {}
         self.probs: dict[int, list[float]] = {}
         self.dists: dict[int, list[Tensor]] = {}
+
+    @classmethod
+    def of(cls, drafters: Iterable[Drafter], *, drawn: bool) -> StepWatcher:
+        """Keeps what these drafters declare."""
+        drafters = list(drafters)
+        wanted = [each.features for each in drafters if each.features is not None]
+        return cls(wanted, drawn, whole=any(map(draws_several, drafters)))
+
+    def seen_of(self, request: int) -> dict[str, Any]:
+        """Fields of a request's trace, which are not kept any longer."""
+        kept: dict[str, dict[int, Any]] = {"seen": self.seen, "probs": self.probs, "dists": self.dists}
+        return {name: tuple(each.pop(request, ())) for name, each in kept.items()} | {"layers": self.layers}
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         for request, outcome in zip(batch, outcomes, strict=True):
@@ -295,9 +273,9 @@ def trace_behind(
     """An answer as if it followed another prompt, with the features that the target shows there."""
     limit = trace.limit - len(trace.prompt) + len(prompt)
     if features is None:
-        seen = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens]
-        return dataclasses.replace(trace, prompt=prompt, seen=tuple(seen), limit=limit)
-    seen = [_copied(each) for each in _plain_steps(target, layers, prompt, trace.tokens, whole=features.of_prompts)]
+        seen, layers = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens], trace.layers
+    else:
+        seen = [_copied(each) for each in _plain_steps(target, layers, prompt, trace.tokens, whole=features.of_prompts)]
     return dataclasses.replace(trace, prompt=prompt, seen=tuple(seen), limit=limit, layers=layers)
 
 

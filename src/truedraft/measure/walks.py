@@ -22,30 +22,27 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core.budget import Budget, nodes_of
+from truedraft.core.intervals import Numbers
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.token_view import TokenView
-from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.measure.replay import NEVER
-from truedraft.measure.siblings import draws_of, draws_several
+from truedraft.measure.siblings import Draws, draws_of, draws_several
 from truedraft.measure.traces import AnswerTrace, is_drawn, shown_to
 from truedraft.models.base import LanguageModel
 
 _BATCH = 16
-
-Numbers = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -108,26 +105,21 @@ class Walk:
             survival = survival[np.minimum(requested[:, 0], len(survival) - 1)]
         reach = survival * (self.fewest[None] <= requested[..., None])  # [sizes, places, depth]
         nodes = np.minimum(requested, self.sizes[None])
-        places = np.arange(self.tokens)
         # P(exactly a accepted) = P(a or more) - P(a + 1 or more), for a = 0, 1, ...
-        ones, none = np.ones((*reach.shape[:2], 1)), np.zeros((*reach.shape[:2], 1))
-        exactly = np.concatenate([ones, reach], axis=2) - np.concatenate([reach, none], axis=2)
+        exactly = -np.diff(reach, axis=2, prepend=1.0, append=0.0)
         width = exactly.shape[2]
         visits = np.zeros((len(budgets), self.tokens + width))
-        if self.tokens:
-            visits[:, 0] = 1.0
-        for place in places:
+        visits[:, 0] = 1.0
+        for place in range(self.tokens):
             visits[:, place + 1 : place + 1 + width] += visits[:, place, None] * exactly[:, place]
         visits = visits[:, : self.tokens]
+        places = np.arange(self.tokens)
         drafted = nodes if self.drafted is None else self.drafted[places[None], nodes]
         return Steps(visits.sum(axis=1), visits, drafted, self.depths[places[None], nodes], reach)
 
 
 def check_walkable(drafter: Drafter, drawn: bool) -> None:
     """Refuse drafters for which acceptance along a trace is not known.
-
-    Args:
-        drawn: whether for requests with random verdicts (sampled without a seed).
 
     Raises:
         OptionError: says which, and what to do.
@@ -157,17 +149,12 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
 
 @torch.inference_mode()
 def walk_along(
-    drafter: Drafter,
-    target: LanguageModel,
-    traces: Sequence[AnswerTrace],
-    *,
-    batch: int = _BATCH,
+    drafter: Drafter, target: LanguageModel, traces: Sequence[AnswerTrace], *, batch: int = _BATCH
 ) -> list[Walk]:
     """Replay a drafter along answers, one token at a time.
 
     Args:
         drafter: at its largest size, checked against the target; it must not be used elsewhere during the walk.
-        target: the model that wrote the traces; it is not run.
         traces: must hold the features that the drafter declares.
 
     Raises:
@@ -182,10 +169,10 @@ def walk_along(
         )
     found: list[Walk] = []
     for first in range(0, len(traces), batch):
-        replays = [_Life(-number - 1, trace, drafter) for number, trace in enumerate(traces[first : first + batch])]
+        replays = [_Replay(-number - 1, trace, drafter) for number, trace in enumerate(traces[first : first + batch])]
         try:
             with target.stepping():
-                _live(drafter, replays)
+                _run(drafter, replays)
         except TruedraftError:
             raise
         except Exception as error:
@@ -194,60 +181,50 @@ def walk_along(
             ) from error
         finally:
             for replay in replays:
-                replay.end(drafter)
-        found += [replay.walk(drafter) for replay in replays]
+                replay.end()
+        found += [replay.walk() for replay in replays]
     return found
 
 
-def _live(drafter: Drafter, replays: Sequence[_Life]) -> None:
+def _run(drafter: Drafter, replays: Sequence[_Replay]) -> None:
     for replay in replays:
-        replay.begin(drafter)
-    place = 0
-    while active := [replay for replay in replays if place < replay.trace.places]:
-        requests = [replay.request for replay in active]
-        proposals = _asked(drafter, active)
-        outcomes = [replay.go_on(each) for replay, each in zip(active, proposals, strict=True)]
-        shown = [
-            shown_to(drafter.features, replay.trace, step, each or Proposal.empty())
-            for replay, step, each in zip(active, outcomes, proposals, strict=True)
-        ]
-        drafter.observe(requests, shown)
+        replay.begin()
+    for place in range(max(replay.trace.places for replay in replays)):
+        active = [replay for replay in replays if place < replay.trace.places]
+        made: dict[_Replay, Proposal] = {}
+        if along := [each for each in active if each.walks_along]:
+            rests = [each.rest for each in along]
+            dists = drafter.along([each.request for each in along], [each.budget() for each in along], rests)
+            for replay, own in zip(along, dists, strict=True):
+                replay.note_along(own)
+        if proposing := [each for each in active if not each.walks_along]:
+            requests, budgets = [each.request for each in proposing], [each.budget() for each in proposing]
+            proposals = drafter.propose(requests, budgets, [each.noise() for each in proposing])
+            made |= zip(proposing, proposals, strict=True)
+        drafter.observe([each.request for each in active], [each.step(made.get(each)) for each in active])
         for replay in active:
             if place + 1 == replay.trace.places:
-                replay.end(drafter)
-        place += 1
+                replay.end()
 
 
-def _asked(drafter: Drafter, replays: Sequence[_Life]) -> list[Proposal | None]:
-    """Proposals for each replay; None where the drafter was evaluated along the trace instead."""
-    made: dict[_Life, Proposal | None] = dict.fromkeys(replays)
-    if taken := [replay for replay in replays if replay.is_taken_along(drafter)]:
-        rests = [replay.rest() for replay in taken]
-        dists = drafter.along([replay.request for replay in taken], [replay.budget(drafter) for replay in taken], rests)
-        for replay, own in zip(taken, dists, strict=True):
-            replay.note_along(drafter, own)
-    if proposing := [replay for replay in replays if not replay.is_taken_along(drafter)]:
-        budgets = [replay.budget(drafter) for replay in proposing]
-        made |= zip(
-            proposing,
-            drafter.propose([e.request for e in proposing], budgets, [e.noise() for e in proposing]),
-            strict=True,
-        )
-    return list(made.values())
-
-
-class _Life:
+class _Replay:
     """A request that is replayed along a trace.
 
     Args:
         number: of the request; negative, because the engine counts its own up from 0 and both may share a drafter.
+
+    Attributes:
+        walks_along: whether the drafter's distributions along the trace are used in place of proposals.
     """
 
     def __init__(self, number: int, trace: AnswerTrace, drafter: Drafter) -> None:
         self.trace = trace
+        self._drafter = drafter
         self._tokens = list(trace.prompt)
         self.request = DraftRequest(number, trace.params, TokenView(self._tokens), kept=False)
         self._drawn = is_drawn(trace.params)
+        self._draws_tokens = self._drawn and not drafter.kinds <= {DrawKind.DETERMINISTIC}
+        self.walks_along = drafter.walks_along and self._draws_tokens
         self._step = 0
         self._begun = False
         self._guessed = 0.0
@@ -260,125 +237,114 @@ class _Life:
     def _place(self) -> int:
         return len(self._tokens) - len(self.trace.prompt) - 1
 
-    def begin(self, drafter: Drafter) -> None:
-        self._begun = True
-        drafter.begin(self.request)
-        while self._place < 0 and self._step < len(self.trace.seen):
-            step = self.go_on(None)
-            drafter.observe([self.request], [shown_to(drafter.features, self.trace, step, Proposal.empty())])
+    @property
+    def rest(self) -> tuple[int, ...]:
+        return self.trace.tokens[self._place + 1 :]
 
-    def end(self, drafter: Drafter) -> None:
+    def begin(self) -> None:
+        self._begun = True
+        self._drafter.begin(self.request)
+        while self._place < 0 and self._step < len(self.trace.seen):
+            self._drafter.observe([self.request], [self.step(None)])
+
+    def end(self) -> None:
         if self._begun:
             self._begun = False
             try:
-                self._guessed = drafter.hint(self.request).guessed
+                self._guessed = self._drafter.hint(self.request).guessed
             finally:
-                drafter.end(self.request)
+                self._drafter.end(self.request)
 
-    def budget(self, drafter: Drafter) -> Budget:
+    def budget(self) -> Budget:
         """The largest budget allowed here; one token where a sampled chain has the same q for every depth."""
-        left = self._allowed(self._place)
-        alike = drafter.levels is None and not drafter.walks_along  # same q at a position for every draft depth
-        first = self._draws_tokens(drafter) and drafter.limits.width == 1 and alike
-        return drafter.limits.cut(min(left, 1) if first else left)
+        limits, left = self._drafter.limits, self._allowed(self._place)
+        alike = self._drafter.levels is None and not self._drafter.walks_along
+        return limits.cut(min(left, 1) if self._draws_tokens and limits.width == 1 and alike else left)
 
     def _allowed(self, place: int) -> int:
         return max(0, self.trace.remaining(place) - 1)
 
-    def _draws_tokens(self, drafter: Drafter) -> bool:
-        """Whether draft tokens are sampled, rather than deterministic candidates."""
-        return self._drawn and not drafter.kinds <= {DrawKind.DETERMINISTIC}
-
-    def is_taken_along(self, drafter: Drafter) -> bool:
-        """Whether the drafter's distributions along the trace are used in place of proposals."""
-        return drafter.walks_along and self._draws_tokens(drafter)
-
-    def rest(self) -> tuple[int, ...]:
-        return self.trace.tokens[self._place + 1 :]
-
-    def note_along(self, drafter: Drafter, dists: Tensor) -> None:
-        """Record the distributions `[depth, vocab]` that the drafter sampled from when its draft equals the trace."""
-        draws, first = draws_of(drafter, self.trace.seed), self._place + 1
-        for place, (q, token) in enumerate(zip(dists, self.rest(), strict=False), first):
-            drawn_from = q if bool(q[token].isfinite()) else None  # nothing is drawn from broken logits
-            draws.note(
-                self.trace.probs[place], self.trace.dists[place] if self.trace.dists else None, drawn_from, token
-            )
-        self._survival.append(draws.survival(0, len(dists)))
-        self._held.append([])
-        branching = drafter.branching or (1,) * len(dists)
-        widths = itertools.accumulate(branching[: len(dists)], operator.mul)
-        self._depths.append([0, *(depth for depth, width in enumerate(widths, 1) for _ in range(width))])
-
     def noise(self) -> KeyedNoise:
         return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1)
 
-    def go_on(self, proposal: Proposal | None) -> int:
-        """Record the proposal, if one was made, emit the trace's next token, and return the step's number."""
+    def step(self, proposal: Proposal | None) -> StepOutcome:
+        """Record the proposal, if one was made, emit the trace's next token, and return what the drafter is shown."""
         if proposal is not None:
             self._note(proposal)
-        step, self._step = self._step, self._step + 1
-        self._tokens.extend(self.trace.seen[step].tokens)
-        return step
+        shown = shown_to(self._drafter.features, self.trace, self._step, proposal or Proposal.empty())
+        self._tokens.extend(self.trace.seen[self._step].tokens)
+        self._step += 1
+        return shown
 
     def _note(self, proposal: Proposal) -> None:
-        truth = self.trace.tokens[self._place + 1 :]
-        draws = proposal.draws[0]
         if self._drawn:
-            place, q = self._place + 1, None
+            draws, q = proposal.draws[0], None
             if draws and draws[0].dist >= 0:
                 assert proposal.probs is not None
                 q = proposal.probs[draws[0].dist]
-            p = self.trace.dists[place] if self.trace.dists else None
-            self._draws.note(self.trace.probs[place], p, q, truth[0])
-        self._held.append([node + 1 for node in proposal.tree.along(truth)])
-        self._depths.append([0, *np.maximum.accumulate(proposal.tree.shape.depths or (0,)).tolist()])
-        if not len(proposal.tree):
-            self._depths[-1] = [0]
+            self._note_draw(self._draws, self._place + 1, q)
+        self._held.append([node + 1 for node in proposal.tree.along(self.rest)])
+        depths = proposal.tree.shape.depths if len(proposal.tree) else ()
+        self._depths.append([0, *itertools.accumulate(depths, max)])
 
-    def walk(self, drafter: Drafter) -> Walk:
-        if self._draws_tokens(drafter):
-            return self._of_draws(drafter)
-        depth = max([1, *map(len, self._held)])
-        fewest = np.full((len(self._held), depth), NEVER, np.int64)
+    def _note_draw(self, draws: Draws, place: int, q: Tensor | None) -> None:
+        p = self.trace.dists[place] if self.trace.dists else None
+        draws.note(self.trace.probs[place], p, q, self.trace.tokens[place])
+
+    def note_along(self, dists: Tensor) -> None:
+        """Record the distributions `[depth, vocab]` that the drafter sampled from when its draft equals the trace."""
+        draws = draws_of(self._drafter, self.trace.seed)
+        for place, (q, token) in enumerate(zip(dists, self.rest, strict=False), self._place + 1):
+            self._note_draw(draws, place, q if bool(q[token].isfinite()) else None)  # nothing drawn by broken logits
+        self._survival.append(draws.survival(0, len(dists)))
+        self._held.append([])
+        branching = self._drafter.branching or (1,) * len(dists)
+        widths = itertools.accumulate(branching[: len(dists)], operator.mul)
+        self._depths.append([0, *(depth for depth, width in enumerate(widths, 1) for _ in range(width))])
+
+    def walk(self) -> Walk:
+        if self._draws_tokens:
+            ranks = self._drafter.ranks if draws_several(self._drafter) else None
+            return self._of_levels() if ranks is None else self._of_ranks(ranks)
+        longest, most = (max([1, *map(len, each)]) for each in (self._held, self._depths))
+        fewest = np.full((len(self._held), longest), NEVER, np.int64)
         for place, held in enumerate(self._held):
             fewest[place, : len(held)] = held
-        most = max([1, *map(len, self._depths)])
         depths = np.array([each + [each[-1]] * (most - len(each)) for each in self._depths], np.int64)
         sizes = np.array([len(each) - 1 for each in self._depths], np.int64)
-        depths = depths.reshape(len(sizes), most)
-        return Walk(fewest, (fewest < NEVER).astype(np.float64), depths, sizes, guessed=self._guessed)
+        survival = (fewest < NEVER).astype(np.float64)
+        return Walk(fewest, survival, depths.reshape(-1, most), sizes, guessed=self._guessed)
 
-    def _of_draws(self, drafter: Drafter) -> Walk:
+    def _survivals(self, longest: int) -> Iterator[tuple[int, int, Numbers]]:
+        """Position, allowed depth, and survival `[..., depth]` to at most that depth."""
+        for place in range(len(self._held)):
+            depth = min(self._allowed(place), longest)
+            own = self._survival[place] if self._survival else self._draws.survival(place, depth)
+            yield place, depth, own[..., :depth]
+
+    def _of_levels(self) -> Walk:
         """Walk of sampled tokens, in units of draft levels; a budget contains a level whole or not at all."""
-        if drafter.ranks is not None and draws_several(drafter):
-            return self._of_ranks(drafter.ranks)
-        branching, places = drafter.branching or (1,) * drafter.limits.depth, len(self._held)
+        branching, places = self._drafter.branching or (1,) * self._drafter.limits.depth, len(self._held)
         length = len(branching)
         levels = np.array([nodes_of(branching[:depth]) for depth in range(1, length + 1)])
-        allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=length)
-        survival = np.zeros((places, length))
-        for place in range(places):
-            depth = int(allowed[place])
-            own = self._survival[place][:depth] if self._survival else self._draws.survival(place, depth)
+        allowed, survival = np.zeros(places, np.int64), np.zeros((places, length))
+        for place, depth, own in self._survivals(length):
+            allowed[place] = depth
             survival[place, : len(own)] = own
         fewest = np.where(np.arange(1, length + 1)[None] <= allowed[:, None], levels[None], NEVER)
         within = np.searchsorted(levels, np.arange(levels[-1] + 1), side="right")  # whole levels in a budget
         depths = np.minimum(within[None], allowed[:, None])
         taken = np.concatenate([[0], levels])[allowed]
-        drafted = self._drafted(depths) if drafter.limits.width > 1 else None
+        drafted = self._drafted(depths) if self._drafter.limits.width > 1 else None
         return Walk(fewest, survival, depths, taken, drafted, self._guessed)
 
     def _of_ranks(self, ranks: RankTree) -> Walk:
         """Walk of draws by ranks; a budget of n nodes gets the first n."""
         places, most = len(self._held), len(ranks)
-        allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=ranks.depth)
-        survival = np.zeros((most + 1, places, ranks.depth))
-        for place in range(places):
-            depth = int(allowed[place])
-            own = self._survival[place] if self._survival else self._draws.survival(place, depth)
-            depth = min(depth, own.shape[1])
-            survival[:, place, :depth] = own[:, :depth]
+        allowed, survival = np.zeros(places, np.int64), np.zeros((most + 1, places, ranks.depth))
+        for place, depth, own in self._survivals(ranks.depth):
+            allowed[place] = depth
+            survival[:, place, : own.shape[1]] = own
         lengths = np.array([0, *map(len, ranks.paths)])  # root and each path
         fits = lengths[None] <= allowed[:, None]
         depths = np.minimum(np.maximum.accumulate(lengths)[None], allowed[:, None])

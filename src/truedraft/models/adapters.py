@@ -1,8 +1,7 @@
 """LoRA adapters of one target (arXiv 2106.09685): merged into its weights, or one for each request of a forward.
 
-An adapter adds B A x, of a low rank, to the output of a linear layer W. If requests name their adapters, the product
-with W is one for the whole pack, and the rows of each request get the product of its own adapter. So a batch reads W
-once.
+An adapter adds B A x, of a low rank, to the output of a linear layer W. If requests name their adapters, W is read once
+for the whole pack, and the rows of each request get the product of its own adapter.
 """
 
 from __future__ import annotations
@@ -92,22 +91,18 @@ def _with_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) ->
 
 def _refuse_more(name: str, config: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    more = [
-        what
-        for what, does in (
-            (f"it is of the kind {kind}", kind != "LORA"),
-            ("it is a DoRA", getattr(config, "use_dora", False)),
-            ("it learned biases", getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False)),
-            ("it holds whole modules", bool(getattr(config, "modules_to_save", None))),
-            ("it adds to single parameters", bool(getattr(config, "target_parameters", None))),
-        )
-        if does
-    ]
-    if more:
-        raise UnsupportedModelError(
-            f"the adapter {name!r} does more than add to linear layers ({more[0]}), which requests of one batch cannot "
-            "have each for itself; merge it at load (adapter=), for all requests"
-        )
+    for what, does in (
+        (f"it is of the kind {kind}", kind != "LORA"),
+        ("it is a DoRA", getattr(config, "use_dora", False)),
+        ("it learned biases", getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False)),
+        ("it holds whole modules", getattr(config, "modules_to_save", None)),
+        ("it adds to single parameters", getattr(config, "target_parameters", None)),
+    ):
+        if does:
+            raise UnsupportedModelError(
+                f"the adapter {name!r} does more than add to linear layers ({what}), which requests of one batch "
+                "cannot have each for itself; merge it at load (adapter=), for all requests"
+            )
 
 
 class Adapters:
@@ -124,20 +119,15 @@ class Adapters:
         for path in sorted({path for each in weights.values() for path in each}):
             module = model.get_submodule(path)
             if module is model.get_output_embeddings():
-                raise UnsupportedModelError(
-                    "an adapter adds to the LM head, which sees the wanted rows alone; merge it at load (adapter=)"
-                )
+                raise UnsupportedModelError("an adapter adds to the LM head, which sees few rows; merge it at load")
             updates = {name: each[path] for name, each in weights.items() if path in each}
             module.forward = self._adapted(path, module.forward, updates)
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
         """Set the plan that the model's forward follows within this context."""
-        self._rows = [
-            (slice(part.start, part.start + part.count), part.segment.adapter)
-            for part in plan.segments
-            if part.segment.adapter is not None
-        ]
+        named = ((each, name) for each in plan.segments if (name := each.segment.adapter) is not None)
+        self._rows = [(slice(each.start, each.start + each.count), name) for each, name in named]
         self._total = plan.tokens.shape[1]
         try:
             yield

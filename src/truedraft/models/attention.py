@@ -77,7 +77,7 @@ class Scoring:
 
     Attributes:
         softcap: bounds scores to softcap * tanh(score / softcap), before the mask.
-        sinks: `[heads]`: a logit for each head that takes part in the softmax and adds nothing.
+        sinks: `[heads]`: logits that take part in the softmax and add nothing.
     """
 
     scaling: float
@@ -87,12 +87,8 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Keys that queries may not see.
-
-    Attributes:
-        first: the first key that any query may not see; all before it are seen by all.
-        mask: bool `[new, keys from first on]`, True where the key is hidden.
-    """
+    """Keys that queries may not see: `mask`, bool `[new, keys from first on]`, is True where one is hidden. All keys
+    before `first` are seen by all."""
 
     first: int
     mask: Tensor
@@ -103,15 +99,12 @@ class SegmentLayout(ABC):
 
     @abstractmethod
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of the new tokens.
+        """Attention of the new tokens, `[new, heads, value width]`.
 
         Args:
             query: `[heads, new, key width]`.
             keys: `[kv_heads, key width, span]`: cached, then uncommitted ones, then undefined slots.
             values: `[kv_heads, span, value width]`.
-
-        Returns:
-            `[new, heads, value width]`.
         """
 
 
@@ -226,7 +219,7 @@ def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
 def layout_of(
     shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device
 ) -> SegmentLayout:
-    """The layout of a segment: `length` cached tokens, then the tree `shape` with new nodes from `written` on."""
+    """The layout after `length` cached tokens of the tree `shape` with new nodes from `written` on."""
     slots = length + (len(shape) if shape.is_chain else shape.depth)
     span = key_span(slots)
     reaches = pattern.reaches(length + shape.depth)
@@ -245,8 +238,8 @@ def layout_of(
 
 
 def _later_nodes(length: int, device: torch.device) -> Tensor:
-    """The slots that each node of a chain may not see, from its first node on: bool `[nodes, slots of any span]`.
-    Chains of many lengths share one mask, which may have more nodes; longer chains make their own each time."""
+    """The slots that each node of a chain may not see, from its first node on: bool `[nodes, slots of any span]`, with
+    at least `length` nodes. Chains up to `_LONGEST_KEPT` share one for many lengths."""
     if length > _LONGEST_KEPT:
         return _new_later_nodes(length, device)
     return _kept_later_nodes(1 << (length - 1).bit_length(), device)
@@ -271,7 +264,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, keys: Tensor) -> Tensor:
-    """Scores `[kv_heads, group, new, keys]`, rounded as products are; heads that share keys are rows of one product."""
+    """Scores `[kv_heads, group, new, keys]`; heads that share keys are rows of one product."""
     heads, new, width = query.shape
     kv_heads = keys.shape[0]
     scores = _product(query.reshape(kv_heads, -1, width), keys)

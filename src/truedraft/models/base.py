@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
 
 Choose: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
-"""Chooses a token for each row from logits `[rows, vocab]` and some numbers `[rows]`: returns ids `[rows]`, and the
-distributions `[rows, vocab]` they were drawn from, if any. It does not synchronise with the device; its ids are
-always valid."""
+"""From logits `[rows, vocab]` and some numbers `[rows]`: a valid id for each row, and the distributions `[rows, vocab]`
+they were drawn from, if any, without synchronisation with the device."""
 
 HeadRun: TypeAlias = Callable[[Tensor, int, int], TopK]
 """For vectors `[rows, head_width]` and numbers of heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
@@ -64,7 +63,7 @@ class ForwardOutput:
     """The output of a packed forward, the segments' rows concatenated.
 
     Attributes:
-        logits: `[rows, vocab]` in the model's dtype, without padded ids.
+        logits: `[rows, vocab]`, without padded ids.
         hidden: `[rows, width]`: the input of the LM head, after the final norm.
         layers: `[rows, width]` for each requested layer: its output.
     """
@@ -104,8 +103,8 @@ class LanguageModel(Reader, ABC):
     """A causal language model that runs many token trees in one forward.
 
     Attributes:
-        fast_paths: names of the fast paths in use, for reports.
-        parameters: number of weights; 0 if it has none.
+        fast_paths: names of the optimisations in use, for reports.
+        parameters: number of weights.
         weight_bytes: bytes of weights that one forward reads.
         note: what every report on the model must say, such as that it was padded.
         head_width: entries of `ForwardOutput.hidden` that heads read: all, or the nonzero ones of a padded model; 0 if
@@ -159,7 +158,7 @@ class LanguageModel(Reader, ABC):
 
     @property
     def processor(self) -> Processor:
-        """The processor that makes prompts of texts with images.
+        """Makes prompts of texts with images.
 
         Raises:
             PromptError: the model reads no images.
@@ -178,12 +177,11 @@ class LanguageModel(Reader, ABC):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The tokens that a synthetic text must begin with; empty without an encoder."""
+        """Tokens that a synthetic text must begin with; none without an encoder. Its audio is `opening_inputs`."""
         return () if self.sources is None else self.sources.opening
 
     @property
     def opening_inputs(self) -> Mapping[str, Tensor] | None:
-        """Non-text inputs of `opening`, for an encoder of audio."""
         return None if self.sources is None else self.sources.opening_inputs or None
 
     def begun_cache(self) -> RequestCache:
@@ -220,7 +218,7 @@ class LanguageModel(Reader, ABC):
         """`forward` with the outputs of some layers, given by numbers below `shown_layers`.
 
         Raises:
-            UnsupportedModelError: the model shows none.
+            UnsupportedModelError: there are none.
         """
         raise UnsupportedModelError(f"{self.name} shows no vectors of single layers; load it with fast_paths=False")
 
@@ -235,7 +233,7 @@ class LanguageModel(Reader, ABC):
             segments: chains, one for each request, with logits of the last token.
             levels: tokens to choose for each.
             choose: a module-level function that depends on its arguments only: recordings are keyed by it.
-            numbers: `[requests, levels]` each, passed to `choose` with the logits.
+            numbers: `[requests, levels]` each, for `choose`.
 
         Returns:
             Ids `[requests, levels]`, and the distributions `[requests, levels, vocab]`, on the device.
@@ -246,25 +244,22 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
 
     def quantized(self, bits: int) -> LanguageModel:
-        """This model with quantised linear weights, as a drafter for itself; the weights are made on first use.
+        """This model with linear weights of 8 or 4 bits, as a drafter for itself; they are made on first use.
 
         Its forwards read what this model committed to its caches and write after it. The caller must not commit,
         because this model would compute other keys and values. Forwards of the two wait for each other.
 
-        Args:
-            bits: 8 or 4.
-
         Raises:
             OptionError: neither 8 nor 4 bits.
-            UnsupportedModelError: there are no products with such weights for it; says why.
+            UnsupportedModelError: there are no products with such weights for it.
         """
         raise UnsupportedModelError(f"{self.name} has no weights that could be quantised")
 
     def check_room(self) -> None:
-        """Check that weights that are still to be made fit into the memory that is free now, and did not fail before.
+        """Check that weights that are still to be made did not fail before and fit into the memory that is free now.
 
         Raises:
-            ModelError: says how much they take and how much is free.
+            ModelError: they do not.
         """
         if self.failure is not None:
             raise ModelError(self.failure)
@@ -290,19 +285,12 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} has no LM head that heads could learn with")
 
     def likeliest(self, vectors: Tensor, count: int) -> TopK:
-        """The `count` likeliest ids by the logits of `unembed`, `[rows, count]`; a row does not depend on the others.
-
-        Raises:
-            UnsupportedModelError: see `unembed`.
-        """
+        """The `count` likeliest ids by the logits of `unembed`, `[rows, count]`, row by row; see `unembed`."""
         return TopK.of(self.unembed(vectors), count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
-        """A faster `likeliest` for residual heads x + SiLU(W x + b) before the LM head; None if there is none.
-
-        Args:
-            blocks: the linear layers of each head, equally many, `head_width` wide; their weights are copied.
-        """
+        """A faster `likeliest` for residual heads x + SiLU(W x + b), `head_width` wide, before the LM head; None if
+        there is none. `blocks` has the linear layers of each head, equally many; their weights are copied."""
         return None
 
     def embed(self, tokens: Tensor) -> Tensor:

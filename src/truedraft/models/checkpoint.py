@@ -84,14 +84,8 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 
 
 def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
-    """A hash of all values of all parameters, and of their names and shapes; tied ones count once.
-
-    Args:
-        dtype: that values are rounded to; None takes them unrounded, so that every change shows.
-
-    Returns:
-        32 hexadecimal digits of a SHA-256.
-    """
+    """A hash (SHA-256, 32 hexadecimal digits) of all parameters' names, shapes and values, rounded to `dtype` if it is
+    given; tied ones count once."""
     return _hash_of(module, dtype, lambda weight: [numbers_of(weight)])
 
 

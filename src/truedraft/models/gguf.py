@@ -129,12 +129,7 @@ _NUMBERS = {"F32": "<f4", "F16": "<f2", "BF16": "<i2"}  # types that are not qua
 
 
 def quantized_of(kind: str, data: NDArray[np.uint8]) -> QuantizedWeight:
-    """The weight of a quantised tensor.
-
-    Args:
-        kind: ggml's name of its type.
-        data: `[out, bytes of an output]`.
-    """
+    """The weight of a tensor of a quantised type, by ggml's name of it; `data` is `[out, bytes of an output]`."""
     reader, size, form = _READERS[kind]
     return reader(data.reshape(len(data), -1, size), *form)
 
@@ -211,7 +206,10 @@ def _convert(path: Path, folder: Path) -> None:
     said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}
     try:
-        tokenizer = _tokenizer(path, header)
+        fields = {key: value for key, value in header.fields.items() if key.startswith("tokenizer.")}
+        tokenizer = read_tokenizer(str(path), fields)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         config = read_config(said, len(header.fields["tokenizer.ggml.tokens"]), tokens)
         model = without_weights(config, torch.float32)
         kind = _processor(said.architecture)
@@ -259,12 +257,6 @@ def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mappi
     others = [each.name for each in header.tensors if not {each.name, each.name.removesuffix(".weight")} & {*places}]
     if others:
         raise ModelError(f"{str(path)!r} {_HAS_OTHERS}: {len(others)}, the first {others[0]!r}; get another file")
-
-
-def _tokenizer(path: Path, header: Header) -> Any:
-    said = {name: value for name, value in header.fields.items() if name.startswith("tokenizer.")}
-    built = read_tokenizer(str(path), said)
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name) if built is None else built
 
 
 def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -406,7 +398,7 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
 def _fill(weight: nn.Parameter, stored: StoredTensor, files: Sequence[BinaryIO], processor: Any, name: str) -> None:
     if tuple(weight.shape) != tuple(stored.shape):
         raise ModelError(
-            f"{name!r} has {stored.name!r} of the shape {list(stored.shape)}, and its model asks for "
+            f"{name!r} has {stored.name!r} of the shape {list(stored.shape)}, and its model has "
             f"{list(weight.shape)}; fetch it again"
         )
 

@@ -35,12 +35,10 @@ class StoredTensor:
     """The location of a tensor.
 
     Attributes:
-        name: llama.cpp's name.
         place: transformers' name of the parameter; "" if the model has none.
         kind: ggml's name of its type; its number if the package `gguf` has no name.
         shape: the last axis is that of inputs.
         offset: of its first byte in the file.
-        size: in bytes.
         part: index of its file in `Header.files`.
     """
 
@@ -165,8 +163,8 @@ def read_header(path: Path) -> Header:
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise ModelError(
-            f"{str(path)!r} is a part of a model in {len(files)} files, and {missing.name!r} is not beside it; fetch "
-            "all of them"
+            f"{str(path)!r} is a part of a model in {len(files)} files, and {missing.name!r} is not in its folder; "
+            "fetch all of them"
         )
     parts = [_one(file, number) for number, file in enumerate(files)]
     header = Header(files, parts[0][0], [tensor for _, tensors in parts for tensor in tensors])

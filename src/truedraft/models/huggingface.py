@@ -52,11 +52,7 @@ class HuggingFaceModel(LanguageModel):
 
     Args:
         backend: makes the backend that runs the forwards; `loading.fastest_backend` takes the fastest that fits.
-        checkpoint: its source, for the fingerprint. Without it, the fingerprint of a model that may be packed is
-            computed at once, because it may lose its weights later.
-
-    Attributes:
-        weight_bytes: bytes of weights that a forward reads: all but the embedding, of which it reads a few rows.
+        checkpoint: its source. Without it, the fingerprint of a model that may be packed is computed at once.
 
     Raises:
         UnsupportedModelError: the family cannot run packed; says why.
@@ -248,8 +244,10 @@ class HuggingFaceModel(LanguageModel):
             raise UnsupportedModelError(
                 f"{self.name} cannot draft for itself with weights of {bits} bits ({error}); use another drafter"
             ) from error
-        twin = self._twin(f"{self.name} in {bits} bits", backend)
-        twin._bits = bits
+        twin = copy.copy(self)  # the lock and the pool of caches are shared
+        twin.name, twin._whole, twin._bits = f"{self.name} in {bits} bits", self, bits
+        twin._use(backend)
+        twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
         return twin
 
     @property
@@ -265,16 +263,9 @@ class HuggingFaceModel(LanguageModel):
         free = free_memory(self.device) if self._bits else None
         if free is not None and self.weight_bytes > _MOST_OF_FREE * free:
             raise ModelError(
-                f"{self.name} takes {in_bytes(self.weight_bytes)} of memory beside the model's own weights, and "
-                f"{in_bytes(free)} are free, of which a quarter must stay so; free some, or use another drafter"
+                f"{self.name} takes {in_bytes(self.weight_bytes)} of memory in addition to the model's own weights, "
+                f"and {in_bytes(free)} are free, of which a quarter must stay so; free some, or use another drafter"
             )
-
-    def _twin(self, name: str, backend: Backend) -> HuggingFaceModel:
-        twin = copy.copy(self)  # the lock and the pool of caches are shared
-        twin.name, twin._whole = name, self
-        twin._use(backend)
-        twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
-        return twin
 
     def whole_module(self) -> PreTrainedModel:
         """A copy of the model on the CPU, in float32, run by transformers' own code.
@@ -435,6 +426,6 @@ def context_of(config: Any) -> tuple[int, str | None]:
     if least == whole:
         return least, None
     return least, (
-        f"reads at most {least} tokens of its {whole}: behind these its rotary positions change for the whole text, "
+        f"reads at most {least} tokens of its {whole}: after these its rotary positions change for the whole text, "
         "and with them what was read before"
     )

@@ -25,17 +25,8 @@ _FIRST_POSITIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A family's names of its norms, and its other differences from Llama.
-
-    Attributes:
-        before_mlp: the norm of the MLP's input.
-        after_attention: the norm of attention's output; "" if there is none.
-        after_mlp: the norm of the MLP's output; "" if there is none.
-        offset: added to the weights of norms.
-        interleaved: see `Rotation`.
-        rounds_once: see `RootMeanSquareNorm`.
-        clipped: see `Experts`.
-    """
+    """A family's names of its norms, "" for one that it does not have, and its other differences from Llama; see
+    `LlamaLayer`, `RootMeanSquareNorm`, `Rotation` and `Experts`."""
 
     before_mlp: str = "post_attention_layernorm"
     after_attention: str = ""
@@ -74,12 +65,8 @@ _EMBEDDINGS = ("Embedding", "Gemma3TextScaledWordEmbedding")
 
 @dataclass(frozen=True, slots=True)
 class RootMeanSquareNorm:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) along the last axis.
-
-    Attributes:
-        weight: `[width]`.
-        rounds_once: whether nothing is rounded before the product with the weight.
-    """
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) along the last axis; nothing is rounded before the product with the
+    weight if `rounds_once`."""
 
     weight: Tensor
     eps: float
@@ -112,7 +99,7 @@ class Rotation:
         self._width, self._interleaved = width, interleaved
 
     def __call__(self, heads: Tensor) -> Tensor:
-        """Rotate heads: (a, b) becomes (a cos - b sin, b cos + a sin), a and b halves or even and odd entries."""
+        """(a, b) becomes (a cos - b sin, b cos + a sin), a and b halves or even and odd entries."""
         width, half = self._width, self._width // 2
         first, second = slice(0, half), slice(half, width)
         cosines = self._cosines
@@ -155,13 +142,11 @@ class RotaryTable:
 
     @classmethod
     def made(cls, parameters: Mapping[str, Any], head: int, positions: int, like: Tensor) -> RotaryTable:
-        """From rotary parameters with transformers' names, without a model.
+        """From rotary parameters with transformers' names, such as `rope_theta`, without a model.
 
         Args:
-            parameters: `rope_type`, `rope_theta` and others of that type.
             head: entries of a head.
             positions: `max_position_embeddings`.
-            like: a tensor with the dtype and device of the table.
         """
         config = LlamaConfig(head_dim=head, max_position_embeddings=positions, rope_parameters=dict(parameters))
         return cls(LlamaRotaryEmbedding(config).to(like.device), like)
@@ -184,7 +169,7 @@ class RotaryTable:
             self.table = self._tabulate(2 ** (furthest + 1).bit_length())
 
     def at(self, positions: Tensor) -> Rotation:
-        """The rotation of rows at `positions` `[rows]`, int64, which the table must contain."""
+        """The rotation of rows at `positions`, `[rows]`, int64, within the table."""
         return Rotation(self.table.index_select(0, positions), self.width, self.interleaved)
 
 
@@ -218,7 +203,7 @@ class Experts:
         chosen: number of experts for each row, those of the largest probabilities.
         normed: whether these probabilities are normalised to sum to 1.
         clipped: whether a gate is g / (1 + e^(-1.702 g)), g at most 7, and the other factor 1 + u, u from -7 to 7.
-        holders: modules that hold all of these.
+        holders: modules that hold these.
     """
 
     gate: Tensor
@@ -272,22 +257,20 @@ def _every_second(weight: Tensor) -> tuple[Tensor, Tensor]:
 class LlamaLayer(Generic[L]):
     """One decoder layer: norm, attention over rotated heads, residual, norm, gated MLP, residual.
 
+    Norms of heads, norms of outputs, experts and sinks are None in most families. The four products are the loaded
+    linear layers (`Linears`) or a backend's form of them (`Product`).
+
     Attributes:
-        qkv: queries, keys and values of the normed rows. Like the other three products, it is the loaded linear layers
-            (`Linears`) or a backend's form of them (`Product`).
-        query_norm: of each head, before rotation, as `key_norm`; None in most families.
-        out: attention's output projection, added to the residual stream.
+        qkv: queries, keys and values of the normed rows.
+        query_norm: of each head, before rotation, as `key_norm`.
         gate_up: both factors of the MLP.
-        down: the MLP's output projection, added to the residual stream.
-        after_attention: norm of attention's output, as `after_mlp` of the MLP's; None in most families.
         activation: of the gate; `torch.nn.functional.silu` itself if it is SiLU.
-        heads: number of query heads.
-        kv_heads: number of key and of value heads.
         head: entries of a head.
         scaling: factor on products of queries and keys.
         rotary: index of the rotary table in `Llama.rotaries`.
-        experts: replace the MLP, with `gate_up` and `down` then empty; None in most families.
-        sinks: `[heads]`: attention scores that every row adds to its softmax, without values; None in most families.
+        after_attention: norm of attention's output, as `after_mlp` of the MLP's.
+        experts: replace the MLP, with `gate_up` and `down` then empty.
+        sinks: `[heads]`, see `Scoring`.
     """
 
     before_attention: RootMeanSquareNorm
@@ -336,9 +319,7 @@ class Llama:
     """A loaded decoder.
 
     Attributes:
-        embedding: `[ids, width]`.
-        scale: factor on embeddings.
-        norm: after the last layer.
+        embedding: `[ids, width]`, times `scale`.
         tied: whether the LM head's weight is the embedding.
         uniform: whether all layers have the sizes of the first, and all weights the embedding's dtype and device; not
             so in some pruned or adapted models.
@@ -500,7 +481,7 @@ def _changes_positions(model: PreTrainedModel) -> bool:
 
 
 def _is_known_layer(layer: Any, norm: type[nn.Module], names: _Names) -> bool:
-    """Whether a layer's parts are plain: a replaced part (quantised, adapted) cannot be fused."""
+    """Whether its parts are plain: a replaced one (quantised, adapted) cannot be fused."""
     attention, mlp = layer.self_attn, layer.mlp
     linears = [*_qkv(attention), attention.o_proj]
     if hasattr(mlp, "experts"):

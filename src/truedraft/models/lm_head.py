@@ -67,12 +67,11 @@ def lm_head_dtype(head: Any) -> torch.dtype:
 
 
 def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
-    """Refuse a family with logits that are more than its LM head, a factor and a soft cap.
-
-    `made`, by the separate LM head, and `given`, by the model with the same vectors, are `[rows, vocab]`.
+    """Compare logits `[rows, vocab]` by the separate LM head, `made`, with those of the model.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding.
+        UnsupportedModelError: they differ by more than rounding, so they are more than the LM head, a factor and a soft
+            cap.
     """
     made, expected = made.float(), given.float()
     spread, largest = expected.std().item(), expected.abs().max().item()

@@ -42,9 +42,9 @@ from truedraft.errors import (
     UnsupportedModelError,
     first_line,
 )
-from truedraft.files import refuse_lost_model, user_path
+from truedraft.files import SMOLLM2, refuse_lost_model, user_path
 from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
-from truedraft.models import gguf, quantized_folder, smollm2
+from truedraft.models import gguf, quantized_folder
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend, BackendMaker
@@ -59,12 +59,10 @@ from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.checkpoint import Checkpoint
-from truedraft.models.embedded import embedded_folder
-from truedraft.models.extents import refuse_vast_sizes
+from truedraft.models.embedded import SMOLLM2_ON_THE_HUB, embedded_folder, smollm2_file, smollm2_missing
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.mapped import read_in, return_freed_memory
-from truedraft.models.mtp_names import without_mtp
 from truedraft.models.packed_linear import can_pack, multiplies_only_packed, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import (
@@ -77,7 +75,7 @@ from truedraft.models.probe import (
 from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
-from truedraft.models.weight_files import file_of
+from truedraft.models.weight_files import file_of, refuse_vast_sizes, without_mtp
 from truedraft.options import BITS
 from truedraft.progress import log_stage
 from truedraft.text.tokenizer import Tokenizer
@@ -193,9 +191,9 @@ def _load(
             return run(model, kind=EncoderDecoderBackend, fast_paths=fast_paths)
         del model
         # Read again for each attempt: a failed one may have taken the weights from their modules.
-        for alone in (SequentialBackend, CopiedBackend):
+        for backend_kind in (SequentialBackend, CopiedBackend):
             with contextlib.suppress(UnsupportedModelError):
-                return run(read(kind).to(place), kind=alone, fast_paths=fast_paths)
+                return run(read(kind).to(place), kind=backend_kind, fast_paths=fast_paths)
         return run(read(kind).to(place), kind=WholeTextBackend, fast_paths=fast_paths)
 
 
@@ -294,7 +292,7 @@ def _checked(
     code become UnsupportedModelError."""
     if model.config.is_encoder_decoder and not refusals:
         raise UnsupportedModelError(
-            f"{name} is an encoder-decoder, which runs neither packed nor with adapters beside its weights; merge them"
+            f"{name} is an encoder-decoder, which runs neither packed nor with unmerged adapters; merge them"
         )
     check = check_codes(model, name) if is_quantized(model) else check_against_stock(model, name)
     try:
@@ -319,17 +317,18 @@ def run_alone(
     fast_paths: bool = True,
     checkpoint: Checkpoint | None = None,
 ) -> HuggingFaceModel:
-    """Run a model that cannot run packed: one text at a time, with its own attention.
-
-    Args:
-        reason: why it cannot run packed.
-        kind: `SequentialBackend`, if that fails `CopiedBackend` or `WholeTextBackend`; for an encoder-decoder its own.
-        fast_paths: pack weights where that is faster.
+    """Run a model that cannot run packed, for this `reason`: one text at a time, with its own attention.
 
     Raises:
         UnsupportedModelError: `reason`, if it cannot run this way either.
     """
-    backend = _after_packing(lambda model: kind(model, str(reason)), fast_paths)
+
+    def backend(model: PreTrainedModel) -> Backend:
+        fast = _pack(model, fast_paths)
+        made = kind(model, str(reason))
+        made.fast_paths = fast
+        return made
+
     try:
         return _checked(model, tokenizer, name, backend, checkpoint, (refuse_hidden_state, refuse_later_tokens))
     except UnsupportedModelError as error:
@@ -337,13 +336,8 @@ def run_alone(
 
 
 def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
-    """The native forward if it fits, else the fused loop, else the model's own modules with packed weights.
-
-    On a CUDA device: recorded forwards if they fit, else the model's own modules; measured in benchmarks/LOG.md.
-
-    Args:
-        patterns: of its attention; None probes them.
-    """
+    """The native forward if it fits, else the fused loop, else the model's own modules with packed weights. On CUDA
+    devices: recorded forwards if they fit, else the model's own modules. `patterns` None probes them."""
     patterns = probe_patterns(model) if patterns is None else patterns
     llama = Llama.of(model, patterns)
     if model.device.type == "cuda":
@@ -368,33 +362,28 @@ def _native_patterns(model: PreTrainedModel) -> Sequence[AttentionPattern] | Non
     return patterns if llama is not None and NativeBackend.fits(llama) else None
 
 
-def packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
+def packed_backend(adapters: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
     """Make a backend of the model's own modules, with adapters and, with fast paths, packed weights."""
 
     def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
         known = probe_patterns(model) if patterns is None else patterns  # before anything is packed
-        backend = _after_packing(lambda model: StockBackend(model, known, beside), fast_paths)(model)
-        if backend.fast_paths and multiplies_only_packed(model):
+        fast = _pack(model, fast_paths)
+        backend = StockBackend(model, known, adapters)
+        backend.fast_paths = fast
+        if fast and multiplies_only_packed(model):
             backend.least_rows = 4  # another row costs nothing there, and from two on all have the same bits
             backend.any_threads = model.dtype is torch.float32  # see FusedBackend
-        if beside and model.device.type == "cuda":
+        if adapters and model.device.type == "cuda":
             backend.note = f"{_UNRECORDED}: adapters stand beside its weights"
         return backend
 
     return made
 
 
-def _after_packing(make: BackendMaker, fast_paths: bool) -> BackendMaker:
-    """Make a backend, which hooks the LM head, after packing the weights where that is faster."""
-
-    def made(model: PreTrainedModel) -> Backend:
-        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        backend = make(model)
-        if packed:
-            backend.fast_paths = ("packed weights",)
-        return backend
-
-    return made
+def _pack(model: PreTrainedModel, fast_paths: bool) -> tuple[str, ...]:
+    """Pack the weights where that is faster, before a backend hooks the LM head; returns the names of fast paths."""
+    packs = fast_paths and can_pack(model.device, model.dtype) and pack_weights(model) > 0
+    return ("packed weights",) if packs else ()
 
 
 def resolve_source(name: str) -> str:
@@ -406,9 +395,9 @@ def resolve_source(name: str) -> str:
     """
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
-    if name == smollm2.WORD:
-        installed = smollm2.installed_file()
-        return smollm2.ON_THE_HUB if installed is None else str(gguf.folder_of(installed))
+    if name == SMOLLM2:
+        installed = smollm2_file()
+        return SMOLLM2_ON_THE_HUB if installed is None else str(gguf.folder_of(installed))
     path = user_path(name, ModelNotFoundError)
     files = gguf.models_in(path) if path.is_dir() and not (path / "config.json").is_file() else []
     refuse_lost_model(name)
@@ -497,10 +486,10 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
             ) from error
         if Path(source).is_dir():
             raise ModelError(f"cannot read the configuration of {name!r}: {first_line(error)}") from error
-        if name == smollm2.WORD:
+        if name == SMOLLM2:
             raise ModelNotFoundError(
                 f"{name} is not installed, and the Hugging Face hub did not give {source} ({first_line(error)}); run "
-                f"{smollm2.missing()}"
+                f"{smollm2_missing()}"
             ) from error
         raise ModelNotFoundError(
             f"found no model {name!r}: there is no such folder, and the Hugging Face hub did not give it "
@@ -559,12 +548,12 @@ def _load_by_transformers(
     missing, superfluous = sorted(report["missing_keys"]), without_mtp(sorted(report["unexpected_keys"]))
     if superfluous and not missing:  # the family's ignored keys are not among them
         raise ModelError(
-            f"the weights of {name!r} hold {len(superfluous)} tensor(s) that its config.json does not ask for, the "
+            f"the weights of {name!r} hold {len(superfluous)} tensor(s) that its config.json does not have, the "
             f"first {superfluous[0]!r}; fetch the files again, or mend config.json (has it too few layers?)"
         )
     if missing:
         raise ModelError(
-            f"the weights of {name!r} lack {len(missing)} of the tensors that its config.json asks for, the first "
+            f"the weights of {name!r} lack {len(missing)} of the tensors that its config.json has, the first "
             f"{missing[0]!r}; fetch the files again, or mend config.json"
         )
     return model

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import mmap
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -55,13 +55,18 @@ def read_in(module: nn.Module) -> None:
             weight.data = in_memory(weight.data, files)
 
 
+def _mappings() -> Iterator[tuple[int, int, str]]:
+    """Address ranges of mapped files, and their paths."""
+    for line in _MAPS.read_text().splitlines():
+        span, _, _, _, inode, *path = line.split(maxsplit=5)
+        if inode != "0":
+            begin, end = (int(each, 16) for each in span.split("-"))
+            yield begin, end, "".join(path)
+
+
 def _files_mapped() -> list[tuple[int, int]] | None:
     """Address ranges of mapped files, ascending; None if the system does not report them."""
-    if not _MAPS.exists():
-        return None
-    lines = [line.split(maxsplit=5) for line in _MAPS.read_text().splitlines()]
-    spans = [span.split("-") for span, _, _, _, inode, *_ in lines if inode != "0"]
-    return sorted((int(begin, 16), int(end, 16)) for begin, end in spans)
+    return sorted((begin, end) for begin, end, _ in _mappings()) if _MAPS.exists() else None
 
 
 def _is_within(address: int, spans: Sequence[tuple[int, int]]) -> bool:
@@ -71,13 +76,10 @@ def _is_within(address: int, spans: Sequence[tuple[int, int]]) -> bool:
 
 def _is_of_a_file(first: int, last: int) -> bool:
     """Whether addresses are within one mapping of a file of weights; in other memory their content would be lost."""
-    for line in _MAPS.read_text().splitlines():
-        span, _, _, _, inode, *path = line.split(maxsplit=5)
-        begin, end = (int(each, 16) for each in span.split("-"))
-        if begin <= first < end:
-            of_weights = bool(path) and (path[0].endswith(".safetensors") or "/blobs/" in path[0])  # the hub's cache
-            return last <= end and inode != "0" and of_weights
-    return False
+    return any(
+        begin <= first and last <= end and (path.endswith(".safetensors") or "/blobs/" in path)  # the hub's cache
+        for begin, end, path in _mappings()
+    )
 
 
 def return_freed_memory() -> None:

@@ -27,8 +27,7 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_config, packed_backend, quiet_transformers, resolve_source
-from truedraft.models.mtp_names import SPECULATORS, MtpNames, mtp_layers
-from truedraft.models.weight_files import tensors_of
+from truedraft.models.weight_files import SPECULATORS, MtpNames, mtp_layers, tensors_of
 
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
@@ -57,13 +56,8 @@ class _Entry(nn.Module):
 
 
 class MtpLayer:
-    """The first MTP layer of a checkpoint, in the dtype and on the device of its model; made by `read_mtp`.
-
-    Args:
-        model: has one layer, the MTP layer's final norm, and an `_Entry` as its embedding.
-        zeroes_first: see `MtpNames`.
-        context: most tokens of a request.
-    """
+    """The first MTP layer of a checkpoint, in the dtype and on the device of its model; made by `read_mtp`. Its
+    one-layer `model` has the MTP layer's final norm, and an `_Entry` as its embedding."""
 
     def __init__(self, model: PreTrainedModel, *, zeroes_first: bool, context: int) -> None:
         self._entry: Any = model.get_input_embeddings()
@@ -74,12 +68,11 @@ class MtpLayer:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and tokens; caches receive their keys and values.
+        """Read pairs of a token and the vector before it; caches receive their keys and values.
 
         Args:
-            segments: tokens of each request, with the rows that are requested.
-            embedded: `[total, width]`: the model's embeddings of the tokens.
-            vectors: `[total, width]`: the vector before each token.
+            embedded: `[total, width]`: the model's embeddings of the segments' tokens.
+            vectors: `[total, width]`.
 
         Returns:
             The layer's output at the requested rows, `[rows, width]`, before its final norm and after it.
@@ -150,12 +143,12 @@ def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any],
         model = _model_of(_config_of_one(config), names, found, said, *dtypes)
     start = f"{model.base_model_prefix}."
     ours = (f"{start}embed_tokens.{part}.weight" for part in ("fusion", "of_embedding", "of_vector"))
-    parts = dict(zip((*ours, f"{start}norm.weight"), SPECULATORS.parts, strict=True))
-    tensors = {}
-    for each, tensor in model.state_dict().items():
-        if each in parts or each.startswith(f"{start}layers.0."):
-            tensors[SPECULATORS.prefix + parts.get(each, each.removeprefix(f"{start}layers.0."))] = tensor
-    return text.to_diff_dict(), tensors
+    parts, layer = dict(zip((*ours, f"{start}norm.weight"), SPECULATORS.parts, strict=True)), f"{start}layers.0."
+    return text.to_diff_dict(), {
+        SPECULATORS.prefix + parts.get(each, each.removeprefix(layer)): tensor
+        for each, tensor in model.state_dict().items()
+        if each in parts or each.startswith(layer)
+    }
 
 
 def _layer_in(
@@ -171,8 +164,8 @@ def _layer_in(
     layers = mtp_layers(places)
     if not layers:
         raise ModelNotFoundError(
-            f"the files of {name!r} hold no MTP layer (mtp.*, or behind the last layer one with eh_proj); name a model "
-            "that brings one along, or a folder of speculators' MTPDraftModel"
+            f"the files of {name!r} hold no MTP layer (mtp.*, or after the last layer one with eh_proj); name a model "
+            "that has one, or a folder of speculators' MTPDraftModel"
         )
     prefixes = tuple(each.prefix for each in layers)
     return name, layers[0], {each: place.read() for each, place in places.items() if each.startswith(prefixes)}
@@ -231,9 +224,8 @@ def _model_of(config: Any, names: MtpNames, found: dict[str, Tensor], name: str,
         )
 
     def theirs(ours: str) -> str:
-        return ours.replace(f"{start}layers.0.", names.prefix + names.layer).replace(
-            f"{start}norm.weight", names.prefix + names.final
-        )
+        of_layer = ours.replace(f"{start}layers.0.", names.prefix + names.layer)
+        return of_layer.replace(f"{start}norm.weight", names.prefix + names.final)
 
     entry = _Entry(type(model.get_decoder().norm), config).to(dtype)
     others = [theirs(each[0]) for each in report["mismatched_keys"]]

@@ -42,8 +42,7 @@ class MultimodalPrompt:
     Attributes:
         token_ids: with the processor's placeholders of images or audio. For an encoder-decoder of audio, the decoder's
             first tokens; empty for its default ones.
-        inputs: other arguments of the model's forward, by keyword, such as `pixel_values`. Tensors of any shape and
-            device; floating-point ones are converted to the model's dtype.
+        inputs: other arguments of the model's forward, by keyword, such as `pixel_values`; on any device.
         digest: a hash of all of that, computed when the prompt is made, so do not change its tensors.
 
     Raises:
@@ -85,7 +84,7 @@ class MultimodalPrompt:
         if isinstance(mask, Tensor) and not bool(mask.all()):
             raise PromptError("the processor padded the text; call it without padding")
         if ids.numel() < 2:
-            raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
+            raise PromptError("a MultimodalPrompt has at least a placeholder, followed by a token of text")
         return cls(tuple(ids.flatten().tolist()), rest)
 
     @classmethod

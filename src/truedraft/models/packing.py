@@ -10,14 +10,7 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.errors import ModelError
-from truedraft.models.attention import (
-    AttentionPattern,
-    Blocked,
-    ChainLayout,
-    Scoring,
-    SegmentLayout,
-    layout_of,
-)
+from truedraft.models.attention import AttentionPattern, Blocked, ChainLayout, Scoring, SegmentLayout, layout_of
 from truedraft.models.base import Segment
 
 _MASKED_ROWS = 256  # rows with scores in memory at the same time
@@ -76,13 +69,10 @@ class ForwardPlan:
         positions: list[int] = []
         rows: list[int] = []
         for segment in segments:
-            written = segment.written
+            written, length = segment.written, segment.cache.length
             count = len(segment.shape) - written
-            length = segment.cache.length
-            if segment.tokens.shape[0] != count:
-                raise ModelError(
-                    f"{len(segment.tokens)} tokens were given for {count} nodes; give one for each new node"
-                )
+            if len(segment.tokens) != count:
+                raise ModelError(f"{len(segment.tokens)} tokens are given for {count} nodes; give one for each new one")
             segment.cache.reserve(written + count, written)
             start = len(positions)
             plans.append(SegmentPlan(segment, start, count, length, device))
@@ -97,14 +87,9 @@ class ForwardPlan:
         requested = len(rows)
         if requested:
             rows.extend([rows[-1]] * (least_rows - requested))
-        return cls(
-            plans,
-            (torch.cat(tokens) if len(tokens) > 1 else tokens[0])[None],
-            transfers.upload(positions, device)[None],
-            transfers.upload(rows, device),
-            requested,
-            max(positions),
-        )
+        whole = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+        places, wanted = transfers.upload(positions, device), transfers.upload(rows, device)
+        return cls(plans, whole[None], places[None], wanted, requested, max(positions))
 
     def attend(
         self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
@@ -157,6 +142,5 @@ def _on_device(tokens: list[Tensor], device: torch.device) -> list[Tensor]:
     known = [each for each in tokens if not transfers.waits(each.device)]
     if not known:
         return tokens
-    counts = [len(each) for each in known]
-    uploaded = iter(transfers.upload(torch.cat(known).tolist(), device).split(counts))
+    uploaded = iter(transfers.upload(torch.cat(known).tolist(), device).split([len(each) for each in known]))
     return [each if transfers.waits(each.device) else next(uploaded) for each in tokens]

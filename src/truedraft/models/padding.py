@@ -93,16 +93,12 @@ def pad_model(
     Its logits are the model's bit for bit if the width becomes 4, 16, ... times as large and sums are made in the same
     order, within rounding otherwise. On CPUs with AVX-512 BF16 that holds in bfloat16 for the embedded target at 500M
     and at the width of 7B, in float32 on an AMD one; an Intel one sums float32 products in an order that depends on the
-    width. The first entries of the hidden state are the model's, the others are zero. It is built layer by layer in the
-    model's dtype, on its device.
+    width. The first entries of the hidden state are the model's, the others are zero.
 
     Args:
         size: "110M", "500M", "7B", or a custom size.
         seed: of the added weights.
         on_layer: called after each layer with the number of finished layers and of all.
-
-    Returns:
-        A stock transformers model in evaluation mode, without gradients, with tied embeddings if the model's are.
 
     Raises:
         UnknownOptionError: no such size.

@@ -2,19 +2,15 @@
 
 `probe_patterns`: which positions each attention call may see. Some families build a window or chunk mask but do not
 pass the window to the attention function. So a short forward runs with a mask function that records its arguments and
-an attention function that records which mask it received.
-
-That attention returns zeros, so no token should see another. This is checked by a gradient: the logits of the last row
-must not depend on any other embedding. Even a small convolution or recurrent state shows, in any dtype, because a
-gradient without a path is exactly zero.
+an attention function that records which mask it received. That attention returns zeros, so no token should see another:
+the gradients of the last row's logits by all other embeddings must be exactly zero, else there is a convolution or a
+recurrent state.
 
 `check_against_stock`: whether the packed forward gives the logits of the model's own forward, up to rounding. How far
 rounding moves them is measured: its own forward is run again with every module's output moved at random by up to one
 unit in the last place (Monte Carlo arithmetic). Over about 90 families and three scales of random weights, a correct
 packed forward stayed within 1.3 times the largest such move. A wrong mask or position exceeds it unless a model's
 weights are so small that attention hardly moves its logits.
-
-`rows_depend_on_their_number`: whether rows have the same bits in forwards of few rows and of many.
 """
 
 from __future__ import annotations
@@ -263,10 +259,8 @@ def some_ids(count: int, vocab_size: int, device: torch.device) -> Tensor:
 
 
 def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], None]:
-    """Run the stock forward now, before attention is redirected; the returned check compares the packed one.
-
-    Returns:
-        A function that raises UnsupportedModelError if the packed forward differs by more than rounding.
+    """Run the stock forward now, before attention is redirected. The returned check raises UnsupportedModelError if a
+    packed forward differs by more than rounding.
 
     Raises:
         UnsupportedModelError: transformers itself cannot run it.
@@ -299,9 +293,12 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
             logits = logits.to(expected.device)
         difference = (logits - expected[:, : logits.shape[1]]).abs().max().item()
         if not difference <= allowed and bool(expected.isfinite().all()):
+            kind = model.config.model_type
+            decoders = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
+            cause = f": it is the decoder of an encoder-decoder ({kind}), which counts positions itself"
             raise UnsupportedModelError(
                 f"{name} gives other logits packed than by itself (they differ by {difference:.2g}; rounding explains "
-                f"{allowed:.2g}){_cause(model)}; truedraft cannot run this family exactly"
+                f"{allowed:.2g}){cause if kind in decoders else ''}; truedraft cannot run this family exactly"
             )
 
     return check
@@ -329,9 +326,6 @@ def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], 
 
     The model's own modules run them with weights that are dequantised for each call. The native forward also quantises
     the inputs of products, which moves logits by a hundredth of their spread.
-
-    Returns:
-        A function that raises UnsupportedModelError if the logits after those layers differ by much more.
     """
     decoder: Any = model.base_model
     kinds = list(getattr(model.config, "layer_types", None) or [""])
@@ -352,7 +346,7 @@ def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], 
         if not error <= _ALLOWED_BY_CODES:
             raise UnsupportedModelError(
                 f"{name} gives other logits by its codes than by their numbers (they differ by {error:.0%} of their "
-                f"spread behind {count} layers); load it with fast_paths=False"
+                f"spread after {count} layers); load it with fast_paths=False"
             )
 
     return check
@@ -378,8 +372,8 @@ def refuse_hidden_state(model: LanguageModel) -> None:
             seen.append(logits)
     if not seen[0].equal(seen[1]):
         raise UnsupportedModelError(
-            f"{model.name} keeps a state of what it read beside its cache, and speculation cannot take that back; use "
-            "another model"
+            f"{model.name} keeps a state of what it read outside of its cache, and speculation cannot take that "
+            "back; use another model"
         )
 
 
@@ -478,15 +472,7 @@ def _by_itself(model: PreTrainedModel, texts: Tensor, name: str) -> Tensor:
         logits: Tensor = model(**_as_generated(model, texts)).logits
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"{name} ({type(model).__name__}) cannot be run by transformers itself on token ids alone "
+            f"{name} ({type(model).__name__}) cannot be run by transformers itself on token ids only "
             f"({type(error).__name__}: {first_line(error)}); check its config.json"
         ) from error
     return logits.float()
-
-
-def _cause(model: PreTrainedModel) -> str:
-    """The known cause of a family's difference, in words; empty if there is none."""
-    kind = model.config.model_type
-    if kind in {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}:
-        return f": it is the decoder of an encoder-decoder ({kind}), which counts positions itself"
-    return ""

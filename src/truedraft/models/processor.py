@@ -90,11 +90,7 @@ class Processor:
         pictures: Sequence[Picture],
         **how: Unpack[ChatOptions],
     ) -> MultimodalPrompt:
-        """A conversation by the model's chat template.
-
-        Args:
-            messages: contents may be lists of parts, of type "text" and "image".
-            pictures: of the parts of type "image", in order.
+        """A conversation by the model's chat template, with `pictures` of its parts of type "image", in order.
 
         Raises:
             PromptError: the template or the processor refuses them, or they spell control tokens.

@@ -109,13 +109,11 @@ def _of_both(outer: Tensor, inner: Tensor, parts: int = 1) -> tuple[Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A quantised weight that is read on demand: a parameter's `quantized`.
+    """A quantised weight, see `QuantizedWeight`, that is read on demand: a parameter's `quantized`.
 
     Attributes:
-        form: see `QuantizedWeight`.
         rows: reads some outputs; may be called by several threads.
         shape: `[out, in]`.
-        order: see `QuantizedWeight`.
         together: outputs to read at a time when all are needed; None for all of them, if reading some takes as long.
     """
 

@@ -42,11 +42,7 @@ Read = TypeVar("Read")
 
 
 class QuantizedFolder:
-    """The tensors of a folder, layer by layer.
-
-    Args:
-        source: a folder, or a name on the hub.
-        config: its configuration, quantised.
+    """The tensors of a quantised model's folder, layer by layer.
 
     Raises:
         UnsupportedModelError: its codes are of a kind that cannot be read.
@@ -105,12 +101,8 @@ class QuantizedFolder:
                 raise layer.unread(f"{end} of {layer.places[end].dtype} in place of I32")
 
     def by_codes(self, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
-        """The model with `quantized` weights; None if its parameters have other names, or some are no codes.
-
-        Args:
-            config: without quantization.
-            dtype: of unquantised weights and of intermediate values.
-        """
+        """The model with `quantized` weights; None if its parameters have other names, or some are no codes. `config`
+        is that of the unquantised model."""
         model = without_weights(config, dtype)
         self._drop_biases(model)
         self._refuse_turned(model)
@@ -124,7 +116,7 @@ class QuantizedFolder:
             tensor, weight = self._codes.get(name) or self._tensor(name), parameters[name]
             if tuple(tensor.shape) != tuple(weight.shape):
                 raise ModelError(
-                    f"{self._name!r} has {name!r} of the shape {list(tensor.shape)}, and its config.json asks for "
+                    f"{self._name!r} has {name!r} of the shape {list(tensor.shape)}, and its config.json has "
                     f"{list(weight.shape)}; fetch its files again, or mend config.json"
                 )
             if isinstance(tensor, StoredWeight):

@@ -235,31 +235,29 @@ def _grouped(
         zeros = None
     kept = scales.to(torch.float16)
     narrow = torch.equal(kept.float(), scales.float())
+    kept = kept if narrow else scales.float()
     if zeros is None:
         scheme = Scheme.ONE if narrow else Scheme.WIDE
     else:
         scheme = Scheme.ZEROED if narrow else Scheme.WIDE_ZEROED
     moved = None if torch.equal(order, torch.arange(inputs)) else order.int()
 
+    def spread(each: Tensor) -> Tensor:
+        return torch.from_numpy(np.take(each.numpy(), of_piece.numpy(), axis=1))
+
     def rows(index: Tensor | slice) -> QuantizedWeight:
         found = codes().numpy()
         found = np.ascontiguousarray(found) if moved is None else np.take(found, moved.numpy(), axis=1)
-        spread = [
-            None if each is None else torch.from_numpy(np.take(each.numpy(), of_piece.numpy(), axis=1))
-            for each in (kept if narrow else scales.float(), None, zeros)
-        ]
-        return QuantizedWeight(bits, scheme, torch.from_numpy(found), *spread, order=moved).rows(index)
+        inner = None if zeros is None else spread(zeros)
+        whole = QuantizedWeight(bits, scheme, torch.from_numpy(found), spread(kept), inner=inner, order=moved)
+        return whole.rows(index)
 
     return StoredWeight((bits, scheme), rows, (len(scales), inputs), moved)
 
 
 def fp8(tensors: LayerTensors, block: tuple[int, int] | None) -> Tensor:
-    """A layer's weight `[out, in]`, float32, from codes of 8 bits and their scales.
-
-    Args:
-        tensors: weight, and weight_scale_inv or weight_scale: one number, one for each output, or one for each block.
-        block: outputs and inputs that share a scale, if config.json says so.
-    """
+    """A layer's weight `[out, in]`, float32, from codes of 8 bits and their scales: one number, one for each output, or
+    one for each `block` of outputs and inputs."""
     end = "weight_scale_inv" if tensors.get("weight_scale_inv") is not None else "weight_scale"
     written, weight = tensors[end], tensors["weight"].float()
     scales = (written.float() - 127.0).exp2() if written.dtype is torch.uint8 else written.float()

@@ -156,14 +156,14 @@ class Ranks:
                 raise RankLostError(self._failure) from error
             raise
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Broadcast a message from rank 0, made of plain objects and tensors on the CPU."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         with _connected():
             self._words.broadcast(torch.tensor([len(data)]), 0).wait()
             self._words.broadcast(data, 0).wait()
 
-    def told(self) -> Any:
+    def receive(self) -> Any:
         """Wait for the next message of rank 0.
 
         Raises:

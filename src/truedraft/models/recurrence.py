@@ -13,17 +13,18 @@ after the last accepted token exists.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.cache.carried import PIECE, StateRow
+from truedraft.models.cache.family import PIECE, StateRow
 from truedraft.models.packing import ForwardPlan, SegmentPlan
-from truedraft.models.states import States, door_of
+from truedraft.models.states import States, adapter_for
 
 Run: TypeAlias = Callable[[Tensor, States], tuple[list[Tensor], States]]
 """A module on `[batch, tokens, width]`, from given states."""
@@ -37,7 +38,7 @@ def carrying_modules(model: nn.Module) -> list[nn.Module]:
     Raises:
         UnsupportedModelError: one of them keeps keys and values too.
     """
-    return [module for module in model.modules() if door_of(module) is not None]
+    return [module for module in model.modules() if adapter_for(module) is not None]
 
 
 @contextmanager
@@ -69,11 +70,13 @@ class _Order:
     """The order in which the new tokens of a forward are computed; the same for all layers.
 
     Attributes:
+        segments: of the forward.
         pieces: of prompts: segment, first token, end.
         levels: all other tokens; each is one level after its parent.
     """
 
     def __init__(self, plan: ForwardPlan) -> None:
+        self.segments = plan.segments
         self.pieces: list[tuple[SegmentPlan, int, int]] = []
         self.levels: list[list[Place]] = []
         for part in plan.segments:
@@ -100,18 +103,17 @@ class Recurrence:
     """The `carrying_modules` of one model, with forwards that follow a plan; `width` is that of their input."""
 
     def __init__(self, modules: Sequence[nn.Module], width: int) -> None:
-        self._plan: ForwardPlan | None = None
         self._order: _Order | None = None
         for number, module in enumerate(modules):
             _Layer(self, module, number, width)
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
-        self._plan, self._order = plan, _Order(plan)
+        self._order = _Order(plan)
         try:
             yield
         finally:
-            self._plan = self._order = None
+            self._order = None
 
     @property
     def order(self) -> _Order:
@@ -119,32 +121,27 @@ class Recurrence:
             raise ModelError("a layer was called outside truedraft; use LanguageModel.forward")
         return self._order
 
-    @property
-    def plan(self) -> ForwardPlan:
-        assert self._plan is not None
-        return self._plan
-
 
 class _Layer:
     def __init__(self, owner: Recurrence, module: nn.Module, number: int, width: int) -> None:
         self._owner, self._number = owner, number
-        kind = door_of(module)
+        kind = adapter_for(module)
         assert kind is not None
-        self._door = kind(module)
+        self._adapter = kind(module)
         self._name = type(module).__name__
         weight = min(module.parameters(), key=Tensor.element_size)  # some weights are kept wider than activations
         hidden = torch.linspace(-1.0, 1.0, 9 * width, device=weight.device).sin_().view(1, 9, width).to(weight.dtype)
         with torch.inference_mode():
             self._places = self._places_of_vectors(hidden)
             self._continues = self._can_go_on(hidden)
-            self._products = _Products(module, self._door.shift, lambda: self._run(hidden, {})[0], hidden)
+            self._products = _Products(module, self._adapter.shift, lambda: self._run(hidden, {})[0], hidden)
         module.forward = self.mix
 
     def _places_of_vectors(self, hidden: Tensor) -> tuple[int, ...] | None:
         """The indices of the module's outputs with one vector for each token; None if the output is a single tensor."""
         found: list[set[int]] = []
         for length in (4, 5):  # a state may have the length of one text by chance, but not of two
-            output, _ = self._door.run(hidden[:, :length], {})
+            output, _ = self._adapter.run(hidden[:, :length], {})
             if isinstance(output, Tensor):
                 return None
             self._parts = len(output)
@@ -156,7 +153,7 @@ class _Layer:
         return places
 
     def _run(self, hidden: Tensor, states: States) -> tuple[list[Tensor], States]:
-        output, after = self._door.run(hidden, states)
+        output, after = self._adapter.run(hidden, states)
         return [output] if self._places is None else [output[place] for place in self._places], after
 
     def _can_go_on(self, hidden: Tensor) -> bool:
@@ -172,9 +169,9 @@ class _Layer:
 
     def mix(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         """The replaced forward, on `[1, total, width]`, all segments packed; rows of padding get zeros."""
-        order, plan = self._owner.order, self._owner.plan
+        order = self._owner.order
         states: dict[int, list[StateRow | None]] = {
-            id(part): [None] * (len(part.segment.shape) - part.segment.written) for part in plan.segments
+            id(part): [None] * (len(part.segment.shape) - part.segment.written) for part in order.segments
         }
         rows: list[Tensor] = []
         outputs: list[list[Tensor]] = []
@@ -187,7 +184,7 @@ class _Layer:
         with self._products.of(hidden_states, self._before(hidden_states), self._run):
             for part, start, end in order.pieces:
                 whole = self._continues or part.length + start == 0
-                for first, last in [(start, end)] if whole else _singles(start, end):
+                for first, last in [(start, end)] if whole else pairwise(range(start, end + 1)):
                     before = self._behind((part, first), states)
                     known = {} if before is None else dict(before.alone().states)
                     own = slice(part.start + first, part.start + last)
@@ -203,7 +200,7 @@ class _Layer:
                     output, found = self._products.run(index, self._run, hidden_states[0, index][:, None], known)
                     rows.append(index)
                     note(places, found, [each[:, 0] for each in output])
-            for part in plan.segments:
+            for part in order.segments:
                 part.segment.cache.family.carried.note(self._number, states[id(part)], part.segment.written)
             index = torch.cat(rows).to(hidden_states.device)
             mixed = []
@@ -224,20 +221,20 @@ class _Layer:
 
     def _before(self, hidden: Tensor) -> Tensor | None:
         """The module's input at each token's parent, `[1, total, width]`; None if its projections do not use it."""
-        name = self._door.shift
+        name = self._adapter.shift
         if name is None:
             return None
         before = torch.zeros_like(hidden)
         here: list[int] = []
         there: list[int] = []
-        for part in self._owner.plan.segments:
+        for part in self._owner.order.segments:
             segment = part.segment
             for row, parent in enumerate(segment.shape.parents[segment.written :], start=part.start):
                 if parent >= segment.written:
                     here.append(row)
                     there.append(part.start + parent - segment.written)
                     continue
-                known = segment.cache.family.carried.behind(self._number, parent)
+                known = segment.cache.family.carried.after(self._number, parent)
                 if known is not None:
                     before[0, row] = known.states[name][known.row]
         if here:
@@ -249,25 +246,18 @@ class _Layer:
         segment = part.segment
         parent = segment.shape.parents[node]
         if parent < segment.written:
-            return segment.cache.family.carried.behind(self._number, parent)
+            return segment.cache.family.carried.after(self._number, parent)
         return states[id(part)][parent - segment.written]
 
     def _batches(
         self, level: Sequence[Place], states: dict[int, list[StateRow | None]]
     ) -> Iterator[tuple[list[Place], States]]:
         """The batches of a level: the tokens that begin a text, and all others."""
-        before = [self._behind(place, states) for place in level]
-        begin = [place for place, state in zip(level, before, strict=True) if state is None]
-        if begin:
+        before = [(place, self._behind(place, states)) for place in level]
+        if begin := [place for place, state in before if state is None]:
             yield begin, {}
-        known = [state for state in before if state is not None]
-        if known:
-            places = [place for place, state in zip(level, before, strict=True) if state is not None]
-            yield places, _gathered(known)
-
-
-def _singles(start: int, end: int) -> list[tuple[int, int]]:
-    return [(at, at + 1) for at in range(start, end)]
+        if known := [(place, state) for place, state in before if state is not None]:
+            yield [place for place, _ in known], _gathered([state for _, state in known])
 
 
 def _gathered(rows: Sequence[StateRow]) -> States:
@@ -291,15 +281,11 @@ class _Products:
     def __init__(self, module: nn.Module, shift: str | None, run: Callable[[], list[Tensor]], hidden: Tensor) -> None:
         linears = [each for each in module.modules() if hasattr(each, "in_features") and hasattr(each, "out_features")]
         seen: list[tuple[nn.Module, Tensor, Tensor]] = []
-        hooks = [
-            each.register_forward_hook(lambda linear, given, output: seen.append((linear, given[0], output)))
-            for each in linears
-        ]
-        try:
+        with ExitStack() as hooks:
+            for each in linears:
+                hook = each.register_forward_hook(lambda linear, given, output: seen.append((linear, given[0], output)))
+                hooks.callback(hook.remove)
             result = run()
-        finally:
-            for hook in hooks:
-                hook.remove()
         self._shift = shift
         last = [linear for linear, _, output in seen if len(result) == 1 and _is_same(output, result[0])]
         self._last = last[0] if last else None
@@ -317,26 +303,20 @@ class _Products:
 
     @contextmanager
     def of(self, hidden: Tensor, before: Tensor | None, run: Run) -> Iterator[None]:
-        """Compute the input projections; they are used within this context.
+        """Within the context, the input projections of `hidden`, `[1, total, width]`, are used.
 
-        Args:
-            hidden: `[1, total, width]`.
-            before: the input at each token's parent, if `shift` is set.
+        `before` is the input at each token's parent, if `shift` is set.
         """
         if before is None:
             self._made = {id(each): self._forwards[id(each)](hidden) for each in self._first}
-        else:
-            self._multiply_shifted(hidden, before, run)
+        else:  # run the module on each token separately, only for its input projections
+            self._own = self._given = None
+            assert self._shift is not None
+            run(hidden[0][:, None], {self._shift: before[0]})
         try:
             yield
         finally:
             self._made.clear()
-
-    def _multiply_shifted(self, hidden: Tensor, before: Tensor, run: Run) -> None:
-        """Run the module on each token separately, only for its input projections."""
-        self._own = self._given = None
-        assert self._shift is not None
-        run(hidden[0][:, None], {self._shift: before[0]})
 
     def run(self, own: slice | Tensor, module: Run, hidden: Tensor, states: States) -> tuple[list[Tensor], States]:
         """Run the module on some of the tokens: a sequence, or one for each text of a batch."""

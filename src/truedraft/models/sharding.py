@@ -76,9 +76,10 @@ def shard(model: PreTrainedModel, name: str, ranks: Ranks) -> Callable[[], None]
             joins[path] = style
         for own, weight in list(module.named_parameters(recurse=False)):
             how = plan.get(_generic(f"{path}.{own}"), style)
-            axis, packed = _axis(how, weight), 2 if how == "packed_colwise" else 1
-            if how is None or axis is None:
+            if how not in _INPUTS | _OUTPUTS:
                 continue
+            axis = weight.dim() - 1 if how in _INPUTS else max(weight.dim() - 2, 0)  # of [..., out, in] or [out]
+            packed = 2 if how == "packed_colwise" else 1
             if how in _INPUTS and own == "bias":
                 part = None if ranks.rank else weight.detach()  # added in one process only
             elif weight.shape[axis] % (packed * ranks.count) == 0:
@@ -118,13 +119,6 @@ def _generic(path: str) -> str:
     'model.layers.*.mlp.fc1'
     """
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-
-
-def _axis(style: str | None, weight: Tensor) -> int | None:
-    """The axis along which a weight, `[..., out, in]` or `[out]`, is cut; None if it is not."""
-    if style in _OUTPUTS:
-        return max(weight.dim() - 2, 0)
-    return weight.dim() - 1 if style in _INPUTS else None
 
 
 def _part(whole: Tensor, axis: int, packed: int, ranks: Ranks) -> Tensor:

@@ -46,7 +46,7 @@ class StateAdapter(ABC):
         the states after the last token."""
 
 
-def door_of(module: nn.Module) -> type[StateAdapter] | None:
+def adapter_for(module: nn.Module) -> type[StateAdapter] | None:
     """The `StateAdapter` class of a module, or None if it carries no state.
 
     Raises:

@@ -85,7 +85,7 @@ class ThreadChoice:
         self._on_all: dict[int, deque[float]] = {}
         self._on_one: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
-        self._alone = False
+        self._on_single = False
         self._since_s = 0.0  # on one thread, since the last trial of all
         self._wait_s = 0.0  # until the next trial of all
         self._wins = 0
@@ -110,7 +110,7 @@ class ThreadChoice:
         return result
 
     def _takes_one(self, size: int) -> bool:
-        if self._alone:
+        if self._on_single:
             return self._since_s < self._wait_s
         count = self._counts[size] = self._counts.get(size, 0) + 1
         return count in _REFERENCES or count % _REFERENCE_EVERY == 0
@@ -119,9 +119,9 @@ class ThreadChoice:
         single = self._on_one.setdefault(size, deque(maxlen=3))
         together = self._on_all.setdefault(size, deque(maxlen=_JUDGED))
         (single if one else together).append(seconds)
-        if self._alone and one:
+        if self._on_single and one:
             self._since_s += seconds
-        elif self._alone:
+        elif self._on_single:
             self._judge_try(seconds, median(single) if single else 0.0)
         else:
             self._forwards += 1
@@ -129,7 +129,7 @@ class ThreadChoice:
                 self._go_single(median(together))
 
     def _go_single(self, together_s: float) -> None:
-        self._alone = True
+        self._on_single = True
         # If the return to all threads was too early, the next one is later.
         self._factor = min(2 * self._factor, _LONGEST_FACTOR) if self._forwards < _SOON else 1
         self._put_off(together_s)
@@ -144,5 +144,5 @@ class ThreadChoice:
             return
         self._wins += 1
         if self._wins == _WINS:
-            self._alone, self._forwards = False, 0
+            self._on_single, self._forwards = False, 0
             self._on_all.clear()

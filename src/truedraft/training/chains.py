@@ -284,6 +284,7 @@ class Texts:
         return self.known[at], self.tokens[torch.as_tensor(places, device=at.device) + 1]
 
 
+@dataclass(frozen=True)
 class ChainLoss:
     """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
 
@@ -293,21 +294,22 @@ class ChainLoss:
             tokens before it in its chain are accepted, the product of their sum min(p, q), without a gradient.
     """
 
-    def __init__(self, chains: Chains, loss: DistillationLoss, decay: float | None) -> None:
-        self._chains, self._loss, self._decay = chains, loss, decay
+    chains: Chains
+    loss: DistillationLoss
+    decay: float | None
 
     def accumulate(self, steps: Iterable[UnrolledStep], counts: Sequence[int], scale: float) -> Tensor:
         """Add `scale` times the gradient of the loss along some chains; returns the sum of losses at each step.
 
         The means are over `counts` tokens at each step, which may include tokens of other chains.
         """
-        device = next(self._chains.head.parameters()).device
+        device = next(self.chains.head.parameters()).device
         sums, alive = torch.zeros(len(counts), device=device), torch.ones(0, device=device)
         leaving: list[Tensor] = []
         gradients: list[Tensor] = []
         for step, each in enumerate(steps):
             alive = alive if step else torch.ones(len(each.chains), device=device)
-            weights = alive[each.chains] if self._decay is None else self._decay**step
+            weights = alive[each.chains] if self.decay is None else self.decay**step
             weights = torch.as_tensor(weights, device=device).expand(len(each.chains))
             gradient, losses, accepted = self._learn(each, weights * (scale / counts[step]))
             sums[step] += losses
@@ -323,12 +325,12 @@ class ChainLoss:
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
-            logits, target = self._chains.logits(some[0]), step.target[rows]
+            logits, target = self.chains.logits(some[0]), step.target[rows]
             labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-            loss = distill(logits, target, labels, self._loss)
+            loss = distill(logits, target, labels, self.loss)
             sums.add_(loss.detach().sum())
-            said = self._chains.acceptance(some[0])
-            if self._decay is None or said is not None:
+            said = self.chains.acceptance(some[0])
+            if self.decay is None or said is not None:
                 student = functional.log_softmax(logits.detach().float(), -1)
                 accepted[rows] = torch.minimum(target, student).exp().sum(-1)
             if said is not None:
@@ -339,30 +341,30 @@ class ChainLoss:
         return gradient_in_chunks(step.leaving[None], losses)[0], sums, accepted
 
 
+@dataclass(frozen=True)
 class ChainObjective:
     """`ChainLoss` on answers that the target reads."""
 
-    def __init__(
-        self, unrolled: Chains, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
-    ) -> None:
-        self._unrolled, self._text, self._decay = unrolled, text, decay
-        self._loss = ChainLoss(unrolled, loss, decay)
+    unrolled: Chains
+    text: SelfDistillationData
+    loss: DistillationLoss
+    decay: float | None
 
     def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
-        """Add `scale` times the gradient of the mean loss over answers, given by windows and numbers `[count, 3]`."""
-        starts, records = self._text.starts, self._text.records
+        starts, records = self.text.starts, self.text.records
         texts = []
         for first, _, number in batch.tolist():
             answer = records[bisect.bisect_right(starts, first) - 1]
-            texts.append((answer, self._unrolled.pairs(answer, number)))
-        head = self._unrolled.head
+            texts.append((answer, self.unrolled.pairs(answer, number)))
+        head = self.unrolled.head
         counts = chains_at([pairs for _, pairs in texts], head.reach)
         sums = torch.zeros(head.reach, device=next(head.parameters()).device)
+        loss = ChainLoss(self.unrolled, self.loss, self.decay)
         for group in read_together(texts if own is None else texts[own], sums.device):
-            steps = self._unrolled.steps([each for each, _ in group], [pairs for _, pairs in group])
-            sums += self._loss.accumulate(steps, counts, scale)
+            steps = self.unrolled.steps([each for each, _ in group], [pairs for _, pairs in group])
+            sums += loss.accumulate(steps, counts, scale)
         means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
-        total = sum((self._decay or 1.0) ** step * mean for step, mean in enumerate(means))
+        total = sum((self.decay or 1.0) ** step * mean for step, mean in enumerate(means))
         return {"loss": total} | {f"{head.place_word}_{step}": mean for step, mean in enumerate(means, start=1)}
 
 

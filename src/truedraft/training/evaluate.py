@@ -183,8 +183,6 @@ def measure_in_engine(
     """Answer the prompts in every round.
 
     Args:
-        prompts: not used for training or fitting.
-        on_progress: called with the number of finished rounds, and of all.
         budget: its remaining time is divided equally among the rounds; None sets no limit.
 
     Raises:
@@ -205,14 +203,9 @@ def measure_in_engine(
 def predicted(
     target: LanguageModel, text: SelfDistillationData, temperature: float, drafter: Drafter
 ) -> Interval | None:
-    """Tokens per target call of a drafter along answers, replayed step by step (`planning.walks`).
+    """Tokens per target call of a drafter along the answers at a temperature, with an interval over prompts.
 
-    Args:
-        text: the answers; those at another temperature are skipped.
-        drafter: must not run elsewhere during the call.
-
-    Returns:
-        With its interval over prompts; None where none of the answers has a second token.
+    None where none of the answers has a second token. The drafter must not run elsewhere during the call.
 
     Raises:
         CompositionError: the drafter does not fit the target.

@@ -197,8 +197,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @property
     @abstractmethod
-    def distillation_loss(self) -> DistillationLoss:
-        """The loss at each place."""
+    def distillation_loss(self) -> DistillationLoss: ...
 
     @abstractmethod
     def calibrate(
@@ -410,7 +409,6 @@ class HeadsObjective:
     loss: HeadLoss
 
     def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
-        """Add `scale` times the gradient of the mean loss over the positions of the windows `[count, 2]`."""
         rows = self.collated(batch)  # all windows, because feeding draws for all of them
         hidden = rows.hidden[rows.places].float()  # [positions, width]
         with torch.no_grad():

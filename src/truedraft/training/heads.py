@@ -76,11 +76,9 @@ _MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
 
 @dataclass(frozen=True)
 class HeadJob:
-    """A training of heads: its target, prompts and configuration.
+    """A training of heads.
 
     Attributes:
-        target: an embedded name, a folder, or a hub name.
-        budget: the time for writing, training and measuring.
         data: a description of what the prompts were cut from.
         step_s: seconds of a training step; None before it was measured.
     """
@@ -168,7 +166,6 @@ def train_heads(
 
 
 def _train_beside(target: str, work: Path, device: str) -> HeadResult:
-    """Run the training steps together with the main process, once that has sent the configuration."""
     processes = Processes.here()
     given: tuple[Any, ...] = processes.from_main(None)
     prompts, config, fingerprint = given
@@ -248,7 +245,6 @@ def _prompts_of(
 
 
 def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Callable[[str], None]) -> None:
-    """Report text that is shorter than requested, and refuse far too little."""
     required = config.prompts
     separate = len(prompts.train) if prompts.apart is None else prompts.apart
     if separate < _ENOUGH * required.train:
@@ -267,7 +263,6 @@ def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Call
 
 
 def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
-    """Refuse what cannot be trained, before the target writes for minutes."""
     from truedraft.training.joint import check_adapters, rank_for
 
     config = job.config
@@ -334,14 +329,7 @@ def _watch(job: HeadJob, folder: Path, share: float) -> Watch:
 
 
 def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:
-    """Train heads of a frozen target on its text, save and measure them.
-
-    Args:
-        text: in the folder `work` or above it.
-        work: for checkpoint and log.
-
-    Returns:
-        The measured report, and the effort it took.
+    """Train heads of a frozen target on its text, which lies in `work` or above it; save and measure them.
 
     Raises:
         TruedraftError: as `train_heads`.

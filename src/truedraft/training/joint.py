@@ -6,10 +6,8 @@ there). A large target is trained by LoRA adapters of `peft`, which are merged w
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,11 +78,7 @@ def check_adapters() -> None:
 
 
 def with_adapters(model: PreTrainedModel, rank: int) -> Any:
-    """The model with adapters of this rank at all of its linear layers except the LM head; only they are trained.
-
-    Raises:
-        MissingExtraError: peft is not installed.
-    """
+    """The model with adapters at all of its linear layers except the LM head; only they are trained."""
     check_adapters()
     from peft import LoraConfig, get_peft_model
 
@@ -93,15 +87,7 @@ def with_adapters(model: PreTrainedModel, rank: int) -> Any:
 
 
 class Backbone:
-    """A target in training, with all of its weights, or by adapters where it is large.
-
-    Args:
-        target: an embedded name, a folder, or a hub name.
-        rank: of the adapters; 0 trains all weights, None decides by their number.
-
-    Attributes:
-        rank: of the adapters; 0 where all weights are trained.
-    """
+    """A target in training, by adapters of a rank; 0 trains all weights, None decides by their number."""
 
     def __init__(self, target: str | Path, rank: int | None, device: str) -> None:
         before = load_causal_lm(target, dtype="auto", device=device).eval().requires_grad_(False)
@@ -124,8 +110,13 @@ class Backbone:
 
     def run(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[tokens, vocab]` for ids `[sequences, length]`, and the vectors `[tokens, width]` that gave them."""
-        with _entering(self.model.get_output_embeddings()) as entered:
+        entered: list[Tensor] = []
+        lm_head = self.model.get_output_embeddings()
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+        try:
             logits = self.module(input_ids=ids, use_cache=False).logits
+        finally:
+            hook.remove()
         return logits.flatten(0, 1), entered[0].flatten(0, 1)
 
     def finished(self) -> PreTrainedModel:
@@ -133,41 +124,38 @@ class Backbone:
         return cast("PreTrainedModel", self.module.merge_and_unload() if self.rank else self.module)
 
 
+@dataclass(frozen=True)
 class JointObjective:
     """KL(p0 || p) of the target, plus `heads_share` times the loss of the heads; gradients of both reach the target.
 
     `heads_share` is lambda_0 of the paper. The heads' loss is with the target's distributions before training.
     """
 
-    def __init__(
-        self, backbone: Backbone, head: VectorHead, loss: DistillationLoss, of_heads: HeadLoss, heads_share: float
-    ) -> None:
-        self._backbone = backbone
-        self._head = head
-        self._loss = loss
-        self._of_heads = of_heads
-        self._heads_share = heads_share
+    backbone: Backbone
+    head: VectorHead
+    loss: DistillationLoss
+    of_heads: HeadLoss
+    heads_share: float
 
     def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
-        """Add `scale` times the gradient of the mean loss over blocks `[sequences, length + 1]`."""
         assert own is None, "one process trains both"
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
-        before = self._backbone.logits_before(inputs)
-        logits, hidden = self._backbone.run(inputs)
-        reach = self._head.reach
+        before = self.backbone.logits_before(inputs)
+        logits, hidden = self.backbone.run(inputs)
+        reach = self.head.reach
         rows = torch.arange(len(labels), device=batch.device).view(inputs.shape)
         places = rows[:, : inputs.shape[1] - reach].flatten()
         read = labels[places[:, None] + torch.arange(reach, device=batch.device)]  # [positions, reach]
-        vectors = self._head.unroll(hidden[places].float(), self._backbone.lm_head.embed(read.T))
+        vectors = self.head.unroll(hidden[places].float(), self.backbone.lm_head.embed(read.T))
 
         def target_at(some: slice) -> TargetRows:
-            return computed_rows(labels[some], lambda: before[some], self._loss)
+            return computed_rows(labels[some], lambda: before[some], self.loss)
 
-        of_heads, values = self._of_heads.gradient(vectors, places, target_at, scale * self._heads_share)
+        of_heads, values = self.of_heads.gradient(vectors, places, target_at, scale * self.heads_share)
         of_target, kept = distillation_gradient(logits, before, labels, ForwardKL(), scale)
         torch.autograd.backward([logits, vectors], [of_target, of_heads])
         heads = values.pop("loss")
-        return {"loss": kept["loss"] + self._heads_share * heads, "kl_to_before": kept["loss"], "heads": heads} | values
+        return {"loss": kept["loss"] + self.heads_share * heads, "kl_to_before": kept["loss"], "heads": heads} | values
 
 
 def joint_stream(text: SelfDistillationData, separator: int) -> NDArray[np.uint32]:
@@ -214,21 +202,6 @@ def joint_loop(
 
 _STAGE_1_ONLY = frozenset({"reads_token", "optimizer", "positions_per_step", "window"})
 """Fields that affect stage 2 only through its starting heads."""
-
-
-@contextlib.contextmanager
-def _entering(head: nn.Module) -> Iterator[list[Tensor]]:
-    """The input of the LM head in a forward, with gradients."""
-    entered: list[Tensor] = []
-
-    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        entered.append(inputs[0])
-
-    hook = head.register_forward_pre_hook(keep)
-    try:
-        yield entered
-    finally:
-        hook.remove()
 
 
 def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
@@ -284,7 +257,6 @@ def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, 
 
 
 def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
-    """Write an ordinary model folder, with the target's tokenizer and generation settings."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_llama(model, folder, max_shard_size=_SHARD)
@@ -294,6 +266,5 @@ def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
 
 
 def _loss(job: HeadJob, target: str) -> tuple[float, int]:
-    """The target's own loss on held-out text, in nats per token, and the number of tokens."""
     model = load_causal_lm(target, dtype="auto", device=job.config.device).eval()
     return mean_loss(model, job.prompts.text, length=min(context_of(model), _LONGEST), max_tokens=_EVALUATED_TOKENS)

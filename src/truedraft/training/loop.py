@@ -99,7 +99,6 @@ class Phase:
 
     @property
     def tokens_per_step(self) -> int:
-        """Labels in one update."""
         return self.sequences_per_step * self.sampler.sequence_length
 
 

@@ -253,7 +253,6 @@ def _answered(
 def _counted(
     documents: Sequence[NDArray[np.int32]], model: LanguageModel, config: NgramConfig, callbacks: Callbacks
 ) -> NgramTable:
-    """The table, within the allowed size."""
     longest = max(map(len, documents), default=0)
     if longest < config.order or longest < 2:
         raise DataError(

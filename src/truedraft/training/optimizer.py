@@ -84,7 +84,6 @@ class SeparateOptimizers:
         self.peak = max(part.peak for part in parts)
 
     def step(self, multiplier: float) -> float:
-        """Update all parts; returns the norm of all gradients together before clipping."""
         return math.hypot(*(part.step(multiplier) for part in self._parts))
 
     def state_dict(self) -> list[Any]:

@@ -7,6 +7,7 @@ up to the order of sums in float32. The main process does all else while the oth
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,16 +65,14 @@ class Processes:
         return given
 
     def anywhere(self, value: bool) -> bool:
-        """Whether the value is true in any process."""
         return any(self._of_all(value))
 
     def summed(self, values: Mapping[str, float]) -> dict[str, float]:
         """The sums of the processes' values by name; names may be missing in some processes."""
-        sums: dict[str, float] = {}
+        sums: Counter[str] = Counter()
         for each in self._of_all(dict(values)):
-            for name, value in each.items():
-                sums[name] = sums.get(name, 0.0) + value
-        return sums
+            sums.update(each)
+        return dict(sums)
 
     def sum_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Sum each gradient over all processes; it stays None where no process has one."""
@@ -97,11 +96,12 @@ class Processes:
             raise OptionError(f"{what} in one process, and {self.count} were launched: start it without a launcher")
 
     def _of_all(self, value: Any) -> list[Any]:
+        if not self.together:
+            return [value]
         found = [value] * self.count
-        if self.together:
-            with _talking():
-                distributed.all_gather_object(found, value)
-        return found if self.together else [value]
+        with _talking():
+            distributed.all_gather_object(found, value)
+        return found
 
 
 @contextmanager

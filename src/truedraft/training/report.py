@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 from truedraft.drafters.heads.calibration import PROMISED_ON
 from truedraft.drafters.kinds import KINDS, dotted
 from truedraft.errors import TruedraftError
-from truedraft.files import parameters_in
+from truedraft.files import SMOLLM2, parameters_in
 from truedraft.machine import describe_machine
 from truedraft.models import gguf
+from truedraft.models.embedded import SMOLLM2_ON_THE_HUB
 from truedraft.models.loading import resolve_source
-from truedraft.models.smollm2 import ON_THE_HUB, WORD
 from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
@@ -204,7 +204,7 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
 
 def base_name(target: str) -> str:
     """A target's model name: a hub name unchanged, a folder by its own name."""
-    name = ON_THE_HUB if target == WORD else target.replace(":", "-")
+    name = SMOLLM2_ON_THE_HUB if target == SMOLLM2 else target.replace(":", "-")
     return Path(name).resolve().name if name.count("/") != 1 or Path(name).is_dir() else name
 
 

@@ -74,8 +74,7 @@ class TargetRows:
 class DistillationTarget(Protocol):
     """Gives the distillation targets at the rows of a batch."""
 
-    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
-        """The targets of some consecutive rows."""
+    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows: ...
 
 
 def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: DistillationLoss) -> TargetRows:

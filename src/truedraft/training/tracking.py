@@ -49,7 +49,6 @@ class Tracker:
         self._log(values | {"tokens": record.tokens} | record.values, self._last)
 
     def finish(self, evaluations: Iterable[EngineEvaluation]) -> None:
-        """Report predicted and measured tokens per target call, and end the tracking."""
         values: dict[str, float] = {}
         for each in evaluations:
             words = [f"{name}_{value}" for name, value in each.about.items() if name != "promised"]

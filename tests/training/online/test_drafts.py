@@ -25,7 +25,7 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.translated import TranslatedModel
 from truedraft.training.online.drafts import LearnableDrafts
-from truedraft.training.online.promotion import Candidate
+from truedraft.training.online.student import Candidate
 from truedraft.training.online.traffic import Answered
 
 GREEDY = SamplingParams(max_tokens=16)

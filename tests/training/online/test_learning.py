@@ -40,9 +40,8 @@ from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.training.losses import ForwardKL
 from truedraft.training.online import Learner
 from truedraft.training.online.heads import LearnableLayerHeads
-from truedraft.training.online.promotion import Candidate
-from truedraft.training.online.replay import Narrowed
-from truedraft.training.online.student import Student, _Winner
+from truedraft.training.online.learnable import Narrowed
+from truedraft.training.online.student import Candidate, Student, _Winner
 from truedraft.training.online.tenants import Tenants
 from truedraft.training.online.traffic import Answered, Score, Traffic
 

@@ -14,8 +14,7 @@ from support.two_domains import Unthreaded, ask, learning, prompts, trained, unt
 from truedraft import SamplingParams
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.training.online import Learner
-from truedraft.training.online.promotion import OWN, Candidate, Comparison, GainTest
-from truedraft.training.online.student import Student
+from truedraft.training.online.student import OWN, Candidate, Comparison, GainTest, Student
 from truedraft.training.online.traffic import Answered, Score
 
 

@@ -6,8 +6,7 @@ import json
 
 from truedraft.kinds.block.drafter import DFlash, DSpark
 from truedraft.kinds.block.module import DFlashHead, DSparkHead
-from truedraft.measure.cases import CONFIG, Variant
-from truedraft.measure.variants import LAYERS, Examined, flipped
+from truedraft.measure.variants import CONFIG, LAYERS, Examined, Variant, flipped
 
 _BLOCK = (
     Variant("sample_from_anchor", "its rows guess the token at another place than in training",

@@ -6,8 +6,7 @@ from typing import Any
 
 from truedraft.kinds.eagle.drafter import Eagle3
 from truedraft.kinds.eagle.module import Eagle3Head
-from truedraft.measure.cases import Variant
-from truedraft.measure.variants import LAYERS, Examined, another_head, changed, flipped, resized, set_to
+from truedraft.measure.variants import LAYERS, Examined, Variant, another_head, changed, flipped, resized, set_to
 
 
 def inputs_exchanged(head: Any) -> Any:

@@ -9,8 +9,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
 from truedraft.kinds.medusa.drafter import Medusa
 from truedraft.kinds.medusa.module import MedusaHeads
-from truedraft.measure.cases import Variant
-from truedraft.measure.variants import RAW, TIED, WIDE, Examined, another_head, changed, resized, set_to
+from truedraft.measure.variants import RAW, TIED, WIDE, Examined, Variant, another_head, changed, resized, set_to
 
 
 def _later_heads(head: Any) -> Any:

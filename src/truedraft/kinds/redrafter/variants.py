@@ -7,8 +7,7 @@ from typing import Any
 from truedraft.drafters.base import Drafter
 from truedraft.kinds.redrafter.drafter import Redrafter
 from truedraft.kinds.redrafter.module import RedrafterHead
-from truedraft.measure.cases import Variant
-from truedraft.measure.variants import RAW, TIED, WIDE, Examined, flipped, resized, set_to
+from truedraft.measure.variants import RAW, TIED, WIDE, Examined, Variant, flipped, resized, set_to
 
 _REDRAFTER = (
     Variant("embeddings scaled or not", "it reads embeddings at another scale than in training", set_to("scaled"),

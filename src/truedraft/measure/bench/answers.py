@@ -47,8 +47,6 @@ class Difference:
 
     Attributes:
         position: number of equal tokens before it.
-        best: the two likeliest tokens there.
-        margin: between the logits of these two; a small one is a near tie.
     """
 
     position: int
@@ -104,7 +102,6 @@ class VocabularyCost:
 
     Attributes:
         shared: the fraction of the target's ids that it can write.
-        places: number of places in the target's answers.
         unshared_mass: the target's probability of ids that the draft cannot write, mean over the places.
         acceptance: sum min(p, q), mean over the places.
     """

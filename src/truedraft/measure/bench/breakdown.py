@@ -47,7 +47,6 @@ class Breakdown:
 
     Attributes:
         requests: requests summed over steps: their target calls.
-        rows: tokens fed to the target.
         decode_s: wall time of decoding, including the time between steps, without steps that were not settled.
         forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
         plain_curve_s: V(one row a request, contexts) of each step, by the curve.

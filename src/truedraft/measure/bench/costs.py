@@ -42,8 +42,6 @@ class Memory:
 
     Attributes:
         bandwidth: read bandwidth of this machine in bytes per second.
-        target: read by a forward of the target.
-        draft: read by a forward of the draft model; None without one.
     """
 
     bandwidth: float
@@ -57,7 +55,6 @@ class MachineCosts:
 
     Attributes:
         points: of the curve V of the target, for plots and records: rows, context and seconds.
-        by_name: the costs of each of our engines' steps.
         warnings: about stored curves that could not be used, a sentence each.
     """
 
@@ -88,7 +85,6 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
     controller weighs costs itself: for that, this measures what it would measure at the first request.
 
     Args:
-        suite: its engines must not run during the call.
         progress: called with parts done, `PARTS` for each of our engines, and the name of the measurement.
         refresh: measure even if stored curves exist, which may be from a busy moment of the machine.
 

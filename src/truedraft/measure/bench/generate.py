@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
@@ -30,9 +29,6 @@ def generate_systems(
 ) -> tuple[list[System], str]:
     """Plain generation; with one prompt at a time also prompt lookup and, with a draft, assisted generation.
 
-    Args:
-        draft: the draft model, named after its folder; None without one.
-
     Returns:
         The systems, and a sentence on systems left out; "" where there are none.
 
@@ -41,21 +37,20 @@ def generate_systems(
     """
     model = load_stock(loaded.model, target, loaded.pad_to)
 
-    def system(name: str, way: Way) -> System:
-        return GenerateSystem(name, Generate(model, target.eos_token_ids, way))
-
-    systems = [system("transformers", Way())]
+    ways, left_out = {"transformers": Way()}, ""
     if batch > 1:
-        return systems, (
+        left_out = (
             "transformers' assisted generation and prompt lookup take one prompt at a time, so they are left out at "
             f"batch {batch}"
         )
-    systems.append(system("transformers lookup", lookup_way()))
-    if draft is None:
-        return systems, "transformers' assisted generation is left out: no draft model is among the drafters"
-    assistant = load_stock(draft.name, draft, None)
-    ways = [(f"{ASSISTED}, {setting.words}", assisted_way(assistant, setting)) for setting in _SETTINGS]
-    return [*systems, *(system(*each) for each in ways)], ""
+    else:
+        ways["transformers lookup"] = lookup_way()
+        if draft is None:
+            left_out = "transformers' assisted generation is left out: no draft model is among the drafters"
+        else:
+            assistant = load_stock(draft.name, draft, None)
+            ways |= {f"{ASSISTED}, {setting.words}": assisted_way(assistant, setting) for setting in _SETTINGS}
+    return [GenerateSystem(name, Generate(model, target.eos_token_ids, way)) for name, way in ways.items()], left_out
 
 
 class GenerateSystem(System):
@@ -72,22 +67,22 @@ class GenerateSystem(System):
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
         drafts, started = self.engine.way.drafts, time.perf_counter()
         came: list[tuple[float, int]] = []  # seconds until tokens arrived, and how many for each prompt
-        with _counting(self.engine.model, self.engine.way.assistant) as calls:
+        with _counting(self.engine.model) as target, _counting(self.engine.way.assistant) as draft:
             replies = self.engine.call(
                 prompts, params, lambda count: came.append((time.perf_counter() - started, count))
             )
         answers = tuple(reply.token_ids for reply in replies)
         tokens = sum(map(len, answers))
         first, first_tokens = came[0] if came else (None, 1)
-        later = max(calls.target - 1, 0)
-        judged = calls.target if drafts else later
+        later = max(len(target) - 1, 0)
+        judged = len(target) if drafts else later
         emitted = tokens if drafts else tokens - len(answers)
         return SystemOutput(
             token_ids=answers,
             first_token_s=(first,) * len(answers),
             prefill_s=first or 0.0,
             forwards=later,
-            draft_forwards=calls.draft,
+            draft_forwards=len(draft),
             context_tokens=later * (sum(map(len, prompts)) + tokens // 2),  # answers grow from none to all tokens
             target_calls=judged * len(answers) if drafts else emitted,
             mean_acceptance_length=(emitted / judged if judged else 0.0) if drafts else 1.0,
@@ -95,29 +90,17 @@ class GenerateSystem(System):
         )
 
 
-@dataclass(slots=True)
-class _Calls:
-    """Counts of forwards."""
-
-    target: int = 0
-    draft: int = 0
-
-
 @contextlib.contextmanager
-def _counting(model: Module, assistant: Module | None) -> Iterator[_Calls]:
-    calls = _Calls()
+def _counting(model: Module | None) -> Iterator[list[None]]:
+    """Yields a list with an item for each forward of a model."""
+    calls: list[None] = []
 
-    def of_target(*_: Any) -> None:
-        calls.target += 1
+    def count(*_: Any) -> None:
+        calls.append(None)
 
-    def of_draft(*_: Any) -> None:
-        calls.draft += 1
-
-    handles = [model.register_forward_pre_hook(of_target)]
-    if assistant is not None:
-        handles.append(assistant.register_forward_pre_hook(of_draft))
+    handle = None if model is None else model.register_forward_pre_hook(count)
     try:
         yield calls
     finally:
-        for handle in handles:
+        if handle is not None:
             handle.remove()

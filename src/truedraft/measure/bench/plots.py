@@ -49,25 +49,22 @@ def draw_all(
     """Draw the plots that there are numbers for.
 
     Args:
-        folder: for the plots; it must exist.
         costs: points of the target's cost curve: rows, context, seconds.
         limit_s: seconds for reading the weights once; None where unknown.
-        under: the circumstances, written under each plot.
 
     Returns:
         Names of the plots without suffix, in the report's order.
     """
-    drawn = []
+    figures: dict[str, Figure] = {}
     if summaries:
-        save(_speed(summaries, under), folder / "speed")
-        drawn.append("speed")
+        figures["speed"] = _speed(summaries, under)
     if costs:
-        save(_costs(costs, limit_s, under), folder / "cost")
-        drawn.append("cost")
+        figures["cost"] = _costs(costs, limit_s, under)
     if any(summary.acceptance_per_position for summary in summaries):
-        save(_acceptance(summaries, under), folder / "acceptance")
-        drawn.append("acceptance")
-    return drawn
+        figures["acceptance"] = _acceptance(summaries, under)
+    for name, figure in figures.items():
+        save(figure, folder / name)
+    return list(figures)
 
 
 def _speed(summaries: Sequence[Summary], under: str) -> Figure:
@@ -138,14 +135,12 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
         below = [low + share for low, share in zip(below, shares, strict=True)]
     upper.set_ylim(0, 1)
     upper.set_ylabel("share of steps")
-    upper.legend(edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
-    drafted = [each.drafted / each.requests for each in columns]
-    accepted = [each.accepted / each.requests for each in columns]
-    lower.bar(starts, drafted, widths, align="edge", color=_FILL, label="drafted", linewidth=0)
-    lower.bar(starts, accepted, widths, align="edge", color=_OURS, label="accepted", linewidth=0)
+    for what, colour in (("drafted", _FILL), ("accepted", _OURS)):
+        nodes = [getattr(each, what) / each.requests for each in columns]
+        lower.bar(starts, nodes, widths, align="edge", color=colour, label=what, linewidth=0)
     lower.set_ylabel("nodes a step")
-    lower.legend(edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
     for axes in (upper, lower):
+        axes.legend(edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
         axes.set_xlim(0, ends[-1])
     lower.set_xlabel("seconds of decoding, all answers one behind the other")
     write_title(figure, upper, f"Decisions of {system}", under)
@@ -187,7 +182,6 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
     Args:
         tree: at least one node; with `survival` the nodes are coloured and sized by it.
         stem: path without suffix; its folder must exist.
-        under: a description of the measured text, below the plot.
 
     Raises:
         OSError: a file cannot be written.

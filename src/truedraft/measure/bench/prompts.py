@@ -23,8 +23,6 @@ class Question:
     """One prompt of a published set.
 
     Attributes:
-        name: its id in the set.
-        text: a text to continue, or a user's message.
         category: in sets with categories, otherwise the set's name.
     """
 
@@ -35,19 +33,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A file format, recognised by its fields."""
+    """A file format, recognised by its fields; `read` takes a record and its number."""
 
     name: str
     fields: frozenset[str]
     read: Callable[[Record, int], Question]
-
-
-def _human_eval(record: Record, _: int) -> Question:
-    return Question(str(record["task_id"]), str(record["prompt"]), "humaneval")
-
-
-def _gsm8k(record: Record, number: int) -> Question:
-    return Question(str(number), str(record["question"]), "gsm8k")
 
 
 def _turns(record: Record, _: int) -> Question:
@@ -59,9 +49,17 @@ def _turns(record: Record, _: int) -> Question:
 
 
 _FORMATS = (
-    _Format("humaneval", frozenset({"task_id", "prompt", "entry_point"}), _human_eval),
+    _Format(
+        "humaneval",
+        frozenset({"task_id", "prompt", "entry_point"}),
+        lambda record, _: Question(str(record["task_id"]), str(record["prompt"]), "humaneval"),
+    ),
     _Format("mt_bench", frozenset({"question_id", "turns"}), _turns),
-    _Format("gsm8k", frozenset({"question", "answer"}), _gsm8k),
+    _Format(
+        "gsm8k",
+        frozenset({"question", "answer"}),
+        lambda record, number: Question(str(number), str(record["question"]), "gsm8k"),
+    ),
 )
 
 
@@ -95,7 +93,8 @@ def read_questions(path: Path) -> tuple[str, list[Question]]:
         questions.append(form.read(record, len(questions) + 1))
     if form is None:
         raise DataError(f"the question file {str(file)!r} is empty; fetch it again")
-    return _set_name(form, questions), questions
+    more = {question.category for question in questions} - _MT_BENCH_CATEGORIES
+    return "spec_bench" if form.name == "mt_bench" and more else form.name, questions
 
 
 def spread(items: Sequence[T], count: int | None) -> list[T]:
@@ -103,13 +102,6 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
     if count is None or count >= len(items):
         return list(items)
     return [items[(2 * place + 1) * len(items) // (2 * count)] for place in range(count)]
-
-
-def _set_name(form: _Format, questions: Sequence[Question]) -> str:
-    """Spec-Bench has MT-bench's fields, and more categories."""
-    if form.name == "mt_bench" and {question.category for question in questions} - _MT_BENCH_CATEGORIES:
-        return "spec_bench"
-    return form.name
 
 
 def _only_file(folder: Path) -> Path:

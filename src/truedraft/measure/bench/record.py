@@ -32,17 +32,10 @@ class Circumstances:
 
     Attributes:
         note: the meaning of a padded target's figures; None for an unpadded target.
-        pad_to: the padded size, or None.
-        weights: their quantisation at load, or None.
         fast_paths: enabled in the target in addition to the plain forward.
-        batch: prompts answered together.
-        prompts: number of requested prompts.
         runs: answers of each system to each group.
         must_agree: whether our engines must give the tokens of plain decoding.
         costs_kept: whether a cost curve is from an earlier run, and so from another state of the machine.
-        bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
-        weight_bytes: bytes that a forward of the target reads; None where unknown.
-        lossless: whether the rule keeps the target's distribution.
     """
 
     model: str
@@ -120,9 +113,7 @@ def bench_record(
     """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
 
     Args:
-        costs: points of the target's cost curve: rows, context, seconds.
         differences: places where tokens differ that must not, a sentence each.
-        vocabularies: costs of drafts with other tokenizers than the target's.
     """
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]

@@ -174,8 +174,6 @@ def markdown(
 
     Args:
         pictures: names without suffix of pictures in the report's folder, as PNG and SVG.
-        trees: drafted by the systems, each with the name of its picture.
-        decided: systems with decisions, each with the name of its picture.
     """
     parts = [
         "# Benchmark",

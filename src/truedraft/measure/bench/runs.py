@@ -31,15 +31,11 @@ class SystemOutput:
     """A system's answers to a group of prompts; the last four fields are only of our engines.
 
     Attributes:
-        token_ids: new tokens of each prompt, without the one that ended it.
         first_token_s: seconds until the first token of each prompt; None without tokens.
         prefill_s: seconds spent on prompts, including the first tokens.
         forwards: forwards of the target after the prefill; each serves all prompts of the group.
         context_tokens: cached tokens read by those target forwards, summed over forwards and prompts.
-        target_calls: target calls summed over prompts; None where they cannot be counted.
-        mean_acceptance_length: tokens per target call; None where it cannot be counted.
         first_tokens: new tokens of a prompt from the prefill; several where that already verifies a draft.
-        counters: of our engine; None for another library.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -92,12 +88,8 @@ class Row:
     """One system's answer to one group of prompts in one run.
 
     Attributes:
-        run: from 0.
         place: of the system in the order of the group, from 0.
-        total_s: wall time from the first submission to the last answer, in seconds.
         cpu_s: CPU time of the whole process in that time, all threads together, in seconds.
-        breakdown: of the time; None for a peer.
-        decisions: of the steps; None for a peer.
     """
 
     system: str
@@ -188,9 +180,7 @@ def run_all(
     Ctrl-C ends the run; finished rows are kept.
 
     Args:
-        systems: with different names.
         groups: at least one; answers are cut where prompt and answer fill the target's context.
-        keep: called with each row as soon as it is finished.
         progress: called with the number of finished answers and the name of the next system.
     """
     results = Results()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
@@ -21,9 +21,6 @@ from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.options import MachineOptions, ModelOptions, Words
 from truedraft.verification.specs import rule_from_spec
-
-if TYPE_CHECKING:
-    pass
 
 PLAIN = "plain"
 ENTROPY = 0
@@ -73,22 +70,17 @@ class OurEngine(System):
 
     def _draft_forwards(self, step: StepRecord) -> int:
         """One draft forward per level for the whole batch; the levels are at most the drafter's limit and the nodes."""
-        shares = [share for request in step.requests for share in request.shares]
-        nodes = {name: sum(each.nodes for each in shares if each.drafter == name) for name in self._drafting_models}
+        nodes = Counter[str]()
+        for share in (share for request in step.requests for share in request.shares):
+            nodes[share.drafter] += share.nodes
         members = self.engine.drafter.members
-        return sum(min(members[name].limits.depth, count) for name, count in nodes.items())
+        return sum(min(each.limits.depth, nodes[name]) for name, each in members.items() if each.model is not None)
 
     @property
     def draft_model(self) -> LanguageModel | None:
         """The draft model, if one drafts; of several the first that does not draft in the target's own cache."""
-        members = self.engine.drafter.members
-        models = sorted(self._drafting_models.items(), key=lambda each: members[each[0]].held.in_target)
-        return models[0][1] if models else None
-
-    @property
-    def _drafting_models(self) -> dict[str, LanguageModel]:
-        members = self.engine.drafter.members
-        return {name: member.model for name, member in members.items() if member.model is not None}
+        drafting = [each for each in self.engine.drafter.members.values() if each.model is not None]
+        return min(drafting, key=lambda each: each.held.in_target).model if drafting else None
 
 
 @dataclass(slots=True)
@@ -96,10 +88,8 @@ class Suite:
     """The systems under test.
 
     Attributes:
-        lossless: whether the rule keeps the target's distribution.
         ours: our engines, plain decoding first.
         best_of: titles, each with the systems of which only the best is shown.
-        notes: for readers of a report, a sentence each.
     """
 
     target: LanguageModel
@@ -200,30 +190,25 @@ def _room(batch: int) -> int:
 
 def _short_name(spec: str, taken: Sequence[str]) -> str:
     """The word with only the last part of its paths, for tables; the whole word where that is taken."""
+
+    def shortened(member: str) -> str:
+        head, comma, options = member.partition(",")
+        kind, colon, path = head.partition(":")
+        return f"{kind}{colon}{Path(path).name if '/' in path else path}{comma}{options}"
+
     members = Words.parse("drafter", spec).members
-    short = _with_short_path(spec)
-    if members:
-        short = f"{spec.partition('(')[0]}({';'.join(map(_with_short_path, members))})"
+    short = f"{spec.partition('(')[0]}({';'.join(map(shortened, members))})" if members else shortened(spec)
     name = spec if short in taken else short
     return name if name not in taken else f"{name} ({taken.count(name) + 1})"
-
-
-def _with_short_path(spec: str) -> str:
-    head, comma, options = spec.partition(",")
-    kind, colon, path = head.partition(":")
-    return f"{kind}{colon}{Path(path).name if '/' in path else path}{comma}{options}"
 
 
 def _dtype_notes(requested: str, target: LanguageModel) -> list[str]:
     """Notes on a CPU without instructions for bfloat16."""
     if target.device.type != "cpu" or has_bfloat16(target.device):
         return []
-    if str(target.dtype) != "torch.bfloat16":
-        return (
-            [f"this CPU has no bfloat16 instructions, so {dtype_name(target.dtype)} is used"]
-            if requested == "auto"
-            else []
-        )
+    none = "this CPU has no bfloat16 instructions"
+    if dtype_name(target.dtype) != "bfloat16":
+        return [f"{none}, so {dtype_name(target.dtype)} is used"] if requested == "auto" else []
     if "native forward" in target.fast_paths:
-        return ["this CPU has no bfloat16 instructions: weights are read in bfloat16, and products are made in float32"]
-    return ["this CPU has no bfloat16 instructions, so bfloat16 is emulated, and slower than float32"]
+        return [f"{none}: weights are read in bfloat16, and products are made in float32"]
+    return [f"{none}, so bfloat16 is emulated, and slower than float32"]

@@ -32,8 +32,6 @@ class DraftedTree:
     Attributes:
         tree: with `survival` where it was counted; where trees are chosen at each step, the counted tree of the same
             heads.
-        measured: mean acceptance length in the benchmark; None where it did not run.
-        product: the prediction for independent errors of the heads; None where their accuracy is unknown.
         chosen: the trees drafted instead of `tree`; None where `tree` is drafted.
         promised_on: a description of the text of the prediction; `measured` is on the benchmark's own.
     """
@@ -97,8 +95,6 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
     Engines with a controller that weighs costs are left as they are: it chooses at each step.
 
     Args:
-        suite: its engines must not run during the call.
-        forwards: V of its target.
         refresh: measure drafting costs even if stored costs exist.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -20,10 +21,7 @@ class ServedAcceptance:
     """Acceptance of all drafts since the server was started.
 
     Attributes:
-        drafts: number of drafts; 0 where the server does not count them.
-        by_position: accepted tokens by their position in the draft; empty where they are not counted.
-        by_drafter: drafted and accepted tokens of each drafter; empty where they are not counted.
-        told: tokens per target call as the server computes them; None where it does not.
+        reported: tokens per target call as the server computes them; None where it does not.
     """
 
     drafts: float = 0.0
@@ -31,7 +29,7 @@ class ServedAcceptance:
     accepted: float = 0.0
     by_position: tuple[float, ...] = ()
     by_drafter: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    told: float | None = None
+    reported: float | None = None
 
     @property
     def tokens_per_call(self) -> tuple[float, float, float]:
@@ -41,7 +39,7 @@ class ServedAcceptance:
         Drafts are assumed to be independent.
         """
         if not self.drafts:
-            return (self.told or math.nan,) * 3
+            return (self.reported or math.nan,) * 3
         mean = self.accepted / self.drafts
         shares = [each / self.drafts for each in self.by_position]
         second = sum((2 * place + 1) * share for place, share in enumerate(shares)) if shares else mean * (1 + 2 * mean)
@@ -55,21 +53,16 @@ def served_acceptance(caller: Caller) -> ServedAcceptance:
     Raises:
         PeerError: it has none, or they count no drafts.
     """
-    sums: dict[str, float] = {}
-    positions: dict[int, float] = {}
+    sums, positions = defaultdict[str, float](float), defaultdict[int, float](float)
     drafters: dict[str, list[float]] = {}
     for name, labels, value in _samples(caller.text("/metrics")):
         kind = name.partition(":")[2].removesuffix("_total")
         if kind == "spec_decode_num_accepted_tokens_per_pos" and labels.get("position", "").isdecimal():
-            place = int(labels["position"])
-            positions[place] = positions.get(place, 0.0) + value
+            positions[int(labels["position"])] += value
         elif kind in ("drafter_draft_tokens", "drafter_accepted_tokens"):
-            own = drafters.setdefault(labels.get("drafter", ""), [0.0, 0.0])
-            own[kind == "drafter_accepted_tokens"] += value
-        elif kind == "spec_accept_length":
-            sums[kind] = value
+            drafters.setdefault(labels.get("drafter", ""), [0.0, 0.0])[kind == "drafter_accepted_tokens"] += value
         else:
-            sums[kind] = sums.get(kind, 0.0) + value
+            sums[kind] = value if kind == "spec_accept_length" else sums[kind] + value
     drafts, reported = sums.get("spec_decode_num_drafts", 0.0), sums.get("spec_accept_length")
     if not drafts and not reported:
         raise PeerError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from truedraft.core.params import SamplingParams
@@ -28,10 +28,7 @@ class Reply:
 
     Attributes:
         token_ids: without the token that ended the answer.
-        text: None where the engine gives none.
         finish_reason: "stop" or "length", or another word of the engine's own.
-        logprobs: natural logarithms for each token, as the engine reports them; None where it does not.
-        top_logprobs: the likeliest tokens at each place, by id; None where they are not reported.
         unsure: why the ids may not be the drawn ones; "" where the engine returned them itself.
     """
 
@@ -43,12 +40,8 @@ class Reply:
     unsure: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        top = None if self.top_logprobs is None else [[[i, p] for i, p in each.items()] for each in self.top_logprobs]
-        logprobs = None if self.logprobs is None else list(self.logprobs)
-        return {
-            "token_ids": list(self.token_ids), "text": self.text, "finish_reason": self.finish_reason,
-            "logprobs": logprobs, "top_logprobs": top, "unsure": self.unsure,
-        }  # fmt: skip
+        top = self.top_logprobs
+        return asdict(self) | {"top_logprobs": None if top is None else [[*each.items()] for each in top]}
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Reply:
@@ -73,11 +66,8 @@ class PeerFacts:
     """Properties of an engine.
 
     Attributes:
-        name: of the engine, as "vllm".
-        version: "" where it is unknown.
         filters: those of `FILTERS` that it supports, in its order.
         takes: names of `SamplingParams` that it supports; a question with others is refused.
-        gives_ids: whether it returns token ids.
         logprobs: "raw" for the model's own, "processed" after temperature and filters, "" for none.
         more: further values for reports, such as its command.
     """
@@ -112,7 +102,5 @@ class Peer(ABC):
     def refuses(self, params: SamplingParams) -> str:
         """Options of a question that the engine does not support, joined by commas; "" if it supports all."""
         plain = SamplingParams()
-        changed = [
-            name for name in SamplingParams.__dataclass_fields__ if getattr(params, name) != getattr(plain, name)
-        ]
-        return ", ".join(name for name in changed if name not in self.facts.takes)
+        refused = (name for name in SamplingParams.__dataclass_fields__ if name not in self.facts.takes)
+        return ", ".join(name for name in refused if getattr(params, name) != getattr(plain, name))

@@ -34,19 +34,13 @@ _BUSY = {429: "too many requests", 503: "unavailable"}
 
 
 class Clock(Protocol):
-    """A source of time; tests replace it."""
+    """A source of time as the module `time`; tests replace it."""
 
-    def monotonic(self) -> float:
-        """Seconds since an arbitrary moment."""
-        ...
+    def monotonic(self) -> float: ...
 
-    def time(self) -> float:
-        """Seconds since 1970."""
-        ...
+    def time(self) -> float: ...
 
-    def sleep(self, seconds: float) -> None:
-        """Wait for a duration."""
-        ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +48,7 @@ class Patience:
     """How long to wait for a busy server.
 
     Attributes:
-        total_s: the most that one request waits in all.
         first_s: the first wait, where the server gives no time; each further one is twice as long.
-        longest_s: the longest such wait.
         retries: of a request with a connection that closes before its answer is complete.
         jitter: returns a number in [0, 1), so that requests of many clients do not retry together.
     """
@@ -79,9 +71,7 @@ class Caller:
 
     Args:
         url: with or without /v1.
-        api_key: sent with requests; None sends none.
         tell: called once with a sentence when the server is busy.
-        transport: replaces the network.
         follows: whether to follow redirects. The key is not sent to another host, nor to http after https.
         key_from: where a key is configured, for messages.
 
@@ -139,7 +129,7 @@ class Caller:
         Raises:
             PeerError: there is none; says why.
         """
-        return self._called("GET", path, None, threading.Event())
+        return self._json(self._answered("GET", path), path)
 
     def text(self, path: str) -> str:
         """The text at a path.
@@ -147,7 +137,7 @@ class Caller:
         Raises:
             PeerError: there is none; says why.
         """
-        found = self._answered("GET", path, None, threading.Event())
+        found = self._answered("GET", path)
         if not 200 <= found.status < 300:
             self._json(found, path)  # raises the error
         return found.body.decode(errors="replace")
@@ -158,7 +148,7 @@ class Caller:
         Raises:
             PeerError: there is no answer; says why.
         """
-        return self._called("POST", path, body, over or threading.Event())
+        return self._json(self._answered("POST", path, body, over), path)
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
         """Send JSON and yield the JSON of each event of the answer's stream, up to [DONE].
@@ -208,12 +198,9 @@ class Caller:
     def close(self) -> None:
         self._client.close()
 
-    def _called(
-        self, method: str, path: str, body: Mapping[str, Any] | None, over: threading.Event
-    ) -> Mapping[str, Any]:
-        return self._json(self._answered(method, path, body, over), path)
-
-    def _answered(self, method: str, path: str, body: Mapping[str, Any] | None, over: threading.Event) -> _Answer:
+    def _answered(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, over: threading.Event | None = None
+    ) -> _Answer:
         waited, attempt, closed = 0.0, 0, 0
         while True:
             waited += self._until_free(over)
@@ -249,13 +236,13 @@ class Caller:
         if not notified:
             self._tell(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
 
-    def _until_free(self, over: threading.Event) -> float:
+    def _until_free(self, over: threading.Event | None) -> float:
         """Wait until a request may be sent; returns the seconds waited."""
         began = now = self._clock.monotonic()
-        while now < self._free_at and not over.is_set():
+        while now < self._free_at and not (over and over.is_set()):
             self._clock.sleep(self._free_at - now)
             now = self._clock.monotonic()
-        if over.is_set():
+        if over and over.is_set():
             raise PeerError("it was not asked: the run was broken off")
         return now - began
 

@@ -19,15 +19,12 @@ _QUOTED = 40
 """Characters of a server's message that are shown."""
 _PLAIN = ("max_tokens", "temperature", "top_p", "seed", "stop", "logprobs")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
+_SENT_AS_THEY_ARE = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "top_k", "min_p", "min_tokens", "ignore_eos",
+)  # fmt: skip
 _OPEN_MODELS = (
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "allowed_token_ids",
-)
+    "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "allowed_token_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +35,7 @@ class ReceivedAnswer:
         finish_reason: in OpenAI's words, or one of the server's own.
         token_ids: of the answer, including the one that ended it; None where they are not given.
         names: of its tokens, as in logprobs: their text, or their id as a number.
-        logprobs: of each of `names`; None where they are not given.
         top: the likeliest tokens by name, for each of `names`; None where they are not given.
-        prompt_ids: that the server read; None where they are not given.
-        count: the number of answer tokens.
     """
 
     text: str | None
@@ -98,27 +92,14 @@ def _openai_fields(params: SamplingParams) -> dict[str, Any]:
 
 def _open_model_fields(params: SamplingParams) -> dict[str, Any]:
     """Fields of servers of open models; all are sent, so that the generation configuration has no effect."""
-    found = _openai_fields(params) | {
-        "presence_penalty": params.presence_penalty, "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty, "top_k": params.top_k, "min_p": params.min_p,
-        "min_tokens": params.min_tokens, "ignore_eos": params.ignore_eos, "return_token_ids": True,
-    }  # fmt: skip
+    found = _openai_fields(params) | {name: getattr(params, name) for name in _SENT_AS_THEY_ARE}
+    found |= {"return_token_ids": True, "logprobs": params.logprobs}
     if params.logprobs is None:
         del found["logprobs"]
-    else:
-        found["logprobs"] = params.logprobs
     for name in ("stop_token_ids", "allowed_token_ids"):
         if value := getattr(params, name):
             found[name] = list(value)
     return found
-
-
-def _vllm_fields(params: SamplingParams) -> dict[str, Any]:
-    return _open_model_fields(params) | {"return_tokens_as_token_ids": True}
-
-
-def _truedraft_fields(params: SamplingParams) -> dict[str, Any]:
-    return _open_model_fields(params) | {"logprobs_mode": params.logprobs_mode}
 
 
 def _llama_cpp_fields(params: SamplingParams) -> dict[str, Any]:
@@ -190,10 +171,9 @@ def _read_logprobs(found: Mapping[str, Any] | None) -> _Logprobs:
     values = found.get("token_logprobs")
     logprobs = None if values is None or None in values else tuple(map(float, values))
     rivals = found.get("top_logprobs")
-    top = None
-    if rivals is not None:
-        top = tuple({_name(name): float(value) for name, value in (each or {}).items()} for each in rivals)
-    return names, logprobs, top
+    if rivals is None:
+        return names, logprobs, None
+    return names, logprobs, tuple({_name(name): float(p) for name, p in (each or {}).items()} for each in rivals)
 
 
 def _read_entries(found: Sequence[Mapping[str, Any]] | None) -> _Logprobs:
@@ -234,13 +214,15 @@ def _ids(found: Sequence[Any] | None) -> tuple[int, ...] | None:
 _OURS = (*_PLAIN, *_PENALTIES, *_OPEN_MODELS)
 TRUEDRAFT = Dialect(
     PeerFacts("truedraft", takes=(*_OURS, "logprobs_mode"), gives_ids=True, logprobs="raw"),
-    "/v1/completions", _truedraft_fields, _read_openai, most_seed=(1 << 64) - 1,
+    "/v1/completions", lambda params: _open_model_fields(params) | {"logprobs_mode": params.logprobs_mode},
+    _read_openai, most_seed=(1 << 64) - 1,
 )  # fmt: skip
 
 # Its sampler: temperature, then min_p, then top_k and top_p at once, top_p on what top_k left.
 VLLM = Dialect(
     PeerFacts("vllm", "", ("temperature", "min_p", "top_k", "top_p"), _OURS, gives_ids=True, logprobs="raw"),
-    "/v1/completions", _vllm_fields, _read_openai, least_temperature=0.01,
+    "/v1/completions", lambda params: _open_model_fields(params) | {"return_tokens_as_token_ids": True},
+    _read_openai, least_temperature=0.01,
 )  # fmt: skip
 
 # Its ignore_eos forbids the end of text, and its penalties look at the prompt, unlike ours.

@@ -99,16 +99,13 @@ class Endpoint(Peer):
         caller = Caller(url, api_key=api_key, timeout_s=timeout_s, patience=patience, tell=tell, transport=transport)
         try:
             recovery = Recovery(tokenizer, vocab_size, eos_token_ids)
-            served = _served(caller)
-            entry = _chosen(caller, served, model)
-            if model is None and len(served) > 1:
-                tell(f"{caller.url} serves {len(served)} models, and the first is asked: {entry.get('id')!r}")
+            entry = _entry(caller, model, tell)
             dialect, version = _recognised(caller, entry)
-            named = model if model is not None else _text_of(entry.get("id"))
+            names = {field: name for field in ("id", "root") if isinstance(name := entry.get(field), str) and name}
+            named = model if model is not None else names.get("id")
             if dialect is OPENAI:
                 dialect = _tried(caller, named, recovery, _ANY_IDS if tokenizer is None else tokenizer.encode(_ANY))
-            names = [_text_of(entry.get(field)) for field in ("id", "root")]
-            return cls(caller, dialect, named, recovery, names=[*filter(None, names)], version=version)
+            return cls(caller, dialect, named, recovery, names=names.values(), version=version)
         except BaseException:
             caller.close()
             raise
@@ -156,7 +153,8 @@ class Endpoint(Peer):
         if self.model is not None:
             body["model"] = self.model
         answer = _read(self._caller, self._dialect, body, over)
-        if answer.model is not None and self._names and not any(_is_model(answer.model, name) for name in self._names):
+        dated = (re.escape(name) + r"(-[\d-]+)?" for name in self._names)  # some servers append a version date
+        if answer.model is not None and self._names and not any(re.fullmatch(each, answer.model) for each in dated):
             raise PeerError(f"{self._caller.url} was asked for model {self.model!r}, and {answer.model!r} answered")
         return self._recovery.reply(answer, question)
 
@@ -179,55 +177,42 @@ def _found(come: tuple[int, Reply | PeerError | BaseException]) -> tuple[int, Re
     raise found
 
 
-def _is_model(said: str, name: str) -> bool:
-    """Whether a model name in an answer is this model's; some servers append a version date."""
-    return re.fullmatch(re.escape(name) + r"(-[\d-]+)?", said) is not None
-
-
-def _text_of(found: object) -> str | None:
-    return found if isinstance(found, str) else None
-
-
-def _served(caller: Caller) -> list[Mapping[str, Any]]:
-    """The server's list of models; empty where it has none."""
+def _entry(caller: Caller, model: str | None, tell: Callable[[str], None]) -> Mapping[str, Any]:
+    """The entry of a model in the server's list, by default the first; empty where it has none."""
     try:
         data = caller.get("/v1/models").get("data")
     except PeerError as error:
         if error.status != 404:
             raise
         data = None
-    return [each for each in data if isinstance(each, Mapping)] if isinstance(data, list) else []
-
-
-def _chosen(caller: Caller, served: Sequence[Mapping[str, Any]], model: str | None) -> Mapping[str, Any]:
-    if model is None or not served:
-        return served[0] if served else {}
-    found = next((each for each in served if model in (each.get("id"), each.get("root"))), None)
-    if found is None:
+    served = [each for each in data if isinstance(each, Mapping)] if isinstance(data, list) else []
+    if model is None and len(served) > 1:
+        tell(f"{caller.url} serves {len(served)} models, and the first is asked: {served[0].get('id')!r}")
+    for entry in served:
+        if model is None or model in (entry.get("id"), entry.get("root")):
+            return entry
+    if served:
         names = ", ".join(repr(each.get("id")) for each in served[:8])
         raise PeerError(f"{caller.url} does not serve model {model!r}, but {names}")
-    return found
+    return {}
 
 
 def _recognised(caller: Caller, entry: Mapping[str, Any]) -> tuple[Dialect, str]:
+    """The dialect of a server, and its version."""
+
+    def at(path: str) -> Mapping[str, Any]:
+        with contextlib.suppress(PeerError):
+            return caller.get(path)
+        return {}
+
     dialect = BY_OWNER.get(str(entry.get("owned_by")))
     if dialect is TRUEDRAFT:
-        info = _asked(caller, "/openapi.json").get("info")
+        info = at("/openapi.json").get("info")
         return TRUEDRAFT, str(info.get("version", "")) if isinstance(info, Mapping) else ""
-    if dialect is VLLM:
-        return VLLM, str(_asked(caller, "/version").get("version", ""))
-    props = _asked(caller, "/props")
+    props = {} if dialect is VLLM else at("/props")
     if dialect is LLAMA_CPP or "default_generation_settings" in props:
         return LLAMA_CPP, str(props.get("build_info", ""))
-    return OPENAI, str(_asked(caller, "/version").get("version", ""))
-
-
-def _asked(caller: Caller, path: str) -> Mapping[str, Any]:
-    """The JSON at a path; empty where there is none."""
-    try:
-        return caller.get(path)
-    except PeerError:
-        return {}
+    return dialect or OPENAI, str(at("/version").get("version", ""))
 
 
 def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequence[int]) -> Dialect:

@@ -11,6 +11,7 @@ of its text. So such replies are marked unsure, and lost ones should be counted.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
@@ -55,25 +56,25 @@ class Recovery:
             raise PeerError("this server takes text alone, and the prompt's text encodes to other token ids")
         return text
 
-    def reply(self, told: ReceivedAnswer, question: Question) -> Reply:
+    def reply(self, answer: ReceivedAnswer, question: Question) -> Reply:
         """The server's answer, with token ids.
 
         Raises:
             PeerError: ids cannot be recovered, or contradict the rest of the answer.
         """
-        self._check_prompt(told, question)
-        ids, unsure = self._ids(told, question)
-        logprobs = told.logprobs
+        self._check_prompt(answer, question)
+        ids, unsure = self._ids(answer, question)
+        logprobs = answer.logprobs
         if logprobs is not None and not (len(logprobs) == len(ids) and all(map(math.isfinite, logprobs))):
             logprobs = None  # a tolerance computed from NaN would accept everything
         top = None
-        if logprobs is not None and told.top is not None and len(told.top) == len(ids):
-            top = tuple(self._by_id(each) for each in told.top)
-        kept = self.without_end(ids, told.finish_reason, question)
+        if logprobs is not None and answer.top is not None and len(answer.top) == len(ids):
+            top = tuple(self._by_id(each) for each in answer.top)
+        kept = self.without_end(ids, answer.finish_reason, question)
         return Reply(
             ids[:kept],
-            told.text,
-            told.finish_reason,
+            answer.text,
+            answer.finish_reason,
             None if logprobs is None else logprobs[:kept],
             None if top is None else top[:kept],
             unsure,
@@ -97,16 +98,14 @@ class Recovery:
             raise PeerError(f"it answered token id {wrong}, {known}: its tokenizer is another one")
 
     def _check_prompt(self, answer: ReceivedAnswer, question: Question) -> None:
-        sent = question.prompt
+        sent, why = question.prompt, "its tokenizer is another one, or it adds"
         if answer.prompt_ids is not None and answer.prompt_ids != sent:
             raise PeerError(
-                f"it read {len(answer.prompt_ids)} token ids that are not the {len(sent)} of the prompt: its tokenizer "
-                "is another one, or it adds tokens"
+                f"it read {len(answer.prompt_ids)} token ids that are not the {len(sent)} of the prompt: {why} tokens"
             )
         if answer.prompt_count and answer.prompt_count != len(sent):
             raise PeerError(
-                f"it counts {answer.prompt_count} tokens in a prompt of {len(sent)}: its tokenizer is another one, or "
-                "it adds or cuts off tokens"
+                f"it counts {answer.prompt_count} tokens in a prompt of {len(sent)}: {why} or cuts off tokens"
             )
 
     def _ids(self, answer: ReceivedAnswer, question: Question) -> tuple[tuple[int, ...], str]:
@@ -128,30 +127,24 @@ class Recovery:
 
     def _named(self, names: Sequence[str | int]) -> tuple[int, ...] | None:
         """Ids of tokens by their names; None where a name belongs to several tokens or to none."""
-        found = [name if isinstance(name, int) else self._ids_by_name.get(name) for name in names]
-        ids = tuple(each for each in found if each is not None)
+        ids = tuple(token for name in names if (token := self._id(name)) is not None)
         self.check_ids(ids)
-        return ids if len(ids) == len(found) else None
+        return ids if len(ids) == len(names) else None
+
+    def _id(self, name: str | int) -> int | None:
+        return name if isinstance(name, int) else self._ids_by_name.get(name)
 
     def _by_id(self, named: Mapping[str | int, float]) -> dict[int, float]:
-        pairs = (
-            (name if isinstance(name, int) else self._ids_by_name.get(name), value) for name, value in named.items()
-        )
+        pairs = ((self._id(name), value) for name, value in named.items())
         return {token: value for token, value in pairs if token is not None}
 
     @cached_property
     def _ids_by_name(self) -> Mapping[str, int]:
         """Ids by token text in the middle of a text, without texts that several tokens share."""
-        found: dict[str, int] = {}
-        twice: set[str] = set()
         tokenizer = self._tokenizer
-        for token in range(0 if tokenizer is None else tokenizer.vocab_size):
-            assert tokenizer is not None
-            text = tokenizer.token_text(token)
-            if text in found:
-                twice.add(text)
-            found[text] = token
-        return {text: token for text, token in found.items() if text not in twice and REPLACEMENT not in text}
+        texts = [] if tokenizer is None else [tokenizer.token_text(token) for token in range(tokenizer.vocab_size)]
+        counts = Counter(texts)
+        return {text: token for token, text in enumerate(texts) if counts[text] == 1 and REPLACEMENT not in text}
 
     def _says(self, ids: tuple[int, ...], answer: ReceivedAnswer, question: Question) -> bool:
         """Whether ids decode to the answer's text.
@@ -170,27 +163,22 @@ class Recovery:
         return any(_same(reading, answer.text, cut) for reading in readings)
 
     def _encoded(self, answer: ReceivedAnswer, question: Question) -> tuple[int, ...]:
+        hides = "it hides the token ids of its answer"
         if self._tokenizer is None or answer.text is None:
-            raise PeerError(
-                "it hides the token ids of its answer, and there is no tokenizer, or no text, to find them by"
-            )
+            raise PeerError(f"{hides}, and there is no tokenizer, or no text, to find them by")
         if not answer.text:
             return ()
         if REPLACEMENT in answer.text:
-            raise PeerError(
-                "it hides the token ids of its answer, whose text has half a character, so they are unknown"
-            )
+            raise PeerError(f"{hides}, whose text has half a character, so they are unknown")
         before = self._tokenizer.decode(question.prompt)
         both = tuple(self._tokenizer.encode(before + answer.text))
         start = len(question.prompt)
         if both[:start] != question.prompt or self._tokenizer.decode(both) != before + answer.text:
-            raise PeerError("it hides the token ids of its answer, and its text merges with the prompt's when encoded")
+            raise PeerError(f"{hides}, and its text merges with the prompt's when encoded")
         ids = both[start:]
         ended = answer.finish_reason == "stop"
         if answer.count is not None and answer.count not in (len(ids), len(ids) + ended):
-            raise PeerError(
-                f"it hides the token ids of its answer: {answer.count} tokens by its count, {len(ids)} when encoded"
-            )
+            raise PeerError(f"{hides}: {answer.count} tokens by its count, {len(ids)} when encoded")
         return ids
 
 

@@ -129,7 +129,7 @@ def sglang_formula(draft_tokens: Tensor, target_probs: Tensor, uniforms: Tensor)
     """SGLang's kernel for a chain, implemented here: x is accepted with p(x); a rejection samples from p without x."""
     p, p_x = _judged(draft_tokens, target_probs)
     stays = uniforms[:, : p.shape[1]] <= p_x
-    return _chain(draft_tokens, stays, _without(p, draft_tokens), target_probs[:, -1], uniforms)
+    return _chain(draft_tokens, stays, p.scatter(-1, draft_tokens[..., None], 0.0), target_probs[:, -1], uniforms)
 
 
 def eagle(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -171,10 +171,6 @@ def _judged(draft_tokens: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]
     """p `[batch, k, vocab]` at the places of drafts, and p(x) `[batch, k]` of the drafted tokens."""
     p = target_probs[:, :-1]
     return p, p.gather(-1, draft_tokens[..., None])[..., 0]
-
-
-def _without(p: Tensor, tokens: Tensor) -> Tensor:
-    return p.scatter(-1, tokens[..., None], 0.0)
 
 
 def _chain(tokens: Tensor, stays: Tensor, left: Tensor, bonus: Tensor, uniforms: Tensor) -> Tensor:

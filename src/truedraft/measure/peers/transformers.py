@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -144,20 +145,15 @@ class Generate(Peer):
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         """Answer questions; those with equal options and without seeds share calls."""
-        calls: list[list[int]] = []
-        open_calls: dict[SamplingParams, list[int]] = {}
+        alike: dict[SamplingParams, list[int]] = {}
         for number, question in enumerate(questions):
-            refused = self.refuses(question.params)
-            if refused:
+            if refused := self.refuses(question.params):
                 yield number, PeerError(f"transformers, {self.way.name}, does not take {refused}")
-                continue
-            call = open_calls.get(question.params)
-            if call is None or len(call) == self._together:
-                call = []
-                calls.append(call)
-            call.append(number)
-            open_calls[question.params] = call
-        for call in calls:
+            else:
+                alike.setdefault(question.params, []).append(number)
+        size = self._together
+        calls = [each[first : first + size] for each in alike.values() for first in range(0, len(each), size)]
+        for call in sorted(calls):
             params = questions[call[0]].params
             if params.seed is None:
                 params, self._calls = replace(params, seed=self._seed * 1_000_003 + self._calls), self._calls + 1
@@ -225,24 +221,19 @@ class Generate(Peer):
         logprobs = torch.log_softmax(logits[: len(tokens)].double(), dim=-1)
         own = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logprobs.device)[:, None])[:, 0]
         best = logprobs.topk(params.logprobs, dim=-1)
-        rivals = tuple(
-            dict(zip(ids, values, strict=True))
-            for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        )
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        rivals = tuple(dict(zip(ids, values, strict=True)) for ids, values in pairs)
         return Reply(tokens, finish_reason=reason, logprobs=tuple(own.tolist()), top_logprobs=rivals)
 
 
 class _Streamer(BaseStreamer):
-    """Reports new tokens."""
-
     def __init__(self, on_tokens: Callable[[int], None]) -> None:
         self._on_tokens = on_tokens
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        """The first call has the prompt, later ones new tokens."""
+        """The first call has the prompt, later ones a row of drafted tokens, or one token for each prompt."""
         if self._prompt_seen:
-            # One row of drafted tokens, or one token for each prompt of a batch.
             self._on_tokens(value.shape[1] if value.ndim > 1 else 1)
         self._prompt_seen = True
 
@@ -269,7 +260,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and their mask, `[prompts, longest]`; padding on the left is masked."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    texts = [torch.tensor(prompt, device=device) for prompt in prompts]
+    masks = [torch.ones_like(text) for text in texts]
+    ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (texts, masks))
     return ids, mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,26 +21,19 @@ from truedraft.models.packing import ForwardPlan
 
 
 class Backend(ABC):
-    """Computes packed forwards of one loaded model. One forward runs at a time.
+    """Computes packed forwards of one loaded model, one at a time. What it does not support raises
+    `UnsupportedModelError`.
 
-    Attributes:
-        fast_paths: names of the optimisations in use, for reports.
+    Attributes, besides those that a `LanguageModel` has too:
         least_rows: plans are padded to this many tokens and rows, because kernels treat very short products differently
             and a row must not depend on the number of other rows (docs/lossless.md, row invariance).
         any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that the number may
             change between forwards. The native forward has its own threads, and leaves this False.
         own_threads: whether forwards run on threads that are not torch's.
-        note: a sentence for every report on the model.
-        shown_layers: number of layers with accessible outputs.
-        adapters: names that a segment may have.
-        input_names: inputs that a prompt may have in addition to its tokens.
         weight_bytes: bytes of weights that a forward reads; 0 where they are the model's own.
         bits: fewest bits of a linear weight; 0 where all are of the model's dtype.
-        failure: why it cannot run any more, in a sentence; None while it can.
         rows_vary: whether a row's last bits may depend on the tokens after it, even if a few small forwards show no
             such case.
-        warmups: forwards so far that took longer than later ones of their shape will.
-        records_chains: whether `forward_chains` is supported.
     """
 
     fast_paths: tuple[str, ...]
@@ -102,73 +96,46 @@ class Backend(ABC):
     def forward_chains(
         self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageModel.forward_chains`; logits are cut to `vocab` ids.
-
-        Raises:
-            UnsupportedModelError: this backend records no chains.
-        """
+        """See `LanguageModel.forward_chains`; logits are cut to `vocab` ids."""
         raise UnsupportedModelError("this forward records no chains")
 
     @abstractmethod
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """Run the plan.
-
-        Returns:
-            Logits `[rows, ids]` of the plan's rows, padded ids of the embedding included, and the vectors
-            `[rows, width]` that entered the LM head; both with the plan's padding.
-        """
+        """Run the plan; returns the logits `[rows, ids]` of its rows, padded ids of the embedding included, and the
+        vectors `[rows, width]` that entered the LM head, both with the plan's padding."""
 
     def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """`run` for a plan of one segment: a whole prompt with inputs in addition to its tokens.
-
-        Raises:
-            UnsupportedModelError: this backend reads only text.
-        """
+        """`run` for a plan of one segment: a whole prompt with inputs in addition to its tokens."""
         raise UnsupportedModelError("this forward reads text alone; load the model with fast_paths=False")
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """`run`, which also stores the output `[rows, width]` of each of the layers at the plan's rows in `seen`.
-
-        Raises:
-            UnsupportedModelError: this backend gives no access to layers.
-        """
+        """`run`, which also stores the output `[rows, width]` of each of the layers at the plan's rows in `seen`."""
         raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
-        """Within the context, forwards run only the first `layers` layers.
-
-        Raises:
-            UnsupportedModelError: this backend always runs all layers.
-        """
+        """Within the context, forwards run only the first `layers` layers."""
         raise UnsupportedModelError("this forward runs all of its layers")
 
     def quantize(self, bits: int) -> None:
         """Quantise the linear weights to 8 or 4 bits, and free the original ones.
 
         Raises:
-            UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
+            UnsupportedModelError: there are no products with such weights, or they are quantised already.
         """
         raise UnsupportedModelError(
             "it does not run by the native forward, which alone has products with such weights; leave --weights out"
         )
 
     def quantized(self, bits: int) -> Backend:
-        """A copy with linear weights of 8 or 4 bits, over the same caches; see `LanguageModel.quantized`.
-
-        Only one of the two may run at a time. `weight_bytes` of the copy is what one forward reads.
-
-        Raises:
-            UnsupportedModelError: this backend has no products with such weights.
-        """
+        """A copy with linear weights of 8 or 4 bits, over the same caches; only one of the two may run at a time."""
         raise UnsupportedModelError("its forward has no products with such weights")
 
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:
-        """Logits `[rows, ids]` of the LM head only, without the model's later changes, padded ids of the embedding
-        included.
+        """Logits `[rows, ids]` of the LM head only, without the model's later changes, row by row.
 
-        A row does not depend on the others. Vectors are `[rows, up to width]`, in the model's dtype; missing entries
-        are zeros.
+        Vectors are `[rows, up to width]`, in the model's dtype; missing entries are zeros. Padded ids of the embedding
+        are included.
         """
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
@@ -176,18 +143,13 @@ class Backend(ABC):
         return embedding(tokens, table)
 
     def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
-        """The likeliest `[rows, count]` of the first `vocab` ids, by `factor` times the logits of `unembed`, row by
-        row."""
+        """The likeliest of the first `vocab` ids, `[rows, count]`, by `factor` times the logits of `unembed`."""
         return TopK.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
         """Residual heads before the LM head, where the backend runs them faster than with `likeliest`; else None.
 
-        Args:
-            blocks: the linear layers of each head, equally many of each, with equal input and output widths; their
-                weights are copied.
-            vocab: ids that exist.
-            factor: by which the model multiplies its logits.
+        See `LanguageModel.shared_heads`; `factor` is that by which the model multiplies its logits.
         """
         return None
 
@@ -212,13 +174,10 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 def showing(layers: Sequence[nn.Module], chosen: Sequence[int], show: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Within the context, call `show` with the number and the output `[1, tokens, width]` of each chosen layer."""
 
-    def noted(layer: int, output: Any) -> None:
+    def noted(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
         show(layer, output if isinstance(output, Tensor) else output[0])
 
     with ExitStack() as hooks:
         for layer in chosen:
-            handle = layers[layer].register_forward_hook(
-                lambda module, inputs, output, layer=layer: noted(layer, output)
-            )
-            hooks.callback(handle.remove)
+            hooks.callback(layers[layer].register_forward_hook(partial(noted, layer)).remove)
         yield

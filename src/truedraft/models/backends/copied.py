@@ -36,7 +36,6 @@ class _Read:
     past: Any = None
 
     def begins(self, text: Sequence[int]) -> bool:
-        """Whether a text begins with these ids."""
         return self.ids == text[: len(self.ids)]
 
     def copied(self) -> _Read:
@@ -58,9 +57,7 @@ class _Copies:
         """The cache for the next run, which becomes `tried`.
 
         Args:
-            text: all ids up to the run's last.
-            committed: number of them that are committed.
-            first: index of the run's first token.
+            text: all ids up to the run's last, `committed` of them committed; `first` is the index of the run's first.
             drafts: whether the run may be rejected.
         """
         before = text[: min(committed, first)]
@@ -78,19 +75,15 @@ class _Copies:
 
 
 class WholeTextBackend(SequentialBackend):
-    """Runs a model's own forward over the whole text of each segment.
+    """Runs a model's own forward over the whole text of each segment; the request's cache holds ids instead of keys."""
 
-    The request's cache holds token ids instead of keys. `reason` is why it does not run otherwise, for reports.
-    """
+    rows_vary = True  # a drafted token makes the text longer, which changes products, as those of experts
+    _way = "the whole text again at every step, since nothing that it keeps can be taken back"
+    _needs_cache = False
 
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         super().__init__(model, reason)
         self.input_names = frozenset()
-        self.rows_vary = True  # a drafted token makes the text longer, which changes products, as those of experts
-        self.note = f"the whole text again at every step, since nothing that it keeps can be taken back: {reason}"
-
-    def _refuse(self) -> None:
-        """Accept any forward."""
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
         segment = part.segment
@@ -127,12 +120,8 @@ class CopiedBackend(WholeTextBackend):
         UnsupportedModelError: its forward takes no cache.
     """
 
-    def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
-        super().__init__(model, reason)
-        self.note = f"one text at a time, behind copies of its own cache, since it cannot run packed: {reason}"
-
-    def _refuse(self) -> None:
-        SequentialBackend._refuse(self)
+    _way = "one text at a time, behind copies of its own cache, since it cannot run packed"
+    _needs_cache = True
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None

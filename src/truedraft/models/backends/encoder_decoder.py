@@ -36,10 +36,6 @@ class Encoded(BaseModelOutput):
 class EncoderDecoderBackend(SequentialBackend):
     """Runs the segments of a plan one after another through the decoder, and before that sources through the encoder.
 
-    Args:
-        model: an encoder-decoder.
-        reason: why it does not run packed, for reports.
-
     Raises:
         UnsupportedModelError: it does not define the layout of its texts.
     """
@@ -91,13 +87,11 @@ class EncoderDecoderBackend(SequentialBackend):
             raise ModelError("the model hears, and the text was begun without a sound; give it with the placeholders")
         else:
             given = on_device(inputs, device, self._model.dtype)
-        vectors: Tensor
         if self._sources.sound is not None and given[self._sources.sound.name].equal(self._sources.sound.example):
             # Measurements and checks use it repeatedly, and an encoder may take seconds.
-            if self._example is None:
-                self._example = encoder(**given)[0]
+            self._example = encoder(**given)[0] if self._example is None else self._example
             return self._example
-        vectors = encoder(**given)[0]
+        vectors: Tensor = encoder(**given)[0]
         return vectors
 
     def _logits(
@@ -119,8 +113,7 @@ class EncoderDecoderBackend(SequentialBackend):
 
 
 class _Memory(Cache):
-    """The cache of the model's cross-attention, with stored entries of `calls` attention calls; with 0 the forward
-    writes them."""
+    """The cache of cross-attention, with stored entries of `calls` attention calls; with 0 the forward writes them."""
 
     def __init__(self, cache: RequestCache, calls: int) -> None:
         super().__init__(layers=[])

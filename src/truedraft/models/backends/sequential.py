@@ -36,11 +36,20 @@ class SequentialBackend(Backend):
         UnsupportedModelError: its forward takes no cache.
     """
 
+    least_rows = 1
+    fast_paths: tuple[str, ...] = ()
+    _way = "one text at a time, since it cannot run packed"
+    _needs_cache = True
+
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         self._model = model
         self._takes = set(inspect.signature(type(model).forward).parameters)
         self._keyword = cache_keyword(model) or ""
-        self._refuse()
+        if self._needs_cache and not self._keyword:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} takes no cache of keys and values, so each token would cost the whole text "
+                "again"
+            )
         self._captured: list[Tensor] = []
         self._outputs: dict[int, Tensor] = {}  # outputs of the watched layers in the last forward
         self._shown: dict[int, list[Tensor]] = {}  # their requested rows
@@ -48,18 +57,8 @@ class SequentialBackend(Backend):
         self.shown_layers = len(self._layers)
         self._head = model.get_output_embeddings()
         self._head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
-        self.least_rows = 1
-        self.fast_paths = ()
         self.input_names = input_names_of(model)
-        self.note = f"one text at a time, since it cannot run packed: {reason}"
-
-    def _refuse(self) -> None:
-        """Raise `UnsupportedModelError` unless the model's forward supports the call in `_logits`."""
-        if not self._keyword:
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} takes no cache of keys and values, so each token would cost the whole "
-                "text again"
-            )
+        self.note = f"{self._way}: {reason}"
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         logits: list[Tensor] = []
@@ -101,11 +100,8 @@ class SequentialBackend(Backend):
         return found
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
-        """Read a run; for its tokens in the segment's rows: logits, the LM head's input, and the watched layers'
-        outputs.
-
-        The forward may read more than the new tokens, which are its last.
-        """
+        """Read a run; for its tokens in the segment's rows: logits, the LM head's input, outputs of watched layers. The
+        forward may read more than the new tokens, which are its last."""
         segment = part.segment
         own = [node - segment.written for node in run]
         requested = set(segment.rows)
@@ -115,7 +111,7 @@ class SequentialBackend(Backend):
         ids = tokens[own[0] : own[-1] + 1] if contiguous else tokens[own]
         self._captured.clear()
         logits = self._logits(ids[None], past, torch.tensor(places, device=tokens.device), segment.inputs)
-        if not past.used:
+        if not past.is_used:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} does not keep what it read in transformers' cache of keys and values; "
                 "use another model"
@@ -127,18 +123,15 @@ class SequentialBackend(Backend):
         return {own[place]: tuple(each) for place, *each in zip(places, logits[pick], kept, *shown, strict=True)}
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
-        """Number of the segment's first tokens that are not passed to the model's forward."""
+        """Number of the segment's first new tokens that the model's forward does not read."""
         return 0
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Run the model on new tokens `[1, new]`; logits `[rows, vocab]` at `places`, or at all of the tokens.
+        """Run the model on new tokens `[1, new]`; logits `[rows, vocab]` at those in `places`, or at all of them.
 
-        Args:
-            past: the cache.
-            places: indices of the new tokens that need logits.
-            inputs: inputs of a whole prompt in addition to its tokens; the model then computes positions itself.
+        With `inputs`, those of a whole prompt in addition to its tokens, the model computes positions itself.
         """
         end = past.end
         given: dict[str, Any] = {
@@ -182,13 +175,8 @@ def runs_of(shape: TreeShape, written: int) -> list[list[int]]:
 
 
 class PathCache(Cache):
-    """A transformers cache over the committed tokens of a request and the path to a run's end, without an encoder's
-    text.
-
-    Args:
-        path: uncommitted nodes; the run is its end.
-        new: number of nodes in the run.
-    """
+    """A transformers cache over a request's committed tokens, without an encoder's text, and a path of uncommitted ones
+    that ends with `new` new ones."""
 
     def __init__(self, cache: RequestCache, path: Sequence[int], new: int) -> None:
         super().__init__(layers=[])
@@ -206,8 +194,7 @@ class PathCache(Cache):
         return self.cache.length + len(self._path) - self.cache.family.memory
 
     @property
-    def used(self) -> bool:
-        """Whether a layer stored anything here."""
+    def is_used(self) -> bool:
         return self._call > 0
 
     def update(

@@ -39,7 +39,7 @@ class StockBackend(Backend):
     the LM head reads its input.
 
     Args:
-        model: its attention is replaced by ours.
+        model: its attention is replaced.
         patterns: of each attention call; None detects them.
         adapters: of `read_adapters`, by name.
 
@@ -180,7 +180,7 @@ class _PackedAttention:
     ) -> tuple[Tensor, None]:
         """Replaces the attention of the model's layers; batch 1, all segments packed."""
         plan, call = self._next_call(module)
-        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+        scoring = _scoring(query, scaling, softcap, s_aux)
         mixed = plan.attend(call, self.patterns[call], scoring, query[0], key[0], value[0])
         return mixed[None].contiguous(), None  # some families take views of it
 
@@ -197,9 +197,7 @@ class _PackedAttention:
                 "text alone"
             )
         plan, call = self._next_call(module)
-        scaling = given.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        scoring = Scoring(scaling, given.get("softcap"), given.get("s_aux"))
+        scoring = _scoring(query, given.get("scaling"), given.get("softcap"), given.get("s_aux"))
         mask = None if attention_mask is None else attention_mask[0, 0]
         if mask is not None:
             seen = mask[-1] if mask.dtype == torch.bool else mask[-1] >= 0
@@ -215,3 +213,7 @@ class _PackedAttention:
             raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
         call, self._call = self._call, self._call + 1
         return self._plan, call
+
+
+def _scoring(query: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Scoring:
+    return Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)

@@ -1,28 +1,140 @@
 """What a model family stores for a text in addition to keys and values, and how much of it another request can share.
 
 Most families store nothing: a row depends on the tokens before it only, so a request can continue from any prefix.
-Layers that carry states can be continued only from the edges of prompts. Every entry of an encoder's text depends on
-all of it. Prompts with images may have other position numbers.
+Every entry of an encoder's text depends on all of it. Prompts with images may have other position numbers.
+
+Recurrences and short convolutions carry a state that summarises all tokens before, with no entries that a commit could
+move. So a forward keeps the state after every token it wrote, and a commit keeps the state after the last accepted
+token. Requests with a common prefix share the states that are marked at the *edges* of a prompt: after each of its
+pieces, which end at fixed positions, and before its last token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from truedraft.models.cache.carried import PIECE, CarriedStates
+from torch import Tensor
+
+from truedraft.core.inference import in_inference_mode
+from truedraft.errors import CacheError
 
 BLOCK = 64
 """Tokens in a block that is kept for later requests."""
+PIECE = 256
+"""Pieces of a prompt end at multiples of this many tokens, and at the end of the prompt."""
+MOST_EDGES = 8
+"""Largest number of states marked for one request: the last, and others at about equal distances."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """The state of one layer after one token: row `row` of `states`, `[tokens, ...]` by name."""
+
+    states: Mapping[str, Tensor]
+    row: int
+
+    def alone(self) -> StateRow:
+        """A copy that does not keep the other rows in memory."""
+        own = slice(self.row, self.row + 1)
+        return StateRow({name: state[own].clone() for name, state in self.states.items()}, 0)
+
+
+def bytes_of(states: Mapping[int, StateRow]) -> int:
+    """Bytes of the states of some layers."""
+    return sum(state.nbytes for each in states.values() for state in each.states.values())
+
+
+class CarriedStates:
+    """The states of one request by layer, in the order of the forward; empty for a model with attention layers only."""
+
+    def __init__(self) -> None:
+        self._committed: dict[int, StateRow] = {}
+        self._nodes: dict[int, list[StateRow | None]] = {}
+        self._edges: dict[int, dict[int, StateRow]] = {}  # by the number of tokens before it, then by layer
+        self._passed: dict[int, dict[int, StateRow]] = {}  # the same for edges after uncommitted tokens
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the states after committed tokens."""
+        return sum(map(bytes_of, (self._committed, *self._edges.values())))
+
+    @property
+    def edges(self) -> list[int]:
+        """Numbers of tokens after which states are marked, ascending."""
+        return sorted(self._edges)
+
+    def last_edge(self, tokens: int) -> int:
+        """The last edge after at most so many tokens, or 0."""
+        return max((edge for edge in self._edges if edge <= tokens), default=0)
+
+    def at(self, tokens: int) -> Mapping[int, StateRow]:
+        return self._edges[tokens]
+
+    def after(self, layer: int, node: int) -> StateRow | None:
+        """The state after an uncommitted token, or after the last committed one (-1); None before the first token.
+
+        Raises:
+            CacheError: no forward left a state there.
+        """
+        if node < 0:
+            return self._committed.get(layer)
+        known = self._nodes.get(layer, [])
+        found = known[node] if node < len(known) else None
+        if found is None:
+            raise CacheError(f"layer {layer} left no state behind uncommitted token {node}")
+        return found
+
+    def note(self, layer: int, rows: Sequence[StateRow | None], written: int) -> None:
+        """Store the states after new tokens, None where a forward left none; those of `written` earlier tokens stay."""
+        self._nodes[layer] = [*self._nodes.get(layer, [])[:written], *rows]
+
+    def mark(self, layer: int, tokens: int, row: StateRow) -> None:
+        """Mark an edge after so many tokens; it is valid once these are committed."""
+        self._passed.setdefault(tokens, {})[layer] = row.alone()
+
+    def take(self, tokens: int, states: Mapping[int, StateRow]) -> None:
+        """Continue from the states that another request marked after the same tokens."""
+        self.drop_uncommitted()
+        self._committed, self._edges = dict(states), {tokens: dict(states)}
+
+    @in_inference_mode
+    def keep(self, path: Sequence[int]) -> None:
+        """Commit the uncommitted tokens of a path and drop all others."""
+        if path:
+            for layer in self._nodes:
+                kept = self.after(layer, path[-1])
+                assert kept is not None
+                self._committed[layer] = kept.alone()
+            self._edges |= self._passed
+            if len(self._edges) > MOST_EDGES:
+                for tokens in self.edges[-2::-2]:  # every second one, but never the last
+                    del self._edges[tokens]
+        self.drop_uncommitted()
+
+    def drop_uncommitted(self) -> None:
+        self._nodes.clear()
+        self._passed.clear()
+
+    def back_to(self, tokens: int) -> int:
+        """Go back to the last edge after at most so many tokens; returns its number of tokens, or 0."""
+        found = self.last_edge(tokens)
+        self._edges = {edge: states for edge, states in self._edges.items() if edge <= found}
+        self._committed = dict(self._edges.get(found, {}))
+        self.drop_uncommitted()
+        return found
+
+    def entries(self) -> list[dict[str, Tensor]]:
+        """The states after the last committed token, by layer; for tests and checks."""
+        return [dict(self._committed[layer].alone().states) for layer in sorted(self._committed)]
 
 
 class AuxiliaryState(Protocol):
     """What a model stores of one text in a format of its own."""
 
     @property
-    def n_bytes(self) -> int:
-        """Its size in bytes."""
-        ...
+    def n_bytes(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +185,7 @@ class FamilyState:
             return 0
         if self.encodes:
             return tokens if tokens >= self.memory > 0 else 0
-        return max((edge for edge in self.carried.edges if edge <= tokens), default=0) if self.carries else tokens
+        return self.carried.last_edge(tokens) if self.carries else tokens
 
     def comes_by(self, tokens: int, last: int) -> int:
         """How many of the first `tokens` tokens another request can share once this one has read up to `last`."""

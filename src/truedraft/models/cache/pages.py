@@ -35,12 +35,9 @@ _MOST_COUNTS = 64  # cached sets of block tables
 class Pages:
     """The tensor, and the number of holders of each page. Page 0 is scratch for rows of padding.
 
-    Args:
-        kv_heads: key/value heads of each call.
-        width: of a key and of a value.
-
     Attributes:
         calls: attention calls of the model.
+        width: of a key and of a value.
         generation: rises whenever the tensor moved; addresses taken before are invalid.
         shares: rises whenever a block table gets a page that others hold, or gives back one that they keep.
         reserved: number of reservations of all pages (`reserve`); while it is not 0, the tensor never moves.
@@ -48,7 +45,7 @@ class Pages:
     """
 
     def __init__(self, calls: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.calls = calls
+        self.calls, self.width = calls, width
         self._row = (kv_heads, width)
         self._data = torch.zeros(2, calls, 1, PAGE, kv_heads, width, dtype=dtype, device=device)
         self._holders = [1]  # of each page
@@ -65,11 +62,6 @@ class Pages:
         return self._data.device
 
     @property
-    def width(self) -> int:
-        """Entries of a key."""
-        return self._row[1]
-
-    @property
     def page_bytes(self) -> int:
         """Bytes of a page, keys and values of all attention calls."""
         return self._data[:, :, 0].nbytes
@@ -80,19 +72,19 @@ class Pages:
 
     @property
     def count(self) -> int:
-        """Number of pages for requests, held or free."""
+        """Pages for requests, held or free."""
         return len(self._holders) - 1
 
     @property
     def held(self) -> int:
-        """Number of pages with at least one holder."""
+        """Pages with at least one holder."""
         with self.lock:
             self._collect()
             return self.count - len(self._free)
 
     @property
     def kept(self) -> int:
-        """Number of pages that are kept for later requests, also if running ones hold them."""
+        """Pages that are kept for later requests, also if running ones hold them."""
         with self.lock:
             self._collect()
             return len(self._kept)
@@ -106,16 +98,11 @@ class Pages:
         keys, values = self.entries(call)
         return keys.flatten(0, 1), values.flatten(0, 1)
 
-    def at(self, rows: NDArray[np.int64]) -> Tensor:
-        """A copy of rows of all calls: `[2, calls, rows, kv_heads, width]`."""
-        return self._data.flatten(2, 3).index_select(2, self._index(rows))
-
-    def put(self, rows: NDArray[np.int64], entries: Tensor) -> None:
-        """Write rows of all calls, of the shape that `at` returns."""
-        self._data.flatten(2, 3).index_copy_(2, self._index(rows), entries)
-
-    def _index(self, rows: NDArray[np.int64]) -> Tensor:
-        return transfers.upload(rows, self._data.device)
+    def move(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Copy rows of all calls; all are read before any is written."""
+        rows, device = self._data.flatten(2, 3), self._data.device
+        entries = rows.index_select(2, transfers.upload(source, device))
+        rows.index_copy_(2, transfers.upload(target, device), entries)
 
     @in_inference_mode
     def take(self) -> int:
@@ -143,10 +130,6 @@ class Pages:
         with self.lock:
             self._holders[page] += 1
             return page
-
-    def is_shared(self, page: int) -> bool:
-        """Whether a page has more than one holder."""
-        return self._holders[page] > 1
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Remove a holder from each page."""
@@ -177,7 +160,6 @@ class Pages:
             self._kept.update(pages)
 
     def reclaim_from(self, keeper: Keeper) -> None:
-        """Register a keeper that frees pages when there is no free one."""
         self._keepers.add(keeper)
 
     @in_inference_mode
@@ -185,7 +167,7 @@ class Pages:
         """A page with the same entries and a single holder: itself, or a copy that replaces it."""
         with self.lock:
             self._collect()
-            if not self.is_shared(page):
+            if self._holders[page] == 1:
                 return page
             copy = self.take()
             self._data[:, :, copy] = self._data[:, :, page]
@@ -264,11 +246,9 @@ class PageSpan(Entries):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its pages, shared or not."""
         return len(self.held) * self._pages.page_bytes
 
     def rows(self, first: int, end: int) -> NDArray[np.int64]:
-        """Rows of its tokens `first` to `end`."""
         return rows_of(np.array(self.held), self.skip + first, self.skip + end)
 
 
@@ -288,7 +268,6 @@ class PageTable:
 
     @property
     def table(self) -> NDArray[np.int64]:
-        """Numbers of its pages, in the order of its text."""
         return self._table[: self._count]
 
     @property
@@ -309,23 +288,18 @@ class PageTable:
     def limit_to(self, limit: int, empty: bool) -> None:
         """No effect: pages are taken one by one, as they are needed."""
 
-    def check_open(self) -> None:
-        """Raise if it was given back.
-
-        Raises:
-            CacheError: it was.
-        """
+    def _check_open(self) -> None:
         if not self.is_open:
             raise CacheError("this cache was given back to its model; take a new one with new_cache()")
 
     def close(self) -> None:
         with self.pages.lock:
-            self.check_open()
+            self._check_open()
             self.pages.give_back(self.table.tolist())
             self._count, self.is_open = 0, False
 
     def reserve(self, start: int, end: int, limit: int) -> None:
-        self.check_open()
+        self._check_open()
         with self.pages.lock:
             for number in range(start // PAGE, min(pages_for(end), self._count)):
                 self._table[number] = self.pages.private(int(self._table[number]))
@@ -354,15 +328,13 @@ class PageTable:
         return all_keys.transpose(1, 2), all_values
 
     def keep(self, length: int, path: Sequence[int]) -> None:
-        # Rows are known to the host, so there is no synchronisation: one upload, and entries are read before any is
-        # written.
         moved = [(source, target) for target, source in enumerate(path) if source != target]
         if not moved:
             return
-        self.check_open()
+        self._check_open()
         source, target = np.array(moved).T + length
         with self.pages.lock:
-            self.pages.put(rows_at(self.table, target), self.pages.at(rows_at(self.table, source)))
+            self.pages.move(rows_at(self.table, source), rows_at(self.table, target))
 
     def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
         """Copies `[kv_heads, length, width]` of the first keys and values of an attention call."""
@@ -373,14 +345,14 @@ class PageTable:
 
     def part(self, first: int, end: int, lasting: bool) -> PageSpan:
         """See `RequestCache.part`; the pages are held in both cases."""
-        self.check_open()
+        self._check_open()
         with self.pages.lock:
             return PageSpan(self.pages, self.table[first // PAGE : pages_for(end)].tolist(), first % PAGE, lasting)
 
     @in_inference_mode
     def extend(self, start: int, parts: Sequence[tuple[Entries, int, int]], limit: int) -> None:
         """See `RequestCache.extend`: whole pages are shared, parts of pages are copied."""
-        self.check_open()
+        self._check_open()
         with self.pages.lock:
             for part, first, end in parts:
                 assert isinstance(part, PageSpan), "entries of another model"
@@ -395,7 +367,7 @@ class PageTable:
                 self._share(start // PAGE, part.held[place // PAGE])
             else:
                 self.reserve(start, start + count, 0)
-                self.pages.put(self.rows(start, start + count), self.pages.at(part.rows(first, first + count)))
+                self.pages.move(part.rows(first, first + count), self.rows(start, start + count))
             start, first = start + count, first + count
         return start
 
@@ -411,7 +383,7 @@ class PageTable:
 
 
 class PagePool(CachePool):
-    """Hands out caches in pages and takes them back; `limit` is the model's context."""
+    """Hands out caches in pages and takes them back."""
 
     def __init__(self, pages: Pages, limit: int) -> None:
         super().__init__(limit, keep=0)
@@ -428,7 +400,7 @@ class PagePool(CachePool):
         return cache
 
     def release(self, cache: RequestCache) -> None:
-        """Take a cache back; the caller must not use it any more.
+        """See `CachePool`.
 
         Raises:
             CacheError: it is not of this pool, or was given back before.
@@ -445,24 +417,21 @@ class PagePool(CachePool):
         """No effect: the size of a page is known."""
 
     @property
-    def held_bytes(self) -> int:
+    def held_bytes(self) -> int:  # type: ignore[override]
         return self._pages.held * self._pages.page_bytes
 
     @property
-    def lost(self) -> int:
+    def lost(self) -> int:  # type: ignore[override]
         return 0 if self.in_use else self._pages.held - self._pages.kept
 
     @property
-    def kept_bytes(self) -> int:
+    def kept_bytes(self) -> int:  # type: ignore[override]
         """Bytes of free pages, if they can be freed."""
         return 0 if self._pages.reserved or self._pages.held else self._pages.count * self._pages.page_bytes
 
     def trim(self, n_bytes: int) -> None:
         if n_bytes > 0:
             self._pages.shrink()
-
-    def reclaim_from(self, keeper: Keeper) -> None:
-        self._pages.reclaim_from(keeper)
 
     def reserve(self, n_bytes: int, spare: int) -> None:
         self._spare = pages_for(spare)
@@ -471,8 +440,11 @@ class PagePool(CachePool):
     def unreserve(self) -> None:
         self._pages.unreserve()
 
+    def reclaim_from(self, keeper: Keeper) -> None:
+        self._pages.reclaim_from(keeper)
+
     @property
-    def most_bytes(self) -> int | None:
+    def most_bytes(self) -> int | None:  # type: ignore[override]
         """See `CachePool`: all reserved pages. Several engines of one model share them, and each counts them all."""
         return (self._pages.count - self._spare) * self._pages.page_bytes if self._pages.reserved else None
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
 from truedraft.models.cache.buffers import Buffers, Entries, Keeper, key_span
-from truedraft.models.cache.carried import MOST_EDGES
-from truedraft.models.cache.family import FamilyState
+from truedraft.models.cache.family import MOST_EDGES, FamilyState
 
 if TYPE_CHECKING:
     from truedraft.models.cache.pages import PageTable
@@ -24,8 +23,8 @@ Storage: TypeAlias = "Buffers | PageTable"
 class RequestCache:
     """Keys and values of one request, for every attention call of a model.
 
-    Key/value positions `0 .. length - 1` hold committed tokens. A forward writes its tokens after them; they count only
-    once `commit` keeps some. Rollback sets the length; states of layers go back to the last edge before it.
+    Positions `0 .. length - 1` hold committed tokens. A forward writes its tokens after them; they count only once
+    `commit` keeps some. Rollback sets the length; states of layers go back to the last edge before it.
 
     Args:
         family: what the model stores in addition to keys and values; None is nothing.
@@ -67,11 +66,7 @@ class RequestCache:
         self.storage.limit_to(limit, not (self.length or self.uncommitted))
 
     def reserve(self, count: int, written: int = 0) -> None:
-        """Allocate room for tokens after the committed ones; a forward calls this before it writes.
-
-        Args:
-            count: uncommitted tokens after the forward.
-            written: how many of them, from the first, earlier forwards wrote.
+        """Allocate room for `count` uncommitted tokens, the first of which earlier forwards wrote, before a forward.
 
         Raises:
             CacheError: there are fewer than `written` uncommitted tokens.
@@ -85,9 +80,8 @@ class RequestCache:
         """Write the new tokens of one attention call after the committed ones.
 
         Args:
-            call: index of the attention call in the forward, from 0; calls come in order.
-            keys: `[kv_heads, new, key width]`.
-            values: `[kv_heads, new, value width]`.
+            call: index of the attention call in the forward; calls come in order.
+            keys: `[kv_heads, new, width]`, as `values`.
 
         Returns:
             Views of all keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: committed, new,
@@ -97,7 +91,7 @@ class RequestCache:
 
     @in_inference_mode
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the written tokens named by `path` (ascending indices of new tokens) and drop the others.
+        """Keep the written tokens of `path`, ascending indices of new tokens, and drop the others.
 
         Worked example: with length 10 and 5 new tokens, `commit([0, 2, 4])` moves the entries of positions 12 and 14
         to positions 11 and 12 and sets the length to 13. A path 0, 1, 2, ... moves nothing.
@@ -154,7 +148,16 @@ class CachePool:
         states: largest number of states of all layers for one request, those after drafted tokens included.
         position_bytes: of one key/value position; 0 until measured.
         state_bytes: of the states of all layers after one token; 0 until measured.
+        kept_bytes: of caches that wait for the next request.
+        most_bytes: of all caches together, if they are in one block of fixed size; else None.
+        held_bytes: of requests and of kept prefixes in one block; shared ones count once.
+        lost: pages without an owner after all caches were given back: 0 unless there is a bug.
     """
+
+    kept_bytes: int = 0
+    most_bytes: int | None = None
+    held_bytes: int = 0
+    lost: int = 0
 
     def __init__(self, limit: int, keep: int = 64, carries: bool = False, encodes: bool = False) -> None:
         self._limit = limit
@@ -166,24 +169,18 @@ class CachePool:
         # stream, which releases its cache.
         self._lock = threading.RLock()
         self.in_use = 0
-        self._kept_bytes = 0
         self.states = 1 + MOST_EDGES
         self.position_bytes = 0
         self.state_bytes = 0
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of caches that wait for the next request."""
-        return self._kept_bytes
-
     def acquire(self) -> RequestCache:
         with self._lock:
             self.in_use += 1
-            cache = self._free.pop() if self._free else None
-            n_bytes = 0 if cache is None else cache.n_bytes
-            self._kept_bytes -= n_bytes
-        if cache is None:
-            return self._new()
+            if not self._free:
+                return self._new()
+            cache = self._free.pop()
+            n_bytes = cache.n_bytes  # before `kept_bytes` is read, because it may end a forgotten stream
+            self.kept_bytes -= n_bytes
         cache.limit = self._limit
         return cache
 
@@ -198,7 +195,7 @@ class CachePool:
             self.in_use -= 1
             if len(self._free) < self._keep:
                 self._free.append(cache)
-                self._kept_bytes += n_bytes
+                self.kept_bytes += n_bytes
 
     def expect(self, uncommitted: int) -> None:
         """Note that so many tokens may be uncommitted, each with its own states."""
@@ -214,10 +211,10 @@ class CachePool:
     def trim(self, n_bytes: int) -> None:
         """Free `n_bytes` of kept caches, or all there are, the longest unused first."""
         with self._lock:
-            left = max(self._kept_bytes - n_bytes, 0)
-            while self._free and self._kept_bytes > left:
-                dropped = self._free.pop(0).n_bytes
-                self._kept_bytes -= dropped
+            left = max(self.kept_bytes - n_bytes, 0)
+            while self._free and self.kept_bytes > left:
+                n_bytes = self._free.pop(0).n_bytes
+                self.kept_bytes -= n_bytes
 
     def bytes_for_one(self, tokens: int) -> int:
         return self.position_bytes * key_span(tokens) + self.state_bytes * self.states
@@ -227,26 +224,10 @@ class CachePool:
         return sum(self.bytes_for_one(tokens) for tokens, _ in caches)
 
     def reclaim_from(self, keeper: Keeper) -> None:
-        """Register who keeps parts of caches and frees some when the block of all caches is full, if there is one."""
+        """Register a keeper that frees entries when the block of all caches is full, if there is one."""
 
     def reserve(self, n_bytes: int, spare: int) -> None:
-        """Allocate one block of `n_bytes` for all caches until `unreserve`, and `spare` tokens for trials and
-        measurements; no effect if the pool uses no block."""
+        """Allocate one block of `n_bytes` for all caches, and `spare` tokens for trials, if the pool uses a block."""
 
     def unreserve(self) -> None:
         """Undo one `reserve`."""
-
-    @property
-    def most_bytes(self) -> int | None:
-        """Most bytes of all caches together, if they are in one block of fixed size; else None."""
-        return None
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of requests and of kept prefixes in one block; shared ones count once."""
-        return 0
-
-    @property
-    def lost(self) -> int:
-        """Pages without an owner after all caches were given back: 0 unless there is a bug."""
-        return 0

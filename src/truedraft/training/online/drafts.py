@@ -25,8 +25,7 @@ from truedraft.models.translated import TranslatedModel
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.losses import distillation_gradient
 from truedraft.training.online.heads import some_ids
-from truedraft.training.online.learnable import Learnable, in_dtype
-from truedraft.training.online.replay import PLACES, Narrowed, agrees, scored
+from truedraft.training.online.learnable import PLACES, Learnable, Narrowed, agrees, in_dtype, scored
 from truedraft.training.online.traffic import Answered, Score
 from truedraft.training.texts.tokenizer import save_tokenizer
 

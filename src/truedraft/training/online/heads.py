@@ -25,14 +25,14 @@ from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainLoss, Chains, Texts, chains_at
 from truedraft.training.head_config import HeadLoss, HeadsObjective
-from truedraft.training.online.learnable import Learnable
-from truedraft.training.online.replay import PLACES, Narrowed, agrees, replayed, scored
+from truedraft.training.online.learnable import PLACES, Learnable, Narrowed, agrees, scored
 from truedraft.training.online.traffic import Answered, Score
 from truedraft.training.texts.self_distillation import CollatedBatch
 
 HeadT = TypeVar("HeadT", bound=Head)
 _IDS, _OTHERS = 8192, 2048  # a larger vocabulary is narrowed to the traffic's ids and so many others
 _WINDOW = 8  # positions of a span for heads that read one vector
+_ROWS = 128  # with logits in memory at once
 _CHAINS = 32  # of a span, one after each token, for heads that read layers
 
 
@@ -45,15 +45,12 @@ class LearnableHeads(Learnable[HeadT]):
         self._drafter, self._target, self._lm_head = drafter, target, lm_head
         self.kind, self.plural = drafter.head.kind, drafter.head.plural
         self._config: Any = dotted(KINDS[self.kind].training)()
-        own = [
-            each
-            for each in drafter.head.outputs
-            if each is not None and getattr(drafter.head, "draft_ids", None) is None
-        ]
-        if any(each.out_features != len(lm_head.weight) for each in own):
+        some_only = getattr(drafter.head, "draft_ids", None) is not None
+        own = {each.out_features for each in drafter.head.outputs if each is not None and not some_only}
+        if own - {len(lm_head.weight)}:
             raise CompositionError(
-                f"these {self.plural} guess among {own[0].out_features} ids, and {target.name} has "
-                f"{len(lm_head.weight)}; they draft, but do not learn"
+                f"these {self.plural} guess among {max(own)} ids, and {target.name} has {len(lm_head.weight)}; they "
+                "draft, but do not learn"
             )
         self.origin = self._placed(drafter.head)
 
@@ -121,6 +118,34 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
 
     def replayed(self, modules: Sequence[VectorHead], answer: Answered) -> list[Score]:
         return replayed(modules, self._lm_head, answer)
+
+
+@torch.no_grad()
+def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> list[Score]:
+    """Scores of greedy chains of heads of one size, which together take fewer passes over a large LM head."""
+    tokens = answer.tokens[: PLACES + 1]
+    places, reach = len(tokens) - 1, heads[0].reach
+    if places < 1:
+        return [Score(0, 0, 0)] * len(heads)
+    like = next(heads[0].parameters())
+    hidden = answer.vectors[:places].to(like.device, like.dtype)
+    padded = torch.cat([tokens, tokens.new_full((reach,), -1)])  # no guess agrees there
+    embedded = lm_head.embed(padded[torch.arange(places)[:, None] + torch.arange(reach)].clamp_min(0).T)
+    vectors = torch.stack([head.unroll(hidden, embedded) for head in heads])  # [heads, reach, places, exit width]
+    kept = torch.zeros(len(heads), places, dtype=torch.int64)
+    alive = torch.ones(len(heads), places, dtype=torch.bool)
+    for place in range(reach):
+        labels = padded[1 + place : 1 + place + places].expand(len(heads), -1)
+        alive &= labels >= 0
+        separate = heads[0].outputs[place] is not None  # otherwise all use the target's, in one product
+        for number, head in enumerate(heads if separate else heads[:1]):
+            some_heads = slice(number, number + 1) if separate else slice(None)
+            own = torch.zeros_like(alive)
+            own[some_heads] = alive[some_heads]
+            rows = zip(vectors[:, place][own].split(_ROWS), labels[own].split(_ROWS), strict=True)
+            alive[own] = torch.cat([agrees(head.place_logits(place, some[0], lm_head), some[1]) for some in rows])
+        kept += alive
+    return [scored(each) for each in kept]
 
 
 def some_ids(known: Sequence[Answered], vocab: int, chance: random.Random) -> Tensor | None:

@@ -1,11 +1,19 @@
-"""Learning from one stream: the served module, a shadow in training, and the test which of the two is better."""
+"""Learning from one stream: the served module, a shadow in training, and bets which of the two is better.
+
+For differences D_1, D_2, ... in [-1, 1] with a conditional mean of 0 or less, given those before, the product of (1 +
+b_i D_i) is a supermartingale for any bets b_i in [0, 1) that depend only on what came before D_i. By Ville's inequality
+it ever reaches 1/a with probability a at most, however often and whenever one looks (Waudby-Smith and Ramdas, arXiv
+2010.09686, section 4).
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +21,16 @@ from torch import nn
 
 from truedraft.errors import ModelError
 from truedraft.training.online.learnable import Learnable, in_dtype
-from truedraft.training.online.promotion import OWN, Candidate, Comparison, tokens_a_place, tokens_per_call
 from truedraft.training.online.traffic import Answered, Traffic
 from truedraft.training.online.versions import Versions
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
 
 _log = logging.getLogger("truedraft.training.online")
 
+OWN = 8
+"""Least answers on which a candidate itself has to be better."""
+_UNIT = 0.1  # kept guesses per place that count as a difference of 1, so that no single answer decides
+_MOST_BET, _MEMORY = 0.8, 0.95  # largest bet; decay of a difference's weight in later bets
 _NEWEST = 0.05  # weight of a step in the average of the weights, which varies less
 _LESS, _LEAST = 0.7, 0.2  # factor and lower limit of a change where older answers lose by all of it (2109.01903)
 _PASSES = 8  # over the answers
@@ -28,18 +39,115 @@ _STEPS = 12  # between two candidates
 _WATCH = 96  # answers after which a promotion is final
 _OLD = 12  # of the oldest answers, and of those before the newest, that a candidate must not be worse on
 _ALLOWED = 0.01  # allowed loss, as a share
+_numbers = itertools.count()
+
+
+class Candidate:
+    """A module in evaluation mode and its served dtype, with replays that are stored with the answers under a unique
+    number.
+
+    `version` is its number as a served module, 0 for the original.
+    """
+
+    def __init__(self, module: nn.Module, version: int = 0) -> None:
+        self.module = module
+        self.version = version
+        self.number = next(_numbers)
+
+
+def tokens_per_call(candidate: Candidate, answers: Iterable[Answered]) -> float | None:
+    """Mean over the answers that it was replayed on; None where there are none."""
+    found = [answer.scores[candidate.number] for answer in answers if candidate.number in answer.scores]
+    calls = sum(each.calls for each in found)
+    return sum(each.tokens for each in found) / calls if calls else None
+
+
+def tokens_a_place(candidate: Candidate, answers: Iterable[Answered]) -> float:
+    """Tokens per call, for calls that begin at every place of answers that it was replayed on; 1 without any."""
+    found = [answer.scores[candidate.number] for answer in answers]
+    return 1.0 + sum(each.kept for each in found) / max(sum(each.tokens for each in found), 1)
+
+
+class GainTest:
+    """Evidence that differences are above 0 on average; `now` and `most` are its logarithm and the maximum of that so
+    far.
+
+    The bet is the mean of the earlier differences over the mean of their squares, with which the product grows nearly
+    as fast as possible (2010.09686, appendix B.3); without a gain the bets are almost 0.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.most = 0.0
+        self._sum, self._squares = 0.1, 1.0  # so the first bet is 0.1
+
+    def see(self, difference: float) -> None:
+        """Bet on one more difference, cut to [-1, 1]."""
+        cut = max(-1.0, min(1.0, difference))
+        bet = max(0.0, min(self._sum / self._squares, _MOST_BET))
+        self.now += math.log1p(bet * cut)
+        self.most = max(self.most, self.now)
+        self._sum = _MEMORY * self._sum + cut
+        self._squares = _MEMORY * self._squares + cut * cut
+
+    def sure(self, level: float) -> bool:
+        """Whether the evidence was ever enough for an error of probability `level`."""
+        return self.most >= -math.log(level)
+
+
+class Comparison:
+    """Compares a served module `old` and a candidate `new` on answers as they come, each answer once.
+
+    A later candidate may continue an earlier one's comparison: the candidate is chosen before an answer is read, so
+    evidence of a gain is evidence that some of them had one.
+
+    Attributes:
+        count: answers compared so far.
+        own: answers compared with the current `new`.
+    """
+
+    def __init__(self, new: Candidate, old: Candidate, level: float, seen: set[int]) -> None:
+        self.old = old
+        self.count = 0
+        self._level = level
+        self._gain, self._loss = GainTest(), GainTest()
+        self._seen = seen
+        self.renew(new)
+
+    def renew(self, new: Candidate) -> None:
+        self.new, self.own, self._own_gain = new, 0, 0.0
+
+    def waiting(self, answers: Iterable[Answered]) -> list[Answered]:
+        """The answers that were not compared yet."""
+        return [each for each in answers if each.number not in self._seen]
+
+    def see(self, answer: Answered) -> None:
+        self._seen.add(answer.number)
+        new, old = answer.scores[self.new.number], answer.scores[self.old.number]
+        if new.tokens:
+            difference = (new.kept - old.kept) / new.tokens / _UNIT
+            self._gain.see(difference)
+            self._loss.see(-difference)
+            self.count += 1
+            self.own += 1
+            self._own_gain += difference
+
+    @property
+    def gains(self) -> bool:
+        """Whether some candidate is surely better, and the current one is better so far."""
+        return self._gain.sure(self._level) and self.own >= OWN and self._own_gain > 0.0
+
+    @property
+    def loses(self) -> bool:
+        """Whether they are surely worse."""
+        return self._loss.sure(self._level)
 
 
 class Student:
     """Learns from one stream of answers, in one thread, in small parts.
 
     Args:
-        module: the served one, in its dtype.
         learnable: how it learns; no module may be worse than its origin on older answers.
-        level: probability of a promotion without a gain, and of a rollback without cause.
-        rate: of AdamW.
         serve: called with each module that is to be served from now on.
-        versions: for promoted modules; None writes nothing.
         version: of the served module; 0 is the origin.
 
     Attributes:
@@ -145,6 +253,7 @@ class Student:
         return True
 
     def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
+        """Answers with candidates that were not replayed on them."""
         fresh, old = self.traffic.answers(self.traffic.held)
         pending: list[tuple[Answered, list[Candidate]]] = []
         if self._winner is not None:
@@ -154,8 +263,7 @@ class Student:
             both = [comparison.new, comparison.old]
             pending += [(answer, both) for answer in reversed(comparison.waiting(fresh))]  # the newest say most
         for answer, candidates in pending:
-            left = {each.number: each for each in candidates if each.number not in answer.scores}
-            if left:
+            if left := {each.number: each for each in candidates if each.number not in answer.scores}:
                 yield answer, list(left.values())
 
     def _comparisons(self) -> list[Comparison]:
@@ -167,7 +275,7 @@ class Student:
         self._judged.intersection_update(each.number for each in fresh)  # others are never used again
         for comparison in self._comparisons():
             for answer in comparison.waiting(fresh):
-                if comparison.new.number in answer.scores and comparison.old.number in answer.scores:
+                if {comparison.new.number, comparison.old.number} <= answer.scores.keys():
                     comparison.see(answer)
         if self._watch is not None and self._watch.gains:
             self._roll_back(self._watch.new)
@@ -186,9 +294,9 @@ class Student:
 
     def _judge_winner(self, winner: _Winner, answers: Sequence[Answered]) -> None:
         """Promote a candidate that gains, or a fraction of its change where older answers would lose; or none."""
-        compared = [winner.now, self.served, self.origin]
+        compared = {each.number for each in (winner.now, self.served, self.origin)}
         *older, newest = winner.among(answers)
-        if not all(each.number in answer.scores for some in (*older, newest) for answer in some for each in compared):
+        if not all(compared <= answer.scores.keys() for some in (*older, newest) for answer in some):
             return
         self._winner = self._trial = None
         if tokens_a_place(winner.now, newest) <= tokens_a_place(self.served, newest):
@@ -196,7 +304,7 @@ class Student:
         if all(
             tokens_a_place(winner.now, some) >= (1.0 - _ALLOWED) * tokens_a_place(each, some)
             for some in older
-            for each in compared
+            for each in (winner.now, self.served, self.origin)
         ):
             self._promote(winner.now)
         elif (share := _LESS * winner.share) >= _LEAST:

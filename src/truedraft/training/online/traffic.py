@@ -45,11 +45,9 @@ class Answered:
     Attributes:
         tokens: `[tokens]`, int64.
         vectors: `[tokens, width]`: the input of the target's LM head for each token.
-        since_s: the time of its end.
         prompt: the end of the prompt; empty where the learning module reads no prompts.
         layers: by layer number, `[prompt + tokens - 1, width]`: the layer's output at each token but the last, of this
             part of the prompt and of the answer.
-        number: unique in its traffic, increasing.
         scores: of replays, by the numbers of the candidates.
     """
 
@@ -118,11 +116,7 @@ class Pool:
 class Traffic:
     """Answers for training, and answers for replay, of one tenant or of all; no answer is both.
 
-    Args:
-        keep_s: seconds after which an answer is dropped.
-
     Attributes:
-        count: answers added so far.
         positions: tokens for training added so far.
     """
 
@@ -185,7 +179,6 @@ class Recorder(NoDrafter):
     Answers to prompts with more than tokens, such as pictures, are left out, and so are rehearsals.
 
     Args:
-        take: called for each answer, in the engine's thread.
         layers: numbers of further layers of the target with recorded outputs.
         prompts: whether the last tokens of prompts are recorded.
     """

@@ -68,7 +68,6 @@ class WritingConfig(WritingOptions):
             SamplingParams(temperature=temperature)  # raises if it is invalid
 
     def params(self, number: int) -> SamplingParams:
-        """Parameters of an answer, by its number from 0."""
         temperature = float(self.temperatures[number % len(self.temperatures)])
         seed = (self.seed * 1_000_003 + number) % (1 << 63)
         return SamplingParams(max_tokens=self.answer_tokens, temperature=temperature, seed=seed)
@@ -226,7 +225,6 @@ class ThreadTrial:
         return found
 
     def stop(self) -> None:
-        """Restore torch's number of threads."""
         torch.set_num_threads(self._all)
 
 
@@ -246,8 +244,6 @@ class _Pace:
 
 
 class _Answering:
-    """Lets the target answer, and writes answers in the order of their prompts."""
-
     def __init__(
         self,
         target: LanguageModel,

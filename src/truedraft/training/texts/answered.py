@@ -69,7 +69,6 @@ class Source:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there are prompts for the target to answer."""
         return self.asks or bool(self.prompts)
 
 

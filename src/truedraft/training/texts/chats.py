@@ -108,7 +108,6 @@ class ChatTexts:
 
 
 def _turns(record: Any) -> Any:
-    """The messages of a chat; another record as it is."""
     return next((record[name] for name in FIELDS if name in record), record) if isinstance(record, Mapping) else record
 
 

@@ -92,7 +92,6 @@ def _entries_of(path: Path) -> Iterator[tuple[object, str]]:
 
 
 def _rows(name: str, split: str) -> Iterable[Any]:
-    """The rows of a dataset."""
     try:
         import datasets
     except ImportError as error:

@@ -14,8 +14,8 @@ from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs
 from truedraft.models.cache.pages import Pages
 
 Look: TypeAlias = Callable[[int, int, float, Tensor], Tensor]
-"""Attention of queries `[rows, heads, width]` to the pages of an attention call, from the call's number, its pattern's
-number and a factor on the products: `[rows, heads * width]`."""
+"""From numbers of the attention call and its pattern, a factor on products, and queries `[rows, heads, width]`:
+`[rows, heads * width]`."""
 
 Attention: TypeAlias = Callable[[Inputs, Pages], Look]
 """Prepares one forward; its operations depend only on the bucket."""
@@ -106,13 +106,8 @@ def visible(inputs: Inputs, pattern: int) -> Tensor:
 
 
 def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """A mask `[requests, 1, tokens * group, span]` to add to scores, 0 where a key is visible and -inf elsewhere.
-
-    Args:
-        seen: bool `[requests, tokens, span]`.
-        group: query heads that share a key head; they are rows of one product.
-        dtype: of queries and keys.
-    """
+    """A mask `[requests, 1, tokens * group, span]` to add to scores, from `seen`, bool `[requests, tokens, span]`; the
+    query heads of a group share a key head."""
     requests, tokens, span = seen.shape
     hidden = ~seen[:, :, None].expand(-1, -1, group, -1).reshape(requests, 1, tokens * group, span)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

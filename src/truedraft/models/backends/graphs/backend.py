@@ -35,9 +35,8 @@ _MOST_TABULATED = 1 << 17
 class GraphBackend(Backend):
     """Runs Llama-like decoders on a GPU: a step's forward is one replay of a CUDA graph.
 
-    Segments of up to 64 tokens run together, packed and padded to a bucket. Longer ones, which are chunks of prompts,
-    run unpadded and unrecorded, by the same function. A forward copies one block of numbers and the tokens to the
-    device, and never waits for it.
+    Segments of up to 64 tokens run together, padded to a bucket. Longer ones, which are chunks of prompts, run unpadded
+    and unrecorded. A forward copies one block of numbers and the tokens to the device, and never waits for it.
 
     Rows of one bucket run through the same kernels. Rows of different buckets may differ by rounding, so tokens with
     and without speculation may differ where two logits nearly tie; a report prints such places. A key that is NaN or
@@ -67,12 +66,12 @@ class GraphBackend(Backend):
 
     @classmethod
     def fits(cls, llama: Llama) -> bool:
-        """Whether all layers have one shape, so that they share pages, and rotate whole heads in the same way."""
         return cls.misfit(llama) is None
 
     @staticmethod
     def misfit(llama: Llama | None) -> str | None:
-        """Why a decoder does not fit; None where it does. `llama` is None for a decoder of an unknown structure."""
+        """Why a decoder does not fit; None where it does, because its layers can share pages and rotate whole heads
+        alike. `llama` is None for an unknown structure."""
         if llama is None:
             return "its layers are not those of Llama"
         if not llama.is_dense:
@@ -114,7 +113,6 @@ class GraphBackend(Backend):
         return chains.found()
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """Run the segments of a plan; its layout is not used."""
         output = self.forward([part.segment for part in plan.segments], self._device)
         return output.logits, output.hidden
 
@@ -148,12 +146,7 @@ class Decoder:
         self.page_shape: tuple[int, int, int] = (len(llama.layers), first.kv_heads, first.head)
 
     def forward(self, inputs: Inputs, pages: Pages, layers: Layers = ()) -> Outputs:
-        """One forward over pages with room for the new tokens, which also returns the output of `layers`.
-
-        Returns:
-            Logits `[wanted, ids]`, the LM head's inputs `[wanted, width]`, and the output `[wanted, width]` of each of
-            the layers; padding included.
-        """
+        """One forward over pages with room for the new tokens; see `replay.Outputs`, padding included."""
         numbers = inputs.numbers
         x = embedding(numbers.tokens, self._embedding)  # [rows, width]
         rotation = self.rotary.at(numbers.positions)
@@ -164,7 +157,7 @@ class Decoder:
             if self.attention is tiled_attention:
                 x = self._by_kernels(layer, x, numbers, pages.entries(call), attend)
             else:
-                x = layer.run(x, rotation, partial(_written, inputs, pages, call, attend))
+                x = layer.run(x, rotation, partial(_write_and_attend, inputs, pages, call, attend))
             if call in layers:
                 shown[call] = x.index_select(0, numbers.wanted)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, numbers.wanted))
@@ -197,11 +190,11 @@ class Decoder:
         return layer.down.plus(active, x) if after is None else x + kernels.rms_norm(layer.down(active), after)
 
     def unembed(self, vectors: Tensor) -> Tensor:
-        """The LM head's logits `[rows, ids]` for vectors `[rows, up to width]`; missing entries are zeros."""
+        """See `Backend.unembed`."""
         return linear(vectors, self._lm_head.weight[:, : vectors.shape[1]], self._lm_head.bias)
 
 
-def _written(
+def _write_and_attend(
     inputs: Inputs,
     pages: Pages,
     call: int,
@@ -210,7 +203,7 @@ def _written(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """Write keys and values to their pages, then attend; see `llama.Attend`."""
+    """See `llama.Attend`."""
     write(inputs, pages, call, key, value)
     return attend(query)
 
@@ -224,7 +217,7 @@ class _Product:
 
     @classmethod
     def of(cls, layers: Linears) -> _Product:
-        """Concatenate the outputs of several layers with one input; the layers' own weights become views."""
+        """One product for several layers with one input; their own weights become views of its weight."""
         weight, bias = joined(layers)
         if len(layers) > 1:
             for layer, part in zip(layers, weight.split([layer.out_features for layer in layers]), strict=True):
@@ -235,6 +228,5 @@ class _Product:
         return linear(x, self.weight, self.bias)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the product to `residual` in place, in one kernel."""
         residual.addmm_(x, self.weight.t())
         return residual if self.bias is None else residual.add_(self.bias)

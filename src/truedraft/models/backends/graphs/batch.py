@@ -37,15 +37,14 @@ _SPAN_STEP = 64  # without recording; attention kernels need mask rows that star
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The shape of a forward. Forwards of equal buckets run the same kernels at the same addresses.
+    """The shape of a forward, padding included. Forwards of equal buckets run the same kernels at the same addresses.
 
     Attributes:
-        requests: padding included.
         tokens: most new tokens of a request.
-        rows: new tokens of all requests, padding included.
+        rows: new tokens of all requests.
         span: key/value positions per request, a multiple of the page size.
         words: 64-bit mask words per token; 0 where all segments are chains.
-        wanted: rows that get logits, padding included.
+        wanted: rows that get logits.
     """
 
     requests: int
@@ -71,7 +70,7 @@ class Bucket:
 
     @classmethod
     def exact(cls, requests: int, tokens: int, rows: int, end: int, nodes: int, wanted: int) -> Bucket:
-        """A bucket with only the span rounded; arguments as in `recorded`, and the number of rows that get logits."""
+        """A bucket with only the span rounded; arguments as in `recorded`."""
         span = -(-end // _SPAN_STEP) * _SPAN_STEP
         return cls(requests, tokens, rows, span, -(-nodes // WORD_BITS), wanted)
 
@@ -88,7 +87,7 @@ class Bucket:
 
 
 def _power(number: int) -> int:
-    """The least power of two that is at least `number`."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
@@ -101,8 +100,7 @@ HostNumbers = NDArray[Any]
 class Numbers(Generic[Array]):
     """The inputs on the host or on the device; int32 unless int64 is stated.
 
-    A row is a new token; rows of a request are consecutive. Rows without a token are padding, and their results are
-    never read.
+    A row is a new token; rows of a request are consecutive. Results of rows of padding are never read.
 
     Attributes:
         tokens: `[rows]`, int64.
@@ -140,8 +138,7 @@ class Numbers(Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class PagedSegment:
-    """A segment, the block table of its request, and vectors `[new, width]`, if the forward reads any in addition to
-    tokens."""
+    """A segment, its request's block table, and vectors `[new, width]` if the forward reads any besides tokens."""
 
     segment: Segment
     table: PageTable
@@ -186,7 +183,6 @@ class PagedBatch:
 
     @classmethod
     def recorded(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
-        """A batch in a rounded bucket."""
         sizes = _sizes(parts)
         return cls(parts, patterns, sizes, Bucket.recorded(*_most(parts, sizes)))
 
@@ -229,7 +225,7 @@ class PagedBatch:
         return sum(self.beams if self.level else len(part.segment.rows) for part in self.parts)
 
     def tokens(self) -> list[tuple[Tensor, int]]:
-        """New tokens, grouped by device, and the first row of each group; empty where the device chooses the tokens."""
+        """New tokens, grouped by device, and the first row of each group; none where the device chooses them."""
         if self.level:
             return []
         runs, row = [], 0
@@ -323,8 +319,6 @@ def path_bits(shape: TreeShape, written: int, dropped: tuple[int, ...], words: i
     Worked example: parents (-1, 0, 0, 2) with nothing written or dropped give 0b1, 0b11, 0b101, 0b1101.
 
     Args:
-        shape: all uncommitted tokens.
-        written: nodes that earlier forwards wrote; the others are new.
         dropped: for each new token, the number of nodes at the top of its path that are out of reach.
     """
     bits = np.zeros((len(shape) - written, words), dtype=np.uint64)

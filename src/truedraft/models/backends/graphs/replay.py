@@ -32,12 +32,8 @@ Held = TypeVar("Held")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recorded forward; replaying it computes from the current contents of its inputs.
-
-    Attributes:
-        outputs: at fixed addresses; the next replay overwrites them.
-        replay: queues all of its kernels.
-    """
+    """A recorded forward. `replay` queues its kernels, which compute from the current contents of its inputs, and
+    overwrite `outputs`."""
 
     outputs: Outputs
     replay: Callable[[], None]
@@ -142,8 +138,7 @@ class Recordings(Generic[Held]):
         return recording
 
     def _put_away(self, outputs: Outputs) -> Outputs:
-        """Copy outputs to memory that recordings share, because memory of a recording's own is never freed: gigabytes
-        with large vocabularies."""
+        """Copy outputs to memory that recordings share, because a recording's own memory is never freed."""
         shared = []
         for number, output in enumerate(outputs):
             key = number, output.shape, output.dtype
@@ -162,17 +157,11 @@ class Recordings(Generic[Held]):
 
 
 class RecordedFunction:
-    """A function of tensors `[rows, ...]` each row of which depends only on the same row of its arguments; see
-    `Recordings`.
+    """A function of tensors `[rows, ...]`, row by row, recorded for each number of rows, rounded up to a power of two,
+    and for each tuple of its other arguments; see `Recordings`.
 
-    It is recorded for each number of rows, rounded up to a power of two, and for each tuple of its other arguments.
     Rows of padding hold values of earlier calls. The function must not wait for the device, and tensors that it makes
     must not be kept, because recordings share memory.
-
-    Args:
-        function: called with tensors and then with the numbers of the call; returns tensors `[rows, ...]`.
-        recorder: None calls the function directly.
-        most: recordings to keep; the least recently used one is dropped.
     """
 
     def __init__(self, function: Callable[..., Outputs], recorder: Recorder | None, most: int = 64) -> None:
@@ -182,7 +171,6 @@ class RecordedFunction:
 
     @property
     def warmups(self) -> int:
-        """Calls so far that took longer than later calls of their shape will."""
         return self._recordings.warmups
 
     @in_inference_mode

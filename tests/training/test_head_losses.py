@@ -1,4 +1,4 @@
-"""A recurrent head in training: loss and gradient against the formula, what it reads, and what it starts as."""
+"""Heads in training: loss and gradient against the formula, what they read, and what they start as."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from support.shares import assert_shares_add_up
+from truedraft.errors import OptionError
+from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
+from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.kinds.redrafter.training import RedrafterTrainingConfig, SelfFeeding
 from truedraft.training import losses
 from truedraft.training.head_config import HeadLoss, HeadsObjective, heads_optimizer
-from truedraft.training.losses import loss_from_spec
+from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture, loss_from_spec
 from truedraft.training.targets import ComputedTarget
 from truedraft.training.texts.self_distillation import CollatedBatch, text_tokens
 
@@ -20,7 +23,10 @@ LENGTH, DECAY = 3, 0.7
 
 def head_of(**sizes) -> RedrafterHead:
     config = {"width": 16, "vocab_size": 50, "state": 12, "exit_width": 16, "layers": 2, "length": LENGTH} | sizes
-    head = RedrafterHead(RedrafterConfig(**config))
+    return shaken(RedrafterHead(RedrafterConfig(**config)))
+
+
+def shaken(head):
     noise = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -28,55 +34,77 @@ def head_of(**sizes) -> RedrafterHead:
     return head
 
 
-def objective_of(head, lm_head, packed: CollatedBatch, spec: str, feed=None) -> HeadsObjective:
-    loss = loss_from_spec(spec)
-    return HeadsObjective(
-        head,
-        lm_head,
-        lambda _: packed,
-        feed or (lambda batch, _: text_tokens(batch, LENGTH)),
-        ComputedTarget(lm_head, loss),
-        HeadLoss(head, lm_head, loss, decay=DECAY),
-    )
+def medusa_of(lm_head, tied: bool = True, layers: int = 1) -> MedusaHeads:
+    heads = MedusaHeads(MedusaConfig(16, 50, LENGTH, layers, tied, reads_token=layers == 2))
+    heads.start_from(lm_head.weight)
+    return shaken(heads)
 
 
-def plain_loss(head, lm_head, packed: CollatedBatch, spec: str) -> torch.Tensor:
+def objective_of(head, lm_head, packed: CollatedBatch, loss: DistillationLoss, feed=None) -> HeadsObjective:
+    feed = feed or (lambda batch, _: text_tokens(batch, LENGTH))
+    weighted = HeadLoss(head, lm_head, loss, decay=DECAY)
+    return HeadsObjective(head, lm_head, lambda _: packed, feed, ComputedTarget(lm_head, loss), weighted)
+
+
+def plain_loss(head, lm_head, packed: CollatedBatch, loss: DistillationLoss) -> torch.Tensor:
     """The formula, written down directly: no chunks, no shared rows."""
-    loss = loss_from_spec(spec)
     hidden, total = packed.hidden[packed.places], torch.zeros(())
-    state = torch.zeros(len(hidden), head.config.state)
-    for place in range(LENGTH):
-        state = head.advance(state, lm_head.embed(packed.tokens[packed.places + place]))
-        vectors = head.leaving(hidden, state)
-        logits = lm_head(vectors) if head.output is None else lm_head.finish(head.output(vectors))
+    if isinstance(head, MedusaHeads):
+        given = head.logits(hidden, lm_head, lm_head.finish, lm_head.embed(packed.tokens[packed.places]))
+    else:
+        given, state = [], torch.zeros(len(hidden), head.config.state)
+        for place in range(LENGTH):
+            state = head.advance(state, lm_head.embed(packed.tokens[packed.places + place]))
+            vectors = head.leaving(hidden, state)
+            given.append(lm_head(vectors) if head.output is None else lm_head.finish(head.output(vectors)))
+    for place, logits in enumerate(given):
         rows = packed.places + 1 + place
         dist = lm_head(packed.hidden[rows]).log_softmax(-1)
         total = total + DECAY**place * loss(dist, logits.log_softmax(-1), packed.tokens[rows]).mean()
     return total
 
 
+HEADS = {
+    "medusa, kl": (lambda lm_head: medusa_of(lm_head), "kl"),
+    "medusa, ce": (lambda lm_head: medusa_of(lm_head, layers=2), "ce"),
+    "medusa, mixture": (lambda lm_head: medusa_of(lm_head), "ce=0.7,kl=0.3"),
+    "medusa, free": (lambda lm_head: medusa_of(lm_head, tied=False), "ce=0.4,kl=0.6"),
+    "kl": (lambda _: head_of(), "kl"),
+    "ce": (lambda _: head_of(tied=False, exit_width=20), "ce"),
+    "reverse-kl": (lambda _: head_of(), "reverse-kl"),
+    "tv": (lambda _: head_of(rnn=False, state=16), "tv"),
+    "mixture": (lambda _: head_of(tied=False, exit_width=28), "kl=0.5,tv=0.5"),
+}
+
+
 @pytest.mark.parametrize("chunk", [4, 256])
-@pytest.mark.parametrize(
-    ("spec", "sizes"),
-    [
-        ("kl", {}),
-        ("ce", {"tied": False, "exit_width": 20}),
-        ("reverse-kl", {}),
-        ("tv", {"rnn": False, "state": 16}),
-        ("kl=0.5,tv=0.5", {"tied": False, "exit_width": 28}),
-    ],
-)
-def test_gradient_is_that_of_the_formula(lm_head, packed, monkeypatch, chunk, spec, sizes):
+@pytest.mark.parametrize("name", HEADS)
+def test_gradient_is_that_of_the_formula(lm_head, packed, monkeypatch, chunk, name):
     monkeypatch.setattr(losses, "_CHUNK", chunk)
-    head = head_of(**sizes)
-    values = objective_of(head, lm_head, packed, spec).accumulate(torch.zeros(1, 2), 0.5)
+    make, spec = HEADS[name]
+    head, loss = make(lm_head), loss_from_spec(spec)
+    values = objective_of(head, lm_head, packed, loss).accumulate(torch.zeros(1, 2), 0.5)
     found = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
     head.zero_grad()
-    (0.5 * plain_loss(head, lm_head, packed, spec)).backward()
+    (0.5 * plain_loss(head, lm_head, packed, loss)).backward()
     for name, parameter in head.named_parameters():
         assert torch.allclose(found[name], parameter.grad, atol=1e-5), name
-    assert values["loss"] == pytest.approx(plain_loss(head, lm_head, packed, spec).item(), rel=1e-4)
-    assert values["loss"] == pytest.approx(sum(DECAY**k * values[f"place_{k + 1}"] for k in range(LENGTH)))
+    assert values["loss"] == pytest.approx(plain_loss(head, lm_head, packed, loss).item(), rel=1e-4)
+    places = [values[f"{head.place_word}_{place}"] for place in range(1, LENGTH + 1)]
+    assert values["loss"] == pytest.approx(sum(DECAY**k * value for k, value in enumerate(places)))
+    assert lm_head.weight.grad is None
+
+
+def test_a_share_of_the_distribution_is_a_mixture_of_losses(lm_head):
+    for share, loss in (
+        (1.0, ForwardKL()),
+        (0.0, CrossEntropy()),
+        (0.3, Mixture(((0.7, CrossEntropy()), (0.3, ForwardKL())))),
+    ):
+        assert MedusaTrainingConfig(law_share=share).distillation_loss == loss
+    for decay in (0.0, 1.1):
+        with pytest.raises(OptionError, match="place_decay must lie in"):
+            HeadLoss(medusa_of(lm_head), lm_head, ForwardKL(), decay=decay)
 
 
 def test_unrolled_at_once_equals_step_by_step(lm_head, packed):
@@ -106,11 +134,15 @@ def test_a_place_does_not_see_the_token_it_guesses(lm_head, packed):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_new_head_starts_as_the_lm_head(lm_head, packed, tied):
-    head = RedrafterTrainingConfig(length=LENGTH, state=24, layers=2, tied=tied).new_head(lm_head)
     hidden = packed.hidden[packed.places]
-    vectors = head.unroll(hidden, lm_head.embed(text_tokens(packed, LENGTH).T))
-    for place in range(LENGTH):
-        assert torch.equal(head.place_logits(place, vectors[place], lm_head), lm_head(hidden))
+    for config in (
+        RedrafterTrainingConfig(length=LENGTH, state=24, tied=tied),
+        MedusaTrainingConfig(heads=LENGTH, tied=tied),
+    ):
+        head = config.new_head(lm_head)
+        vectors = head.unroll(hidden, lm_head.embed(text_tokens(packed, LENGTH).T))
+        for place in range(LENGTH):
+            assert torch.equal(head.place_logits(place, vectors[place], lm_head), lm_head(hidden))
 
 
 def test_new_weights_are_decided_by_the_seed_alone(lm_head):
@@ -135,7 +167,7 @@ def test_self_fed_positions_read_their_own_greedy_guesses(lm_head, packed):
 def test_guessing_before_the_step_takes_no_gradient_away(lm_head, packed):
     """Autocast keeps weights that it has cast; those of the guesses, which need no gradient, must not be taken."""
     head = head_of()
-    objective = objective_of(head, lm_head, packed, "kl", SelfFeeding(head, lm_head, 0.5, 0))
+    objective = objective_of(head, lm_head, packed, ForwardKL(), SelfFeeding(head, lm_head, 0.5, 0))
     with torch.autocast("cpu", torch.bfloat16):
         objective.accumulate(torch.zeros(1, 2), 1.0)
     assert all(weight.grad is not None and weight.grad.norm() > 0 for weight in head.parameters())
@@ -144,7 +176,7 @@ def test_guessing_before_the_step_takes_no_gradient_away(lm_head, packed):
 def test_shares_of_processes_add_up(lm_head, packed):
     """Of two windows, one twice as long, where guesses are drawn for both."""
     head = head_of()
-    objective = objective_of(head, lm_head, packed, "kl", SelfFeeding(head, lm_head, 0.5, 0))
+    objective = objective_of(head, lm_head, packed, ForwardKL(), SelfFeeding(head, lm_head, 0.5, 0))
     assert_shares_add_up(objective, head, torch.tensor([[0, 9], [12, 18]]), slice(0, 1), slice(1, 2))
 
 
