@@ -33,9 +33,9 @@ from truedraft.drafters import Drafter, Medusa, Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.drafters.heads.calibration import Calibration
 from truedraft.drafters.heads.head import HeadRecord
+from truedraft.kinds.medusa.folders import published_tree
 from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.kinds.medusa.module import MedusaHeads
-from truedraft.kinds.medusa.original import published_tree
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance

@@ -17,9 +17,9 @@ from truedraft.engine.request import Request
 from truedraft.errors import OptionError, PromptError, TruedraftError, UnknownOptionError
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.multimodal import MultimodalPrompt
+from truedraft.text.detokenizer import TextStream as TextStream
 from truedraft.text.forms import Forms as Forms
 from truedraft.text.reasoning import ReasonedForm
-from truedraft.text.stopping import TextStream as TextStream
 from truedraft.text.tokenizer import ChatOptions as ChatOptions
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
