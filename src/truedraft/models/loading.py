@@ -60,11 +60,9 @@ from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.checkpoint import Checkpoint
 from truedraft.models.embedded import SMOLLM2_ON_THE_HUB, embedded_folder, smollm2_file, smollm2_missing
-from truedraft.models.extents import refuse_vast_sizes
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.mapped import read_in, return_freed_memory
-from truedraft.models.mtp_names import without_mtp
 from truedraft.models.packed_linear import can_pack, multiplies_only_packed, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import (
@@ -77,7 +75,7 @@ from truedraft.models.probe import (
 from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
-from truedraft.models.weight_files import file_of
+from truedraft.models.weight_files import file_of, refuse_vast_sizes, without_mtp
 from truedraft.options import BITS
 from truedraft.progress import log_stage
 from truedraft.text.tokenizer import Tokenizer

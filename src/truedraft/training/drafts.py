@@ -275,13 +275,7 @@ def train_draft(
         draft = starting_draft(config, target_model, tokenizer)
         config = _fitting(config, target_model, draft, hooks.on_note)
         config = _planned(config, target_model, draft, source, out / WORK, budget, hooks)
-        written: list[WrittenAnswer] = []
-        if source.has_prompts:
-            begun = (out / WORK / CHECKPOINT).is_file()
-            writing = Writing(config.tokens, config.writing, out / WORK, hooks, budget, begun)
-            model = load_model(target, device=config.device)
-            budget.loaded()
-            written = writing.answers(model, source.prompts, source.asks)
+        written = _answers_to(source, target, config, out / WORK, budget, hooks)
         train, test = _streams(source, written, tokenizer, out / WORK)
         _check_amount(config, train, hooks.on_note)
         loop = stream_loop(config, target_model, draft, train, out / WORK)
@@ -294,25 +288,34 @@ def train_draft(
             record_draft(out, str(target), target_model, result.report, result.evaluations)
         except ModelError as error:
             hooks.on_note(f"the draft does not say which target it is for: {error}")
-        facts = training_facts(
-            parameters=draft.num_parameters(),
-            data=names_of(data),
-            steps=result.steps,
-            tokens=result.tokens,
-            elapsed_s=result.elapsed_s,
-            machine=describe_machine(config.device),
-        )
-        write_card(
-            out,
-            str(target),
-            "A draft",
-            f"Proposes tokens that {base_name(str(target))} verifies (speculative decoding). Distilled with truedraft.",
-            facts,
-            pair_facts(result.report) | evaluation_facts(result.evaluations),
-            "draft-model",
-            library="transformers",
-        )
+        _write_card(out, str(target), names_of(data), draft.num_parameters(), result, config.device)
         return processes.from_main(result)
+
+
+def _answers_to(
+    source: Source, target: str | Path, config: DraftConfig, work: Path, budget: TimeBudget, hooks: Callbacks
+) -> list[WrittenAnswer]:
+    """The target's answers to the prompts of the data."""
+    if not source.has_prompts:
+        return []
+    writing = Writing(config.tokens, config.writing, work, hooks, budget, (work / CHECKPOINT).is_file())
+    model = load_model(target, device=config.device)
+    budget.loaded()
+    return writing.answers(model, source.prompts, source.asks)
+
+
+def _write_card(out: Path, target: str, data: str, parameters: int, result: DraftResult, device: str) -> None:
+    facts = training_facts(
+        parameters=parameters,
+        data=data,
+        steps=result.steps,
+        tokens=result.tokens,
+        elapsed_s=result.elapsed_s,
+        machine=describe_machine(device),
+    )
+    sentence = f"Proposes tokens that {base_name(target)} verifies (speculative decoding). Distilled with truedraft."
+    measured = pair_facts(result.report) | evaluation_facts(result.evaluations)
+    write_card(out, target, "A draft", sentence, facts, measured, "draft-model", library="transformers")
 
 
 def _train_beside(target: str | Path, work: Path, tokenizer: PreTrainedTokenizerBase, device: str) -> DraftResult:
