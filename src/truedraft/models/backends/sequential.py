@@ -17,15 +17,15 @@ from transformers import Cache, PreTrainedModel
 
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.backends.base import Backend, decoder_layers, showing
+from truedraft.models.backends.base import ModuleBackend
 from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
-from truedraft.models.multimodal import input_names_of, noting_shift, on_device
+from truedraft.models.multimodal import noting_shift, on_device
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.states import cache_keyword
 
 
-class SequentialBackend(Backend):
+class SequentialBackend(ModuleBackend):
     """Runs the segments of a plan one after another through a model's own forward.
 
     Args:
@@ -37,12 +37,10 @@ class SequentialBackend(Backend):
     """
 
     least_rows = 1
-    fast_paths: tuple[str, ...] = ()
     _way = "one text at a time, since it cannot run packed"
     _needs_cache = True
 
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
-        self._model = model
         self._takes = set(inspect.signature(type(model).forward).parameters)
         self._keyword = cache_keyword(model) or ""
         if self._needs_cache and not self._keyword:
@@ -50,14 +48,9 @@ class SequentialBackend(Backend):
                 f"{type(model).__name__} takes no cache of keys and values, so each token would cost the whole text "
                 "again"
             )
-        self._captured: list[Tensor] = []
+        super().__init__(model)
         self._outputs: dict[int, Tensor] = {}  # outputs of the watched layers in the last forward
         self._shown: dict[int, list[Tensor]] = {}  # their requested rows
-        self._layers = decoder_layers(model)
-        self.shown_layers = len(self._layers)
-        self._head = model.get_output_embeddings()
-        self._head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
-        self.input_names = input_names_of(model)
         self.note = f"{self._way}: {reason}"
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
@@ -84,14 +77,13 @@ class SequentialBackend(Backend):
         cache = plan.segments[0].segment.cache
         with noting_shift(self._model, cache):
             found = self.run(plan)
-        cache.family.apart = not cache.family.encodes  # the masks of the decoder are unknown
+        cache.family.unshareable = not cache.family.encodes  # the masks of the decoder are unknown
         return found
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         self._shown = {layer: [] for layer in layers}
         try:
-            with showing(self._layers, layers, self._outputs.__setitem__):
-                found = self.run(plan) if plan.segments[0].segment.inputs is None else self.run_inputs(plan)
+            found = self._run_showing(plan, layers, self._outputs.__setitem__)
             width = self._model.config.get_text_config().hidden_size
             for layer, rows in self._shown.items():
                 seen[layer] = torch.stack(rows) if rows else found[1].new_zeros(0, width)
@@ -149,11 +141,6 @@ class SequentialBackend(Backend):
         """Call the model's forward with ids `[1, tokens]` and those of `given` that it has parameters for."""
         taken = {name: value for name, value in given.items() if name in self._takes}
         return self._model(input_ids=ids, **taken, **always)
-
-    def unembed(self, vectors: Tensor) -> Tensor:
-        logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
-        self._captured.clear()
-        return logits[: len(vectors)]
 
 
 def runs_of(shape: TreeShape, written: int) -> list[list[int]]:
