@@ -318,7 +318,7 @@ MUTANTS = [
     (
         invariance,
         '"without drafting": FixedBudget(NO_DRAFT)',
-        '"without drafting": FixedBudget(limits)',
+        '"without drafting": FixedBudget(self._limits)',
         budgets_are_felt,
     ),
     (

@@ -11,7 +11,7 @@ import torch
 from support.trees import ancestor_mask
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import OptionError
-from truedraft.kinds.medusa.original import published_tree
+from truedraft.kinds.medusa.folders import published_tree
 
 CHAIN = RankTree(((0,), (0, 0), (0, 0, 0)))
 STAR = RankTree(((0,), (1,), (2,), (3,)))

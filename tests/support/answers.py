@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -89,9 +89,9 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
         assert_consistent(answer, [*pieces.pop(request.id, []), *request.pieces[before:]], request.preemptions)
         assert warned or answer.warnings == ()
         assert not request._stop_ids & set(answer.token_ids)
-        if request._tokenizer is not None:
+        if request._text._tokenizer is not None:
             assert answer.text is not None
-            whole = request._tokenizer.decode(answer.token_ids)
+            whole = request._text._tokenizer.decode(answer.token_ids)
             # A stop text may begin inside the last token.
             assert whole.startswith(answer.text) if request._text.stopped else whole == answer.text
             assert not any(stop in answer.text for stop in request.params.stop)
@@ -100,6 +100,14 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
     patch.setattr(Request, "emit", recording_emit)
     patch.setattr(Request, "finish", checking_finish)
     yield
+
+
+def finished(engine: Engine, requests: Iterable[Request]) -> list[Answer]:
+    """Answers of requests, after steps until all are over."""
+    waiting = list(requests)
+    while not all(request.closed for request in waiting):
+        engine.step()
+    return [answer for request in waiting if (answer := request.pieces[-1].answer) is not None]
 
 
 def assert_ends_inside_blocks(plain: Engine, drafting: Engine, prompt: list[int]) -> None:

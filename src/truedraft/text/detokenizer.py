@@ -233,6 +233,11 @@ class TextStream:
         self._kept: int | None = None
 
     @property
+    def writes(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
     def text(self) -> str:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]

@@ -1,25 +1,30 @@
-"""Measuring: known costs come back, the drafter is asked as the engine asks it, and time limits hold."""
+"""Measuring: known costs come back, the drafter is called as the engine calls it, and time limits hold."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
 import torch
 from timed_doubles import Clock, TimedDrafter, TimedModel
 
+from support.recorded_time import UNRECORDED, recorded_model
+from support.recorded_time import Clock as ForwardClock
 from support.tiny_models import noisy, packed
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
+from truedraft.core.stats import Settling
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutcome
-from truedraft.engine.policy import Effort, measure_drafter, measure_target
-from truedraft.engine.policy.measuring import in_rounds
+from truedraft.engine.policy import Effort, measure_drafter, measure_target, measuring, read_bandwidth
+from truedraft.engine.policy.measuring import piecewise
 from truedraft.errors import DrafterError, OptionError, VocabularyMismatchError
+from truedraft.machine import this_machine
 from truedraft.progress import unwatched
-from truedraft.testing import MarkovModel, ScriptedDrafter
+from truedraft.testing import MarkovModel
 
 ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
 THRICE = Effort(budget_s=60.0, least_rounds=3, most_rounds=3)
@@ -147,9 +152,12 @@ def test_the_drafter_is_treated_as_in_the_engine() -> None:
 
 
 def test_a_proposal_counts_for_the_depth_that_it_has() -> None:
-    clock = Clock()
-    cost = measure_drafter(TimedDrafter(clock, depth=4, most=2), TimedModel.of(clock, linear), effort=ONCE, clock=clock)
+    clock, target = Clock(), TimedModel.of(Clock(), linear)
+    cost = measure_drafter(TimedDrafter(clock, depth=4, most=2), target, effort=ONCE, clock=clock)
     assert [point.depth for point in cost.points] == [1, 2]
+    nothing = measure_drafter(TimedDrafter(clock, most=0), target, effort=ONCE, clock=clock)
+    assert nothing(1) == nothing(4) == pytest.approx(4e-3), "the search"
+    assert measure_drafter(NoDrafter(), target).points == ()
 
 
 def test_a_cascade_counts_for_the_levels_that_it_took_on_a_text_without_repeats() -> None:
@@ -173,16 +181,6 @@ def test_a_cascade_counts_for_the_levels_that_it_took_on_a_text_without_repeats(
     assert cost(1) == pytest.approx(4e-3 + 2e-3 * 1.5, abs=1.1e-3)
     assert cost(2) == pytest.approx(4e-3 + 2e-3 * 3.5, abs=1.1e-3)
     assert all(len(set(tokens)) == target.vocab_size for tokens in seen)
-
-
-def test_a_drafter_that_finds_nothing_costs_its_search() -> None:
-    clock = Clock()
-    cost = measure_drafter(TimedDrafter(clock, most=0), TimedModel.of(clock, linear), effort=ONCE, clock=clock)
-    assert cost(1) == cost(4) == pytest.approx(4e-3)
-
-
-def test_no_drafter_costs_nothing() -> None:
-    assert measure_drafter(NoDrafter(), MarkovModel.random(5, 0)).points == ()
 
 
 def test_prompt_lookup_finds_what_repeats() -> None:
@@ -215,28 +213,17 @@ def test_hidden_vectors_are_given_to_those_that_want_them() -> None:
     assert target.pool.in_use == 0
 
 
-def test_a_drafter_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(VocabularyMismatchError):
-        measure_drafter(DraftModel(MarkovModel.random(5, 0)), MarkovModel.random(6, 0))
-
-
-def test_a_drafter_that_fails_says_so_in_one_sentence() -> None:
-    def broken(tokens: object) -> list[list[int]]:
-        raise ZeroDivisionError("oh no")
-
-    with pytest.raises(DrafterError, match=r"'scripted' failed while .* measured \(ZeroDivisionError: oh no\)"):
-        measure_drafter(ScriptedDrafter(broken), MarkovModel.random(5, 0))
-
-
-def test_a_drafter_that_fails_is_told_the_end() -> None:
+def test_a_drafter_that_fails_or_does_not_fit_is_named_and_told_the_end() -> None:
     class Failing(TimedDrafter):
         def observe(self, batch: list[DraftRequest], outcomes: list[StepOutcome]) -> None:  # type: ignore[override]
-            raise RuntimeError("full")
+            raise ZeroDivisionError("oh no")
 
     drafter = Failing(Clock())
-    with pytest.raises(DrafterError, match="full"):
+    with pytest.raises(DrafterError, match=r"'scripted' failed while .* measured \(ZeroDivisionError: oh no\)"):
         measure_drafter(drafter, MarkovModel.random(5, 0))
     assert not drafter.live
+    with pytest.raises(VocabularyMismatchError):
+        measure_drafter(DraftModel(MarkovModel.random(5, 0)), MarkovModel.random(6, 0))
 
 
 def test_rounds_interleave_and_stop_when_time_is_up() -> None:
@@ -249,17 +236,127 @@ def test_rounds_interleave_and_stop_when_time_is_up() -> None:
         return True
 
     progress: list[float] = []
-    rounds = in_rounds("abc", measure, Effort(10.0, 2, 50), lambda done, _: progress.append(done), "x", clock)
+    rounds = list(piecewise("abc", measure, Effort(10.0, 2, 50), lambda done, _: progress.append(done), "x", clock))[-1]
     assert rounds == 3  # a round takes 3 s, the warm-up too: 12 s are over after the third
     assert [number for _, number in seen] == [-1] * 3 + [0] * 3 + [1] * 3 + [2] * 3
     assert len({tuple(key for key, number in seen if number == n) for n in range(3)}) == 3
     assert progress[-1] == 1.0 and progress[0] == pytest.approx(1 / (3 * 51))
     seen.clear()
-    assert in_rounds("abc", measure, Effort(0.0, 2, 50), unwatched, "x", clock) == 2
-    assert in_rounds("abc", measure, Effort(1e9, 2, 4), unwatched, "x", clock) == 4
+    assert list(piecewise("abc", measure, Effort(0.0, 2, 50), unwatched, "x", clock))[-1] == 2
+    assert list(piecewise("abc", measure, Effort(1e9, 2, 4), unwatched, "x", clock))[-1] == 4
 
 
 @pytest.mark.parametrize("values", [(-1.0, 1, 1), (float("nan"), 1, 1), (1.0, 0, 1), (1.0, 3, 2)])
 def test_an_effort_that_measures_nothing_is_refused(values: tuple[float, int, int]) -> None:
     with pytest.raises(OptionError, match="least_rounds"):
         Effort(*values)
+
+
+SHORT = Effort(1.0, 3, 25)
+DRAFT_S = 0.5e-3
+
+
+def seconds(rows: int) -> float:
+    """Of a large model on a GPU: nearly all of it is reading the weights."""
+    return 5.5e-3 + 1e-5 * rows
+
+
+@pytest.mark.parametrize("effort", [ONCE, SHORT], ids=["one round", "as at the first request"])
+def test_what_a_target_costs_is_what_its_replays_take(effort: Effort) -> None:
+    clock = ForwardClock()
+    cost = measure_target(recorded_model("target", clock, seconds), effort=effort, clock=clock)
+    for rows in (1, 2, 5, 16, 33, 64):
+        assert cost(rows, [128]) == pytest.approx(seconds(rows), rel=1e-9)
+        assert cost(rows, [448]) == pytest.approx(seconds(rows), rel=1e-9)
+    assert cost(8, [128] * 8) == pytest.approx(seconds(8), rel=1e-9)
+    assert cost.settles_s == 0.0
+
+
+def test_what_a_draft_costs_is_what_its_replays_take() -> None:
+    """A level of depth is a forward, and the first one catches up: by two rows where all was accepted, in round 1."""
+    clock = ForwardClock()
+    target, draft = recorded_model("target", clock, seconds), recorded_model("draft", clock, lambda rows: DRAFT_S)
+    cost = measure_drafter(DraftModel(draft, 4), target, effort=Effort(0.0, 2, 2), clock=clock)
+    for depth in (1, 2, 3, 4):
+        assert cost(depth) == pytest.approx(depth * DRAFT_S, rel=1e-9)
+
+
+def test_where_no_forward_is_ever_settled_they_count_as_they_are() -> None:
+    clock = ForwardClock()
+    model = recorded_model("target", clock, seconds, forgets=True)
+    cost = measure_target(model, effort=SHORT, clock=clock)
+    assert cost(8, [128]) == pytest.approx(UNRECORDED * seconds(8))
+    assert clock.now < 110.0, "it is not tried again and again"
+    drafted = measure_drafter(DraftModel(model, 2), MarkovModel.random(97, 0, context_length=512), effort=ONCE)
+    assert [point.depth for point in drafted.points] == [1, 2]
+
+
+def test_rounds_measure_until_that_was_settled() -> None:
+    """A key settles at its third time; later another one makes all begin anew. The first round takes no budget."""
+    clock = Clock()
+    seen: dict[str, int] = dict.fromkeys("ab", 0)
+    settled: list[tuple[str, int]] = []
+
+    def measure(key: str, number: int) -> bool:
+        clock.now += 1.0
+        seen[key] += 1
+        if seen[key] == 5:
+            seen.update(dict.fromkeys("ab", 1))
+        if seen[key] < 3:
+            return False
+        settled.append((key, number))
+        return True
+
+    assert list(piecewise("ab", measure, Effort(3.0, 2, 9), unwatched, "x", clock))[-1] == 2
+    assert sorted(settled) == sorted((key, number) for key in "ab" for number in (-1, 0, 1))
+    assert clock.now > 6.0
+
+
+def test_a_key_that_never_settles_is_soon_tried_once_a_round() -> None:
+    clock = Clock()
+    calls: list[int] = []
+
+    def measure(key: str, number: int) -> bool:
+        clock.now += 1.0
+        calls.append(number)
+        return False
+
+    assert list(piecewise("a", measure, Effort(8.0, 1, 99), unwatched, "x", clock))[-1] == 3
+    assert calls == [-1] * 6 + [0, 1, 2]
+
+
+def test_settled_is_what_warms_nothing_up() -> None:
+    class Counts:
+        warmups = 3
+
+    one, other = Counts(), Counts()
+    settling, said = Settling(one, other), []
+    for warmups in (3, 4, 3, 0):  # 0: other weights, whose count began anew
+        other.warmups = warmups
+        said.append(settling.settled)
+    assert said == [True, False, True, False]
+    assert Settling(one, other).settled
+
+
+def test_the_fastest_read_counts_and_bytes_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([9.0, 9.0, 9.0, 0.5, 1.0, 2.0, 1.0, 0.25, 4.0])
+    monkeypatch.setattr(measuring, "_seconds", lambda *_: next(seconds))
+    assert read_bandwidth(size_bytes=1 << 10, repetitions=2) == 4096.0
+
+
+@pytest.mark.parametrize(
+    ("size", "repetitions", "words"),
+    [(0, 1, "got 0"), (-8, 1, "got -8"), (12, 1, "multiple of 8"), (8, 0, "repetitions"), (1 << 60, 1, "GiB")],
+)
+def test_what_cannot_be_read_is_refused(size: int, repetitions: int, words: str) -> None:
+    assert read_bandwidth(size_bytes=1 << 20, repetitions=1) > 0.0
+    with pytest.raises(OptionError, match=words):
+        read_bandwidth(size_bytes=size, repetitions=repetitions)
+
+
+def test_the_machine() -> None:
+    found = this_machine()
+    assert found["cpu"]
+    assert found["cores"] == os.cpu_count()
+    assert found["threads"] == torch.get_num_threads()
+    assert found["device"] == "cpu"

@@ -1,4 +1,4 @@
-"""Controllers that know no costs."""
+"""Controllers by their words, and those that know no costs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from truedraft.engine.policy import (
     ConfidenceStop,
     Controller,
     FixedBudget,
+    Goodput,
     RequestView,
     Schedule,
 )
-from truedraft.errors import OptionError
+from truedraft.engine.policy.specs import KINDS, controller_from_spec, controller_help
+from truedraft.errors import OptionError, UnknownOptionError
 
 CHAIN, TREE = Budget(40, 1, 40), Budget(6, 4, 24, 0.1)
 
@@ -94,14 +96,8 @@ def test_steps_in_which_nothing_was_drafted_say_nothing_and_who_left_is_forgotte
     assert controller.decide([view()])[0].budget.depth == 7
     controller.observe(record((1, 5, 5)))
     assert controller.decide([view()])[0].budget.depth == 5
-
-
-def test_an_answers_end_cuts_what_is_drafted_not_what_is_learnt() -> None:
-    """Fewer tokens were drafted than were decided, and all of them accepted: that is a whole proposal."""
-    controller = AssistedHeuristic()
-    controller.decide([view()])
     controller.observe(record((0, 2, 2)))
-    assert controller.decide([view()])[0].budget.depth == 7
+    assert controller.decide([view()])[0].budget.depth == 7, "cut at an answer's end and accepted is a whole proposal"
 
 
 # ------------------------------------------------------------------------------------------ the others
@@ -122,11 +118,8 @@ def test_the_schedule_of_the_docstring() -> None:
         return {each.budget.depth for each in schedule.decide([view(number) for number in range(requests)])}
 
     assert [lengths(count) for count in (1, 3, 4, 15, 16, 40)] == [{4}, {4}, {2}, {2}, {0}, {0}]
-
-
-def test_below_its_least_number_a_schedule_leaves_the_limits_and_a_tree_is_cut_to_nodes() -> None:
     schedule = Schedule({2: 3})
-    assert schedule.decide([view(limits=TREE)])[0].budget == TREE
+    assert schedule.decide([view(limits=TREE)])[0].budget == TREE, "below its least number"
     assert schedule.decide([view(0, TREE), view(1, TREE)])[1].budget == Budget(3, 4, 3, 0.1)
 
 
@@ -149,3 +142,58 @@ def test_they_run(controller: Controller) -> None:
     simulation.requests.append(SimulatedRequest(1))
     simulation.run(0.1)
     assert simulation.requests[1].emitted > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("goodput", Goodput),
+        ("goodput,probing=0.02", Goodput),
+        ("fixed", FixedBudget),
+        ("heuristic,start=3", AssistedHeuristic),
+        ("confidence,threshold=0.3", ConfidenceStop),
+        ("schedule,1=4,4=2,16=0", Schedule),
+    ],
+)
+def test_words_make_controllers(words: str, kind: type) -> None:
+    assert type(controller_from_spec(words)) is kind
+
+
+def test_every_kind_can_be_made_from_its_own_options() -> None:
+    for word, kind in KINDS.items():
+        options = "".join(f",{name}={value.split('|')[0]}" for name, value in kind.options.items())
+        controller_from_spec(word + options)
+        assert word in controller_help() and kind.meaning in controller_help()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("godput", "goodput"),
+        ("", "controller"),
+        ("goodput,probin=0.1", "probing"),
+        ("goodput,explore=thompson", "it is gone, take probing alone"),
+        ("goodput,probing=2", "0.5"),
+        ("goodput,probing=much", "number"),
+        ("goodput,probing=nan", "nan"),
+        ("fixed,length=3", "length"),
+        ("fixed:4", "4"),
+        ("fixed(a;b)", "fixed"),
+        ("heuristic,start=0", "1 or more"),
+        ("heuristic,start=x", "'x'"),
+        ("confidence,threshold=2", "2"),
+        ("schedule", "at least one"),
+        ("schedule,1=x", "'x'"),
+        ("schedule,a=1", "'a'"),
+        ("schedule,0=1", "0"),
+        ("schedule:folder,1=2", "folder"),
+        ("schedule(a;b),1=2", "schedule"),
+        ("goodput,probing=0.1,probing=0.2", "twice"),
+    ],
+)
+def test_bad_words_are_refused_in_one_sentence(words: str, says: str) -> None:
+    with pytest.raises((OptionError, UnknownOptionError)) as caught:
+        controller_from_spec(words)
+    message = str(caught.value)
+    assert says in message
+    assert "\n" not in message and len(message) < 250
