@@ -25,10 +25,9 @@ from truedraft.engine.policy import RoundRobin
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
 from truedraft.models import huggingface
 from truedraft.models.backends.base import Backend
-from truedraft.models.backends.copied import WholeTextBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Weights
-from truedraft.models.backends.sequential import SequentialBackend
+from truedraft.models.backends.sequential import SequentialBackend, WholeTextBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 

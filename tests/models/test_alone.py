@@ -23,8 +23,7 @@ from support.verdicts import TREE, assert_same_entries, read, verdicts
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.backends.copied import WholeTextBackend
-from truedraft.models.backends.sequential import SequentialBackend, runs_of
+from truedraft.models.backends.sequential import SequentialBackend, WholeTextBackend, runs_of
 from truedraft.models.base import Segment
 from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel

@@ -48,14 +48,13 @@ from truedraft.models import gguf, quantized_folder
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend, BackendMaker
-from truedraft.models.backends.copied import CopiedBackend, WholeTextBackend
 from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.parallel import follow, parallel_backend
-from truedraft.models.backends.sequential import SequentialBackend
+from truedraft.models.backends.sequential import CopiedBackend, SequentialBackend, WholeTextBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.checkpoint import Checkpoint
