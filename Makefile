@@ -96,7 +96,7 @@ test-browser: $(STAMP)
 	fi
 	$(BIN)/python -m pytest -m browser tests/browser -rs
 
-# Every family of models that transformers has, small and with random weights: docs/models.md.
+# Every family of models that transformers has, small and with random weights: benchmarks/results/conformance.md.
 conformance: $(STAMP)
 	$(PYTHON) benchmarks/conformance.py --page
 

@@ -52,8 +52,7 @@ from truedraft.verification.specs import rule_from_spec as rule_of
 HERE = Path(__file__).parent
 SHAPES = HERE / "conformance_shapes.json"
 OUT = HERE / "results" / "conformance.jsonl"
-PAGE = HERE.parent / "docs" / "models.md"
-BEGIN, END = "<!-- conformance: make conformance -->\n", "<!-- end of conformance -->\n"
+PAGE = HERE / "results" / "conformance.md"
 DTYPES = ("float32", "bfloat16")
 COUNT = 16
 NOISE = 0.05  # on the draft's weights, of their spread
@@ -452,7 +451,7 @@ def _share(by: Mapping[tuple[str, str], Mapping[str, Any]], names: Sequence[str]
 
 
 INTRODUCTION = """
-`make conformance` makes this section. It builds every family of text models that the installed transformers
+`make conformance` makes this page. It builds every family of text models that the installed transformers
 ({version}) has, small and with random weights (`benchmarks/conformance_shapes.json`), loads it as a user does, and runs
 it with drafters, rules, ways of sampling and batches. One family of each way to run goes through all {every} cells, in
 both dtypes: {fully}.
@@ -523,7 +522,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--report", action="store_true", help="examine nothing, print the tables")
-    parser.add_argument("--page", action="store_true", help="write the section of docs/models.md")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     asked = parser.parse_args()
     kept = Lines(asked.out)
     done = {line["family"] for line in kept.records}
@@ -538,9 +537,7 @@ def main() -> int:
     )
     print(report(lines))
     if asked.page:
-        text = PAGE.read_text()
-        head, rest = text.split(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}{page(lines)}{END}{rest.split(END)[1]}")
+        PAGE.write_text(f"# Conformance\n\n{page(lines)}")
     return 0
 
 

@@ -29,7 +29,7 @@ _MOST = 2
 """Cases of a test that the suite runs: others are marked `slow`. A file that is named runs whole."""
 _PARTS = 3
 _WHOLE = (
-    "core", "verification", "test_docs.py", "certify/test_mutants.py", "engine/test_block",
+    "core", "verification", "test_docs.py", "certify/test_mutants.py",
     "engine/test_distribution", "engine/test_one_wait.py", "models/test_row_invariance.py",
     "drafters/heads/test_levels.py", "kinds/test_layer_folders.py",
 )  # fmt: skip

@@ -84,7 +84,7 @@ KNOW_KINDS = {
     "drafters/__init__.py": "public names",
     "training/__init__.py": "public names",
     "models/mtp.py": "reads the layers of a target's own files",
-    "models/mtp_names.py": "likewise",
+    "models/weight_files.py": "names of their tensors",
     "models/loading.py": "leaves these layers out of a target",
     "drafters/specs.py": "auto takes the layer of a target's own files",
     "models/embedded.py": "names of folders of the embedded models",
@@ -156,6 +156,11 @@ def test_controllers_see_numbers_alone() -> None:
         assert all(each.startswith(allowed) for each in used), name
 
 
+def test_the_engine_sees_ids_alone_but_where_prompts_and_options_are_read() -> None:
+    knows = {path.name for path in (SOURCE / "engine").rglob("*.py") if "truedraft.text" in " ".join(imports_of(path))}
+    assert knows == {"prompts.py"}
+
+
 def loaded_after(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -169,7 +174,7 @@ def loaded_after(statement: str) -> set[str]:
         "from truedraft import SamplingParams; SamplingParams()",
         "from truedraft.core.stats import Counters; from truedraft.core.budget import Budget",
         "import truedraft.engine.policy",
-        "import truedraft.text.tokenizer, truedraft.text.stopping",
+        "import truedraft.text.tokenizer, truedraft.text.detokenizer",
         "import truedraft.cli.main",
     ],
 )
@@ -180,7 +185,7 @@ def test_light_imports_stay_light(statement: str) -> None:
 def test_drafting_with_a_kind_imports_neither_training_nor_measure() -> None:
     kinds = [path.parent.name for path in (SOURCE / "kinds").glob("*/drafter.py")]
     statement = "; ".join(f"import truedraft.kinds.{kind}, truedraft.kinds.{kind}.drafter" for kind in sorted(kinds))
-    assert len(kinds) >= 6
+    assert len(kinds) >= 5
     assert not {
         name for name in loaded_after(statement) if name.startswith(("truedraft.training", "truedraft.measure"))
     }

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from truedraft import SamplingParams
+from truedraft.certify.checks import Stack
 from truedraft.core.probs import batch_probs
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
+from truedraft.verification import SpeculativeSampling
+
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 
 
 class ShiftedShape(TreeShape):
@@ -118,3 +122,8 @@ def markov(
         logits.scatter_(-1, best.indices[..., :1], best.values[..., 1:] + lead)
     logits += astray * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
     return MarkovModel(torch.softmax(logits, dim=-1).float(), name=f"markov-{seed}")
+
+
+def healthy() -> Stack:
+    """A correct stack whose chains are often, not always right."""
+    return Stack(markov(0), DraftModel(markov(0, astray=1.0), num_speculative_tokens=3), SpeculativeSampling())

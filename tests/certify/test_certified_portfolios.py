@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from certify.planted_faults import StaleDraft, markov
+from certify.planted_faults import TEXTS, StaleDraft, markov
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import faults
@@ -25,7 +25,6 @@ from truedraft.drafters.base import Drafter
 from truedraft.engine.policy import Goodput, RoundRobin
 from truedraft.verification import SpeculativeSampling
 
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from certify.planted_faults import markov
+from certify.planted_faults import TEXTS, markov
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import controls, faults
@@ -19,7 +19,6 @@ from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 FOREVER = 600.0
 WARM = SamplingParams(temperature=1.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from certify.planted_faults import ForgetsTheLast, StaleDraft, markov
+from certify.planted_faults import TEXTS, ForgetsTheLast, StaleDraft, markov
 from support.faulty_parts import keeps_rejected
 from support.head_models import MarkovWithHead, fitted_heads
 from support.ngram_tables import table_of
@@ -21,7 +21,6 @@ from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.models.base import LanguageModel
 from truedraft.verification import SpeculativeSampling
 
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 PARAMS = SamplingParams(max_tokens=32)
 
 

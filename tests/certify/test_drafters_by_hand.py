@@ -111,11 +111,9 @@ def undrawn(probs: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 NO_LAWS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
-    "zeros": lambda probs, tokens: torch.zeros_like(probs),
     "log probabilities": lambda probs, tokens: probs.log(),
     "half of it is missing": lambda probs, tokens: probs / 2,
     "a drawn token has none": undrawn,
-    "no numbers": lambda probs, tokens: probs * torch.nan,
 }
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from certify.planted_faults import ForgetsTheLast, markov, row_noise, wrong_mask, wrong_positions
+from certify.planted_faults import TEXTS, ForgetsTheLast, markov, row_noise, wrong_mask, wrong_positions
 from support.coupled_choice import coupled_choice
 from support.faulty_parts import keeps_rejected
 from support.tiny_models import PROMPTS, noisy, packed
@@ -22,7 +22,6 @@ from truedraft.drafters.base import Drafter
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 GREEDY = SamplingParams(max_tokens=24)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=5)
 

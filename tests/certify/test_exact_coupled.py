@@ -5,9 +5,7 @@ Nothing here is left to chance: noise is either summed over or keyed by fixed se
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from fractions import Fraction
 
 import pytest
 import torch
@@ -15,11 +13,10 @@ from test_exact_part import CAUGHT, DRAWN, FIXED, HOST, KERNEL, REMOVED, SHIPPED
 from torch import Tensor
 
 from truedraft.certify import exact
-from truedraft.certify.cells import decision_cells, kernel_probs, probs_of
 from truedraft.certify.checks import Status
 from truedraft.certify.coupled_cells import answer_probs, expected_verdict, judged_cases, wide_cases
 from truedraft.certify.exact import TOLERANCE
-from truedraft.certify.worlds import Choice, World, build, worlds_for
+from truedraft.certify.worlds import World, build, worlds_for
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.verdict import Origin, Verdict
@@ -30,7 +27,6 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.exact import distance
 from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
 
 
@@ -165,6 +161,8 @@ def worlds() -> list[World]:
 
 
 def test_worlds_hold_chains_trees_and_several_draws_of_every_kind() -> None:
+    for each in worlds():
+        assert sum(case.probability for case in each.every_proposal()) == pytest.approx(1.0, abs=TOLERANCE)
     cases = [case for world in worlds() for case in world.every_proposal()]
     assert {kind for case in cases for kind in case.proposal.kinds} == {FIXED, DRAWN, REMOVED}
     assert {world.target.vocab for world in worlds()} == {2, 3, 4}
@@ -176,27 +174,6 @@ def test_worlds_hold_chains_trees_and_several_draws_of_every_kind() -> None:
     repeats = [draws for case in cases for draws in case.proposal.draws if len({d.child for d in draws}) < len(draws)]
     assert repeats  # two draws that name one child
     assert any(not case.probs.all() for case in cases)  # distributions with zeros
-
-
-def test_probabilities_of_proposals_are_those_of_drawing_one_after_another() -> None:
-    """In exact fractions, for two draws without replacement at a node; and they sum to 1 in every world."""
-    world = build(4, [(Choice(0, REMOVED), Choice(0, REMOVED, 1))], "dense", "dense")
-    weights, total = world.drafters[0].weights(()), sum(world.drafters[0].weights(()))
-    expected = {
-        (a, b): float(Fraction(weights[a], total) * Fraction(weights[b], total - weights[a]))
-        for a, b in itertools.permutations(range(4), 2)
-    }
-    found = {tuple(case.proposal.tree.host_ids): case.probability for case in world.every_proposal()}
-    assert found == pytest.approx(expected, abs=1e-15)
-    for each in worlds():
-        assert sum(case.probability for case in each.every_proposal()) == pytest.approx(1.0, abs=TOLERANCE)
-
-
-def test_cells_and_kernels_have_one_distribution_on_one_proposal() -> None:
-    cases = build(3, [(Choice(0, DRAWN), Choice(0, FIXED))] * 2, "dense", "dense").every_proposal()
-    rule = SpeculativeSampling()
-    for case, found in zip(cases, probs_of(decision_cells(rule, cases), len(cases)), strict=True):
-        assert distance(found, kernel_probs(rule, case)) < TOLERANCE
 
 
 def test_batches_hold_different_trees_and_requests_with_nothing_drafted() -> None:

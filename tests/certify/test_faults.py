@@ -12,8 +12,7 @@ from torch import Tensor
 from support.coupled_choice import coupled_choice
 from truedraft.certify import faults
 from truedraft.certify.checks import Stack
-from truedraft.certify.closed_forms import probs_under_shared_noise
-from truedraft.certify.faults import Fault
+from truedraft.certify.faults import Fault, probs_under_shared_noise
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.probs import total_variation
 from truedraft.core.proposal import Proposal

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +10,13 @@ from torch import Tensor
 
 from support.faulty_engines import FAULTS, LEAST, SOUND, Planted, Seen, Size, beginnings, embedded_models, named
 from support.faulty_parts import llama_cpp_filters, nucleus_off_by_one
-from support.faulty_peer import FaultyPeer, serve
+from support.faulty_peer import FaultyPeer
 from support.pairwise import some_of
 from truedraft import SamplingParams
 from truedraft.certify import faults
-from truedraft.certify.closed_forms import as_bfloat16_draws
+from truedraft.certify.faults import as_bfloat16_draws
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.verdict import Origin
-from truedraft.errors import PeerError
 from truedraft.measure.peers.asking import Question, Reply
 
 OF_TOKENS = some_of(
@@ -164,77 +158,3 @@ def test_a_stop_text_is_missed_just_where_an_accepted_token_completes_it(fault: 
             assert len(faulty.token_ids) > completing
         assert list(faulty.token_ids) == answer.token_ids[: len(faulty.token_ids)]
     assert missed / len(questions) >= LEAST
-
-
-# ------------------------------------------------------------------------------------------------ as a peer
-
-
-def test_seeds_are_taken_as_given_and_one_is_drawn_where_none_is() -> None:
-    peer = FaultyPeer(named("draft"))
-    params = SamplingParams(temperature=1.0, max_tokens=12)
-    prompt = beginnings()[0]
-    question = Question(prompt, replace(params, seed=5))
-    first, again, other, free, also_free = (
-        reply.token_ids
-        for reply in peer.ask(
-            [question, question, Question(prompt, replace(params, seed=6)), *[Question(prompt, params)] * 2]
-        )
-        if isinstance(reply, Reply)
-    )
-    assert first == again != other
-    assert free != also_free
-
-
-def test_options_that_it_does_not_take_are_refused_and_the_others_answered() -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=3, seed=0)
-    odd = replace(params, presence_penalty=1.0)
-    replies = FaultyPeer(named("plain")).ask([Question(beginnings()[0], each) for each in (odd, params)])
-    assert isinstance(replies[0], PeerError)
-    assert "presence_penalty" in str(replies[0])
-    assert isinstance(replies[1], Reply)
-    assert len(replies[1].token_ids) == 3
-
-
-def test_logprobs_are_the_models_own() -> None:
-    params = SamplingParams(temperature=0.5, top_p=0.8, max_tokens=4, seed=0, logprobs=2)
-    for planted in (named("draft"), named("temperature twice"), named("filters in llama.cpp's order")):
-        (reply,) = asked(planted, [Question(beginnings()[1], params)])
-        engine = named("plain").parts(embedded_models(), params).engine(1)
-        text = [*beginnings()[1], *reply.token_ids]
-        scored = engine.generate(text, SamplingParams(max_tokens=1, prompt_logprobs=0)).prompt_logprobs
-        assert scored is not None
-        assert reply.logprobs == pytest.approx([each.logprob for each in scored[-4:]], abs=1e-3)
-        assert reply.top_logprobs is not None
-        assert [len(each) for each in reply.top_logprobs] == [2] * 4
-
-
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        found: dict[str, Any] = json.load(response)
-        return found
-
-
-def test_the_server_answers_as_the_peer_does_many_at_once() -> None:
-    peer = FaultyPeer(named("draft"))
-    params = SamplingParams(temperature=0.7, max_tokens=8, logprobs=1)
-    questions = [Question(prompt, replace(params, seed=seed)) for seed, prompt in enumerate(beginnings()[:8])]
-    direct = asked(named("draft"), questions)
-    options = {"model": "embedded:target", "temperature": 0.7, "max_tokens": 8, "logprobs": 1, "return_token_ids": True}
-    with serve(peer) as url, ThreadPoolExecutor(8) as pool:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
-            assert json.load(response)["data"][0]["id"] == "embedded:target"
-        bodies = [{**options, "prompt": list(each.prompt), "seed": each.params.seed} for each in questions]
-        answers = list(pool.map(lambda body: post(f"{url}/v1/completions", body), bodies))
-        together = post(f"{url}/v1/completions", {**options, "prompt": [list(each.prompt) for each in questions]})
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            post(f"{url}/v1/completions", {**options, "model": "other", "prompt": [1]})
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            post(f"{url}/v1/completions", {**options, "temperature": -1, "prompt": [1]})
-    assert [choice["index"] for choice in together["choices"]] == list(range(8))
-    for question, reply, answer in zip(questions, direct, answers, strict=True):
-        (choice,) = answer["choices"]
-        assert tuple(choice["token_ids"]) == reply.token_ids
-        assert tuple(choice["prompt_token_ids"]) == question.prompt
-        assert (choice["text"], choice["finish_reason"]) == (reply.text, reply.finish_reason)
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(reply.logprobs, abs=1e-3)

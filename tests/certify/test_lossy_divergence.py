@@ -6,16 +6,14 @@ import random
 
 import pytest
 
-from certify.planted_faults import markov
+from certify.planted_faults import TEXTS, markov
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify.checks import Context, Stack, Status
-from truedraft.certify.lossy import LossyDivergence
+from truedraft.certify.statistics import LossyDivergence
 from truedraft.core.intervals import ratio_of_totals
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.verification.specs import rule_from_spec
-
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 
 
 @pytest.fixture(autouse=True)

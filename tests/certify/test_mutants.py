@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from certify.planted_faults import StaleDraft, borrowed, markov, row_noise, wrong_mask
+from certify.planted_faults import TEXTS, StaleDraft, borrowed, healthy, markov, row_noise, wrong_mask
 from certify.test_exact_breaks import DrawsFromTarget
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
@@ -41,14 +41,9 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 GREEDY = SamplingParams(max_tokens=16)
 WARM = SamplingParams(max_tokens=16, temperature=1.0)
 SEEDED = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
-
-
-def healthy() -> Stack:
-    return Stack(markov(0), DraftModel(markov(0, astray=1.0), 3), SpeculativeSampling())
 
 
 def accepting() -> Stack:
@@ -148,14 +143,6 @@ def no_time_is_no_evidence(check: Check) -> bool:
         return Status.NOT_ENOUGH in {finding.status for finding in run(check, healthy(), seconds=1.0)}
 
 
-def no_time_to_compare_is_no_evidence() -> bool:
-    return no_time_is_no_evidence(equality.Equality())
-
-
-def no_time_to_ask_is_no_evidence() -> bool:
-    return no_time_is_no_evidence(invariance.Invariance())
-
-
 def a_fault_among_roundings_is_a_fault() -> bool:
     stack = accepting().but(target=row_noise(markov(0), 1e-3))
     return equal(stack, "greedy, batch 4").status is Status.FAILS
@@ -202,14 +189,6 @@ def borrowed_options_show(name: str, batch: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifier, "batch_probs", borrowed)
         return asked(healthy(), name, WARM, batch).status is Status.FAILS
-
-
-def neighbours_are_felt() -> bool:
-    return borrowed_options_show("in a batch of 4", 4)
-
-
-def neighbours_are_felt_by_one_at_a_time() -> bool:
-    return borrowed_options_show("cancelled and asked again", 1)
 
 
 def budgets_are_felt() -> bool:
@@ -269,235 +248,126 @@ def not_issued(status: Status) -> bool:
 
 # ---------------------------------------------------------------------------------------------- broken certificates
 
+GREEDY_CAUGHT = "self.strong and self.comparison.untraced > 0"
+SAMPLED_CAUGHT = "caught, detectable = self.strong and self.found,"
+ANSWERS = "zip(numbers, expected, found, strict=True)"
+TOO_FEW = "self.answers < least or not self.compared"
+ISSUED = "not self.lossy and not self.failures and not self.undecided"
 
-@dataclass(frozen=True)
-class Mutant:
-    """One line of a module of certify, another in its place, and what is not seen any more."""
+neighbours_are_felt = partial(borrowed_options_show, "in a batch of 4", 4)
 
-    module: types.ModuleType
-    line: str
-    instead: str
-    sight: Callable[[], bool]
-
-
-MUTANTS = {
-    "a greedy control is always caught": Mutant(
+MUTANTS = [
+    # module, code, what stands in its place, what is not seen any more
+    (controls, GREEDY_CAUGHT, "True", a_greedy_plant_that_does_nothing_is_not_found),
+    (controls, GREEDY_CAUGHT, "self.comparison.untraced > 0", a_greedy_fault_in_few_tokens_is_too_small),
+    (
         controls,
-        "caught = self.strong and self.beside.untraced > 0",
-        "caught = True",
+        "counted.comparison.add(right[number],",
+        "counted.comparison.add(replace(right[number], finish_reason=''),",
         a_greedy_plant_that_does_nothing_is_not_found,
     ),
-    "a greedy control is caught whatever its size": Mutant(
-        controls,
-        "caught = self.strong and self.beside.untraced > 0",
-        "caught = self.beside.untraced > 0",
-        a_greedy_fault_in_few_tokens_is_too_small,
-    ),
-    "every greedy answer of a control differs": Mutant(
-        controls,
-        "counted.beside.add(right[number], wrong[number],",
-        "counted.beside.add(replace(right[number], finish_reason=''), wrong[number],",
-        a_greedy_plant_that_does_nothing_is_not_found,
-    ),
-    "a sampled control is always caught": Mutant(
-        controls,
-        "caught, detectable = self.strong and self.found,",
-        "caught, detectable = True,",
-        a_plant_that_does_nothing_is_not_found,
-    ),
-    "a sampled control is caught if it is large": Mutant(
-        controls,
-        "caught, detectable = self.strong and self.found,",
-        "caught, detectable = self.strong,",
-        a_plant_that_does_nothing_is_not_found,
-    ),
-    "a sampled control is caught whatever its size": Mutant(
-        controls,
-        "caught, detectable = self.strong and self.found,",
-        "caught, detectable = self.found,",
-        a_fault_too_small_does_not_count,
-    ),
-    "answers are compared with themselves": Mutant(
+    (controls, SAMPLED_CAUGHT, "caught, detectable = True,", a_plant_that_does_nothing_is_not_found),
+    (controls, SAMPLED_CAUGHT, "caught, detectable = self.strong,", a_plant_that_does_nothing_is_not_found),
+    (controls, SAMPLED_CAUGHT, "caught, detectable = self.found,", a_fault_too_small_does_not_count),
+    (equality, "found = answers(engines[size], numbers)", "found = expected", accepting_always_is_a_fault_together),
+    (equality, ANSWERS, "()", accepting_always_is_a_fault_alone),
+    (equality, ANSWERS, f"list({ANSWERS})[:2]", the_third_of_a_batch_is_looked_at),
+    (
         equality,
-        "self._compare(self._batch, group, expected, answers(self._engines[self._batch], group))",
-        "self._compare(self._batch, group, expected, expected)",
+        "{size: context.stack.engine(size)",
+        "{size: context.stack.plain(size)",
         accepting_always_is_a_fault_together,
     ),
-    "no answer is compared": Mutant(
-        equality,
-        "for number, plain, other in zip(group, expected, found, strict=True):",
-        "for number, plain, other in ():",
-        accepting_always_is_a_fault_alone,
-    ),
-    "the first two answers of a batch are compared": Mutant(
-        equality,
-        "for number, plain, other in zip(group, expected, found, strict=True):",
-        "for number, plain, other in list(zip(group, expected, found, strict=True))[:2]:",
-        the_third_of_a_batch_is_looked_at,
-    ),
-    "plain decoding is compared with itself": Mutant(
-        equality,
-        "{size: context.stack.engine(size) for size in sorted({1, context.batch})}",
-        "{size: context.stack.plain(size) for size in sorted({1, context.batch})}",
-        accepting_always_is_a_fault_together,
-    ),
-    "warnings do not count": Mutant(
-        equality,
-        "Status.FAILS if faults or failures else",
-        "Status.FAILS if faults else",
-        a_drafter_that_gave_up_is_no_evidence,
-    ),
-    "nothing compared is as good as all equal": Mutant(
-        equality,
-        "too_few = self.answers < least or not self.compared",
-        "too_few = False",
-        no_time_to_compare_is_no_evidence,
-    ),
-    "every divergence is a near tie": Mutant(
-        equality,
-        "if margin > 2.0 * allowed:",
-        "if False:",
-        a_fault_among_roundings_is_a_fault,
-    ),
-    "every difference is rounding": Mutant(
+    (equality, "if faults or failures else", "if faults else", a_drafter_that_gave_up_is_no_evidence),
+    (equality, TOO_FEW, "False", partial(no_time_is_no_evidence, equality.Equality())),
+    (equality, TOO_FEW, "False", partial(no_time_is_no_evidence, invariance.Invariance())),
+    (equality, "if margin > 2.0 * allowed:", "if False:", a_fault_among_roundings_is_a_fault),
+    (
         rounding,
-        "return self.plain_difference <= self.limit and self.apart <= _LEEWAY * self.plain_difference",
-        "return True",
+        "self.plain_difference <= self.limit and self.off_plain <= _LEEWAY * self.plain_difference",
+        "True",
         a_broken_mask_is_more_than_rounding,
     ),
-    "no test of sampled answers fails": Mutant(
-        statistics,
-        "fails = adjusted[smallest] < FALSE_ALARM or impossible",
-        "fails = False",
-        accepting_always_shows_in_the_tests,
-    ),
-    "no token counts": Mutant(
-        e_process,
-        "self._logs[row] += (ratio * about).sum(dim=0)",
-        "pass",
-        accepting_always_shows_in_the_tests,
-    ),
-    "the tests pass over one request": Mutant(
+    (statistics, "adjusted[smallest] < FALSE_ALARM or impossible", "False", accepting_always_shows_in_the_tests),
+    (e_process, "self._logs[row] += (ratio * about).sum(dim=0)", "pass", accepting_always_shows_in_the_tests),
+    (
         statistics,
         "                tests.add(scored)\n            context.tell(",
         "                tests.add(scored) if scored.place != 2 else None\n            context.tell(",
         one_request_of_four_shows_in_the_tests,
     ),
-    "joint distributions always fit": Mutant(
+    (
         statistics,
-        "return math.exp(-max(log_dirichlet(self.counts, self.probs), 0.0))",
-        "return 1.0",
+        "math.exp(-max(log_dirichlet(self.counts, self.probs), 0.0))",
+        "1.0",
         joint_distributions_are_judged,
     ),
-    "a request in a batch has no neighbours": Mutant(
-        invariance,
-        "for place in which:",
-        "for place in ():",
-        neighbours_are_felt,
-    ),
-    "one at a time has no neighbours": Mutant(
+    (invariance, "for place in which:", "for place in ():", neighbours_are_felt),
+    (
         invariance,
         "together = max(context.batch, _LEAST_TOGETHER)",
         "together = context.batch",
-        neighbours_are_felt_by_one_at_a_time,
+        partial(borrowed_options_show, "cancelled and asked again", 1),
     ),
-    "a way is compared with itself": Mutant(
+    (
         invariance,
         "self._comparisons[name].add(expected, found, context",
         "self._comparisons[name].add(found, found, context",
         budgets_are_felt,
     ),
-    "all budgets are the drafter's own": Mutant(
+    (
         invariance,
         '"without drafting": FixedBudget(NO_DRAFT)',
-        '"without drafting": FixedBudget(limits)',
+        '"without drafting": FixedBudget(self._limits)',
         budgets_are_felt,
     ),
-    "rounding explains all": Mutant(
+    (
         invariance,
         "return expected + 6.0 * math.sqrt(expected) + 3.0 if expected else 0.0",
         "return math.inf",
         neighbours_are_felt,
     ),
-    "pieces are not put together": Mutant(
-        invariance,
-        "return replace(answer, token_ids=tokens)",
-        "return answer",
-        lost_pieces_are_missed,
-    ),
-    "nothing asked is as good as all equal": Mutant(
-        equality,
-        "too_few = self.answers < least or not self.compared",
-        "too_few = False",
-        no_time_to_ask_is_no_evidence,
-    ),
-    "proposals are not compared": Mutant(
+    (invariance, "return replace(answer, token_ids=tokens)", "return answer", lost_pieces_are_missed),
+    (
         draft_state,
-        "if trees[0].host_ids != trees[1].host_ids or trees[0].shape != trees[1].shape:",
-        "if False:",
+        "trees[0].host_ids != trees[1].host_ids or trees[0].shape != trees[1].shape",
+        "False",
         stale_proposals_are_seen,
     ),
-    "caches are not compared": Mutant(
-        draft_state,
-        "return sum(each.largest > each.allowed for each in self.caches)",
-        "return 0",
-        stale_caches_are_seen,
-    ),
-    "there are no worlds": Mutant(
-        exact,
-        "worlds = worlds_for(own)",
-        "worlds = worlds_for(own)[:0]",
-        a_wrong_kernel_is_seen,
-    ),
-    "a kernel is right whatever its distance": Mutant(
-        exact,
-        "return Status.HOLDS if distance < TOLERANCE else Status.FAILS",
-        "return Status.HOLDS",
-        a_wrong_kernel_is_seen,
-    ),
-    "shipped code is right whatever its distance": Mutant(
-        exact,
-        "return not self.distance < TOLERANCE",
-        "return False",
-        wrong_code_is_seen,
-    ),
-    "a failure is no matter": Mutant(
-        report,
-        "return not self.lossy and not self.failures and not self.undecided",
-        "return not self.lossy and not self.undecided",
-        lambda: not_issued(Status.FAILS),
-    ),
-    "an open check is no matter": Mutant(
-        report,
-        "return not self.lossy and not self.failures and not self.undecided",
-        "return not self.lossy and not self.failures",
-        lambda: not_issued(Status.NOT_ENOUGH),
-    ),
-}
+    (draft_state, "sum(beyond_rounding for _, beyond_rounding in self.caches)", "0", stale_caches_are_seen),
+    (exact, "worlds = worlds_for(own)", "worlds = worlds_for(own)[:0]", a_wrong_kernel_is_seen),
+    (exact, "Status.HOLDS if distance < TOLERANCE else Status.FAILS", "Status.HOLDS", a_wrong_kernel_is_seen),
+    (exact, "return not self.distance < TOLERANCE", "return False", wrong_code_is_seen),
+    (report, ISSUED, "not self.lossy and not self.undecided", partial(not_issued, Status.FAILS)),
+    (report, ISSUED, "not self.lossy and not self.failures", partial(not_issued, Status.NOT_ENOUGH)),
+]
 
 
-def plant(mutant: Mutant, patch: pytest.MonkeyPatch) -> None:
-    """Run the module with the line changed, and put what it defines in the place of the original, in all of certify."""
-    file = mutant.module.__file__
+def plant(module: types.ModuleType, code: str, instead: str, patch: pytest.MonkeyPatch) -> None:
+    """Run the module with the code changed, and put what it defines in the place of the original, in all of certify."""
+    file = module.__file__
     assert file is not None
     source = Path(file).read_text()
-    assert source.count(mutant.line) == 1, f"{mutant.line!r} is not in {file}: write the mutant anew"
-    changed = types.ModuleType(mutant.module.__name__)
-    exec(compile(source.replace(mutant.line, mutant.instead), file, "exec"), changed.__dict__)
+    assert source.count(code) == 1, f"{code!r} is not once in {file}: write the mutant anew"
+    changed = types.ModuleType(module.__name__)
+    exec(compile(source.replace(code, instead), file, "exec"), changed.__dict__)
     own = {
         id(value): vars(changed)[name]
-        for name, value in vars(mutant.module).items()
-        if getattr(value, "__module__", None) == mutant.module.__name__ and name in vars(changed)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and name in vars(changed)
     }
-    for module in [each for name, each in sys.modules.items() if name.startswith("truedraft.certify")]:
-        for name, value in list(vars(module).items()):
+    for each in [each for name, each in sys.modules.items() if name.startswith("truedraft.certify")]:
+        for name, value in list(vars(each).items()):
             if id(value) in own:
-                patch.setattr(module, name, own[id(value)])
+                patch.setattr(each, name, own[id(value)])
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_certificate_does_not_see_what_a_sound_one_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant = MUTANTS[name]
-    assert mutant.sight(), "a sound certificate"
-    plant(mutant, monkeypatch)
-    assert not mutant.sight(), "with the line changed"
+@pytest.mark.parametrize(
+    ("module", "code", "instead", "sight"), MUTANTS, ids=[f"{each[2]} in {each[1]}" for each in MUTANTS]
+)
+def test_a_broken_certificate_does_not_see_what_a_sound_one_sees(
+    module: types.ModuleType, code: str, instead: str, sight: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sight(), "a sound certificate"
+    plant(module, code, instead, monkeypatch)
+    assert not sight(), "with the code changed"

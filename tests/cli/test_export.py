@@ -23,9 +23,8 @@ from support.mtp_checkpoints import SHAPES, MtpReference
 from truedraft import load_model
 from truedraft.drafters.heads.head import Head, HeadRecord
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
-from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
-from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.models.loading import read_model
 from truedraft.models.padding import PADDED_SIZES, PaddedSize

@@ -142,18 +142,6 @@ def test_more_tokens_than_the_vocabulary_has() -> None:
         assert found[:, 3:].tolist() == [[3, 3]] * 2
 
 
-def test_more_tokens_than_the_filter_has_groups() -> None:
-    dist = SHAPES["nearly flat"](1, 5_000, 0)
-    assert LazyGumbelMax(5_000).candidates(dist[0].numpy(), 5, 1_025) is None
-    assert torch.equal(coupled_choices([dist], places(1), 1_025), choices_by_definition(dist, places(1), 1_025))
-
-
-def test_a_distribution_whose_numbers_are_too_small_for_the_filter() -> None:
-    dist = SHAPES["nearly flat"](2, 5_000, 0).double() * 1e-60
-    assert LazyGumbelMax(5_000).candidates(dist[0].numpy(), 5, 1) is None
-    assert torch.equal(coupled_choices([dist], places(2), 2), choices_by_definition(dist, places(2), 2))
-
-
 @pytest.mark.parametrize("word", [0, 1, 2**64 - 1, 2**64 - 2**11, 2**64 - 2**33, 2**64 - 2**33 - 1, 2**63, 2**63 - 1])
 def test_the_most_extreme_bits_win_as_the_definition_says(word: int) -> None:
     """A token whose hash is `word`, at several probabilities: its bits are where the filter rounds most."""
@@ -223,14 +211,6 @@ def test_a_subclass_of_keyed_noise_with_its_own_numbers_is_not_passed_over() -> 
     assert coupled_choices([dist], [(BiasedNoise(1, 2, 3), 0)]).tolist() == [[7]]
 
 
-def test_distributions_are_left_as_they_were() -> None:
-    for shape in ("nearly flat", "top-k 50"):
-        dist = SHAPES[shape](2, 9_000, 0)
-        before = dist.clone()
-        coupled_choices([dist], places(2), 2)
-        assert torch.equal(dist, before)
-
-
 def test_a_device_asks_for_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where reading waits, the choice is one expression over all rows, and gives the same tokens."""
     probs = [SHAPES["steep"](1, 9_000, seed) for seed in range(4)] + [SHAPES["steep"](2, 50, 1)]
@@ -253,3 +233,14 @@ def test_the_noise_of_few_rows_is_there_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(C, "choices_by_noise", lambda own, *more: (rows.append(len(own)), by_noise(own, *more))[1])
     assert choices_by_definition(dist, places(9), 3).equal(expected)
     assert rows == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("scale", "count"), [(1.0, 1_025), (1e-60, 1)], ids=["more tokens than groups", "tiny numbers"]
+)
+def test_where_the_filter_cannot_tell_the_definition_decides(scale: float, count: int) -> None:
+    dist = SHAPES["nearly flat"](1, 5_000, 0).double() * scale
+    before = dist.clone()
+    assert LazyGumbelMax(5_000).candidates(dist[0].numpy(), 5, count) is None
+    assert torch.equal(coupled_choices([dist], places(1), count), choices_by_definition(dist, places(1), count))
+    assert torch.equal(dist, before)

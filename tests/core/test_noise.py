@@ -155,16 +155,6 @@ def test_the_generator_never_changes() -> None:
         assert KeyedNoise(seed, position, step, sample).gumbel(1, 4, CPU).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_purposes_keep_their_numbers() -> None:
-    assert {purpose.name: int(purpose) for purpose in Purpose} == {
-        "DRAFT": 1,
-        "ACCEPT": 2,
-        "RECOVERED": 3,
-        "BONUS": 4,
-        "COUPLED": 5,
-    }
-
-
 # ------------------------------------------------------------------------------- keys
 
 
@@ -210,13 +200,6 @@ def test_gumbel_noise_is_kept_for_the_step_and_right_after_a_change_of_size() ->
     assert torch.equal(noise.gumbel(1, 8, CPU), first)
 
 
-def test_asking_changes_nothing() -> None:
-    noise, other = KeyedNoise(1, 2, 3), KeyedNoise(1, 2, 3)
-    other.gumbel(4, 100, CPU)
-    first = [noise.uniform(purpose, 1, 1) for purpose in Purpose]
-    assert [other.uniform(purpose, 1, 1) for purpose in reversed(Purpose)][::-1] == first
-
-
 # ------------------------------------------------------------------------------- distributions
 
 
@@ -235,27 +218,6 @@ def test_uniform_numbers_are_uniform_along_every_part_of_the_key(varied: str) ->
         assert abs(np.corrcoef(series[:-lag], series[lag:])[0, 1]) < 5.7 / math.sqrt(len(series))
 
 
-def test_purposes_are_independent_of_each_other() -> None:
-    """A pair of decisions of one place: chi-square on a 16 x 16 grid for each pair of purposes, false alarm 6e-8."""
-    count = 6_000
-    columns = {
-        purpose: np.array([KeyedNoise(9, i, 0).uniform(purpose, 0) for i in range(count)])
-        for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS)
-    }
-    for left, right in itertools.combinations(columns.values(), 2):
-        cells, _, _ = np.histogram2d(left, right, bins=16, range=[[0, 1], [0, 1]])
-        statistic = float(((cells - count / 256) ** 2 / (count / 256)).sum())
-        assert stats.chi2.sf(statistic, 255) > 1e-8
-
-
-def test_one_flipped_bit_of_a_key_changes_half_of_the_bits() -> None:
-    """Each of 64 bits, 300 states: mean share of changed bits in 0.5 +- 6 standard errors (false alarm 2e-9 each)."""
-    states = [slow_mix(i, 77) for i in range(300)]
-    for bit in range(64):
-        changed = sum((mix(s, 5) ^ mix(s, 5 ^ (1 << bit))).bit_count() for s in states) / (64 * len(states))
-        assert abs(changed - 0.5) < 6 * 0.5 / math.sqrt(64 * len(states))
-
-
 def test_gumbel_numbers_have_the_gumbel_distribution() -> None:
     """A million tokens of one key, and one token of many keys; 5.5 standard errors (4e-8) and KS at 1e-8."""
     count = 1_000_000
@@ -272,24 +234,7 @@ def test_gumbel_numbers_have_the_gumbel_distribution() -> None:
     assert abs(np.corrcoef(along[:-1], along[1:])[0, 1]) < 5.7 / math.sqrt(len(along))
 
 
-@pytest.mark.parametrize("neighbour", [{"position": 41}, {"seed": 4}, {"sample": 1}], ids=str)
-def test_adjacent_keys_are_uncorrelated(neighbour: dict) -> None:
-    """Two neighbours over 200,000 tokens, token by token and shifted by one; 5.5 standard errors, false alarm 4e-8."""
-    count = 200_000
-    here = {"seed": 3, "position": 40, "step": 0, "sample": 0}
-    one = KeyedNoise(**here).gumbel(0, count, CPU)
-    two = KeyedNoise(**here | neighbour).gumbel(0, count, CPU)
-    for left, right in [(one, two), (one[1:], two[:-1]), (one[:-1], two[1:])]:
-        assert abs(float(torch.corrcoef(torch.stack([left, right]))[0, 1])) < 5.5 / math.sqrt(count - 1)
-    assert len(set(one.tolist()) & set(two.tolist())) == 0
-
-
 # ------------------------------------------------------------------------------- the ends of the interval
-
-
-def test_undo_undoes() -> None:
-    for word in (0, 1, FULL, 0x0123456789ABCDEF):
-        assert N._finalise_int(undo(word)) == word
 
 
 @pytest.mark.parametrize("word", [0, FULL, FULL - (1 << 11), 1 << 63], ids=["zeros", "ones", "next", "half"])

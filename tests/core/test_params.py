@@ -13,80 +13,38 @@ from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, TruedraftError
 
 BAD = [
-    ("max_tokens", 0),
-    ("max_tokens", -3),
-    ("max_tokens", 2.0),
-    ("max_tokens", True),
-    ("max_tokens", "many"),
-    ("max_tokens", None),
-    ("temperature", -0.1),
-    ("temperature", math.nan),
-    ("temperature", math.inf),
-    ("top_k", -1),
-    ("top_k", 1.5),
-    ("top_k", True),
-    ("top_p", 0.0),
-    ("top_p", -0.5),
-    ("top_p", 1.0000001),
-    ("top_p", math.nan),
-    ("min_p", -1e-9),
-    ("min_p", 1.1),
-    ("min_p", math.nan),
-    ("seed", -1),
-    ("seed", 1.0),
-    ("seed", False),
-    ("seed", "7"),
+    *(("max_tokens", value) for value in (0, -3, 2.0, True, "many", None)),
+    *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
+    *(("top_k", value) for value in (-1, 1.5, True)),
+    *(("top_p", value) for value in (0.0, -0.5, 1.0000001, math.nan)),
+    *(("min_p", value) for value in (-1e-9, 1.1, math.nan)),
+    *(("seed", value) for value in (-1, 1.0, False, "7")),
 ]
 WRONG_TYPES = [
-    ("temperature", "hot"),
-    ("temperature", None),
-    ("top_p", "0.9"),
-    ("min_p", None),
-    ("stop_token_ids", 5),
-    ("stop", None),
-    ("stop", 5),
-]
+    ("temperature", "hot"), ("temperature", None), ("top_p", "0.9"), ("min_p", None), ("stop_token_ids", 5),
+    ("stop", None), ("stop", 5), ("ignore_eos", "no"), ("ignore_eos", 0), ("ignore_eos", None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("option", "value"), BAD, ids=str)
+@pytest.mark.parametrize(("option", "value"), [*BAD, *WRONG_TYPES], ids=str)
 def test_bad_values_are_named(option: str, value: object) -> None:
-    with pytest.raises(OptionError, match=rf"{option} .*{re.escape(repr(value))}"):
+    with pytest.raises(OptionError, match=re.escape(repr(value))) as caught:
         SamplingParams(**{option: value})
+    assert caught.value.field == option
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, TruedraftError)
 
 
-@pytest.mark.parametrize(("option", "value"), WRONG_TYPES, ids=str)
-def test_values_of_a_wrong_type_are_named_too(option: str, value: object) -> None:
-    with pytest.raises(OptionError, match=option):
-        SamplingParams(**{option: value})
+GOOD = [
+    {"max_tokens": 1}, {"temperature": 0}, {"temperature": 5.5}, {"top_k": 10**6}, {"top_p": 1.0}, {"top_p": 1e-9},
+    {"min_p": 1.0}, {"min_p": 0.0}, {"seed": 0}, {"seed": 2**64 - 1}, {"stop": ()}, {"stop_token_ids": (0, 5)},
+]  # fmt: skip
 
 
-def test_an_option_error_is_a_value_error_and_ours() -> None:
-    with pytest.raises(ValueError, match="top_p") as caught:
-        SamplingParams(top_p=2.0)
-    assert isinstance(caught.value, TruedraftError)
-
-
-@pytest.mark.parametrize(
-    "good",
-    [
-        {"max_tokens": 1},
-        {"temperature": 0},
-        {"temperature": 5.5},
-        {"top_k": 10**6},
-        {"top_p": 1.0},
-        {"top_p": 1e-9},
-        {"min_p": 1.0},
-        {"min_p": 0.0},
-        {"seed": 0},
-        {"seed": 2**64 - 1},
-        {"stop": ()},
-        {"stop_token_ids": (0, 5)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("good", GOOD, ids=str)
 def test_good_values_stay(good: dict) -> None:
     (option, value), params = next(iter(good.items())), SamplingParams(**good)
     assert getattr(params, option) == value
+    assert params.greedy == (params.temperature == 0.0)
 
 
 def test_defaults_are_those_of_the_design() -> None:
@@ -127,24 +85,12 @@ def test_stops_are_kept_as_tuples() -> None:
             SamplingParams(stop=empty)
 
 
-def test_greedy_is_temperature_zero() -> None:
-    assert SamplingParams(temperature=0.0).greedy
-    assert SamplingParams(temperature=-0.0).greedy
-    assert not SamplingParams(temperature=1e-300).greedy
-
-
 def test_params_are_frozen_and_equal_by_value() -> None:
     params = SamplingParams(stop=["a"])
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.top_k = 3
     assert params == SamplingParams(stop=("a",))
     assert hash(params) == hash(SamplingParams(stop=("a",)))
-
-
-@pytest.mark.parametrize("value", ["no", "false", 0, 1, None, []])
-def test_what_is_true_or_false_is_a_boolean(value: object) -> None:
-    with pytest.raises(OptionError, match=f"ignore_eos must be True or False, got {value!r}".replace("[", r"\[")):
-        SamplingParams(ignore_eos=value)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -98,24 +98,6 @@ def test_tokens_without_mass_are_never_kept_and_too_little_mass_keeps_all_the_ot
         assert short.tolist() == [pytest.approx(dist[0].tolist())]
 
 
-@pytest.mark.parametrize("find", [N.nucleus_by_sorting, N.nucleus_by_candidates])
-def test_broken_rows_stay_broken_and_touch_no_other(find: object) -> None:
-    dist = torch.softmax(logits(4, 50, 2.0, 3), dim=-1)
-    clean = N.keep_nucleus(dist.clone(), 0.8)
-    dist[[1, 3]] = math.nan
-    found = find(dist.clone(), 0.8)  # type: ignore[operator]
-    assert found.sum(dim=-1).isfinite().tolist() == [True, False, True, False]
-    assert torch.equal(found[[0, 2]], clean[[0, 2]])
-
-
-def test_other_shapes() -> None:
-    dist = torch.softmax(logits(6, 40, 2.0, 4), dim=-1)
-    expected = N.keep_nucleus(dist.clone(), 0.7)
-    assert torch.equal(N.keep_nucleus(dist.view(2, 3, 40).clone(), 0.7), expected.view(2, 3, 40))
-    assert torch.equal(N.keep_nucleus(dist[0].clone(), 0.7), expected[0])
-    assert N.keep_nucleus(dist[:0].clone(), 0.7).shape == (0, 40)
-
-
 # ------------------------------------------------------------------------------- rows and their neighbours
 
 LAWS = [

@@ -105,15 +105,6 @@ def test_the_worked_example_of_merge() -> None:
     assert torch.equal(merged.probs, torch.cat([probs, probs + 1]))
 
 
-def test_merging_fixed_and_sampled_proposals() -> None:
-    fixed = Proposal.deterministic(TokenTree.from_paths([[1, 2], [3]]))
-    sampled = Proposal.chain(torch.tensor([3, 0]), torch.eye(VOCAB)[:2], WOR)
-    merged = merge([fixed, sampled])[0]
-    assert merged.kinds == {DET, WOR}
-    assert merged.draws[0] == (Draw(0, -1, DET), Draw(2, -1, DET), Draw(2, 0, WOR))
-    assert merge([fixed, fixed])[0].probs is None
-
-
 def test_merging_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         merge([])

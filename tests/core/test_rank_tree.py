@@ -10,9 +10,8 @@ import torch
 
 from support.trees import ancestor_mask
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.tree import TreeShape
 from truedraft.errors import OptionError
-from truedraft.kinds.medusa.original import published_tree
+from truedraft.kinds.medusa.folders import published_tree
 
 CHAIN = RankTree(((0,), (0, 0), (0, 0, 0)))
 STAR = RankTree(((0,), (1,), (2,), (3,)))
@@ -38,15 +37,6 @@ def test_shape_mask_and_paths_follow_from_the_rank_paths(tree: RankTree) -> None
         assert tree.shape.path(node) == tuple(ancestors)
         assert tree.shape.depths[node] == len(path)
         assert mask[node].nonzero().flatten().tolist() == sorted(ancestors)
-
-
-def test_chain_and_star_by_hand() -> None:
-    assert CHAIN.shape == TreeShape((-1, 0, 1))
-    assert CHAIN.shape.is_chain
-    assert ancestor_mask(CHAIN.shape).equal(torch.ones(3, 3, dtype=torch.bool).tril())
-    assert STAR.shape == TreeShape((-1, -1, -1, -1))
-    assert ancestor_mask(STAR.shape).equal(torch.eye(4, dtype=torch.bool))
-    assert SMALL.shape == TreeShape((-1, 0, -1, 0))
 
 
 def test_guesses_fill_in_the_tokens() -> None:

@@ -39,27 +39,20 @@ def test_three_calls_by_hand() -> None:
     assert counters.draft_acceptance_rate == 0.75
 
 
-def test_a_tree_counts_its_nodes_and_the_depth_of_its_longest_path() -> None:
+@pytest.mark.parametrize(
+    ("step", "tried", "accepted"),
+    [
+        pytest.param((7, 2, 0, 1, True), [1, 0], [0, 0], id="a tree counts its nodes and its longest path"),
+        pytest.param((5, 5, 2, 2, False), [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], id="a stop inside an accepted block"),
+        pytest.param((4, 3, 1, 2, False), [1, 0, 0], [1, 0, 0], id="a short branch was not tried below its leaf"),
+    ],
+)
+def test_one_call(step: tuple[int, int, int, int, bool], tried: list[int], accepted: list[int]) -> None:
+    *counts, rejected = step
     counters = Counters()
-    count(counters, nodes=7, depth=2, accepted=0, emitted=1, rejected=True)
-    assert counters.draft_tokens == 7
-    assert counters.tried_per_position == [1, 0]
-    assert counters.accepted_per_position == [0, 0]
-
-
-def test_a_stop_inside_an_accepted_block_counts_what_was_emitted() -> None:
-    """Five drafted and all good, but an end-of-text after two: no token past the stop is accepted or emitted."""
-    counters = Counters()
-    count(counters, nodes=5, depth=5, accepted=2, emitted=2, rejected=False)
-    assert counters.accepted_tokens == counters.emitted_tokens == 2
-    assert counters.accepted_per_position == [1, 1, 0, 0, 0]
-    assert counters.tried_per_position == [1, 1, 0, 0, 0]  # the others were not needed
-
-
-def test_a_short_branch_of_a_deep_tree_was_not_tried_below_its_leaf() -> None:
-    counters = Counters()
-    count(counters, nodes=4, depth=3, accepted=1, emitted=2, rejected=False)
-    assert counters.tried_per_position == [1, 0, 0]
+    count(counters, *counts, rejected=rejected)
+    assert (counters.draft_tokens, counters.accepted_tokens, counters.emitted_tokens) == (step[0], step[2], step[3])
+    assert (counters.tried_per_position, counters.accepted_per_position) == (tried, accepted)
 
 
 calls = st.lists(

@@ -13,12 +13,13 @@ def by_sorting(logits: Tensor, count: int) -> Tensor:
     return logits.double().sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 65, 1000, 1024, 1025, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [1, 5, 63, 65, 1024, 1025, 8192])
 def test_order_is_that_of_a_stable_sort_and_ties_go_to_the_lowest_id(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(7, vocab, generator=generator) * 2).round(decimals=1).to(dtype)
     assert vocab < 100 or (logits[0].unique().numel() < vocab / 2)  # otherwise there are few ties
+    assert stable_topk(logits[:0], 1).shape == (0, 1)
     for count in {1, min(vocab, 10), min(vocab, 130)}:
         assert stable_topk(logits, count).equal(by_sorting(logits, count))
 
@@ -33,11 +34,6 @@ def test_rows_of_equal_and_of_infinite_logits(vocab: int) -> None:
     row[0, 3] = -0.0
     row[0, 5] = 0.0
     assert stable_topk(row, 4).tolist() == [[68, 66, 3, 5]]
-
-
-@pytest.mark.parametrize("vocab", [100, 1100])
-def test_no_rows(vocab: int) -> None:
-    assert stable_topk(torch.zeros(0, vocab), 3).shape == (0, 3)
 
 
 @pytest.mark.parametrize("vocab", [70, 1070])

@@ -386,7 +386,7 @@ def test_words() -> None:
         "cascade(draft;auto)": "has 'auto' as a member",
         "cascade(draft;prompt-lookup)": "'prompt-lookup' has no model that could verify",
         "cascade(medusa;draft)": "'medusa' cannot draft inside a cascade",
-        "cascade(prompt-lookup;draft,chains=2)": "chains of 'draft' does nothing",
+        "cascade(prompt-lookup;draft,chains=2)": "chains of 'draft' has no effect",
         "cascade(draft,async=1;draft)": "'draft' cannot draft inside a cascade",
         "cascade(prompt-lookup;draft),width=3": "option of drafter 'cascade'",
         "cascade(prompt-lookup;draft),num_speculative_tokens=0": "must be 1 or more",

@@ -22,14 +22,12 @@ from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.drafters import Lookahead, PromptLookup, from_spec
+from truedraft.drafters import Lookahead, from_spec
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.drafters.lookahead import MOST_KEYS, JacobiWindow, NgramPool
-from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine.policy import Effort, FixedBudget, measure_drafter
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.measure.walks import check_walkable
-from truedraft.models.cache import key_span
 from truedraft.testing import MarkovModel, ScriptedController
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist
@@ -371,61 +369,7 @@ def test_windows_turn_up_what_the_text_does_not_have() -> None:
     assert lengths[1] >= 1.4
 
 
-def test_it_goes_together_with_others() -> None:
-    prompts = [[1, 2, 3], [4], [4, 4, 0, 2, 1], [3, 1]]
-    for params in (GREEDY, SEEDED):
-        plain = [answer.token_ids for answer in Engine(TARGET).generate(prompts, params)]
-        drafter = Portfolio([Lookahead(3, 3, 2), PromptLookup(min_ngram=1)])
-        answers = Engine(TARGET, drafter, controller="in-turn").generate(prompts, params)
-        assert [answer.token_ids for answer in answers] == plain
-        assert not any(answer.warnings for answer in answers)
-        assert sum(answer.stats.by_drafter["lookahead"].accepted_tokens for answer in answers) > 0
-
-
-def test_requests_that_give_their_room_back_go_on_as_if_nothing_had_happened() -> None:
-    """First room of the target's caches, for not all of them can have what they ask for in the end; then its own."""
-    target = MarkovModel.random(8, seed=1, sharpness=2.5, context_length=1024)
-    prompts = [[1, 2, 3], [3, 2, 1], [2, 2, 7]]
-    position, pool = 16, Lookahead(3, 3, 2).held.request_bytes  # such a model keeps a key and a value in float64
-    few_positions = 1, 3 * position * key_span(340) + 3, (400, 390, 410)
-    few_pools = pool, 3 * position * key_span(420) + 3 * pool // 2, (120, 400, 400)
-    for own, most, counts in (few_positions, few_pools):
-        params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
-        plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
-        drafter = BeginsNoted(3, 3, 2)
-        drafter.held.request_bytes, drafter.begun = own, []
-        answers = Engine(target, drafter, controller="fixed", max_cache_bytes=most).generate(prompts, params)
-        assert [answer.token_ids for answer in answers] == plain
-        assert not any(answer.warnings for answer in answers)
-        assert max(drafter.begun) > 50, "none began in the middle of an answer"
-        assert not drafter.held.requests
-
-
-class BeginsNoted(Lookahead):
-    """Notes how long the text is where a request begins."""
-
-    begun: list[int]
-
-    def begin(self, request: DraftRequest) -> None:
-        self.begun.append(len(request.tokens))
-        super().begin(request)
-
-
 # --- words and refusals ---
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"window": -1}, "window must be 0 or more and at most 1024, got -1"),
-        ({"ngram": 1}, "ngram must be 2 or more"),
-        ({"candidates": 0}, "candidates must be 1 or more"),
-        ({"window": 100, "ngram": 12}, "are 1121 nodes, and at most 1024 go; take fewer or shorter ones"),
-    ],
-)
-def test_bad_options(options: dict[str, int], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
-        Lookahead(**options)
 
 
 def test_words() -> None:
@@ -435,8 +379,14 @@ def test_words() -> None:
     assert list(from_spec("portfolio(lookahead;prompt-lookup)", TARGET).members) == ["lookahead", "prompt-lookup"]
     with pytest.raises(UnknownOptionError, match="did you mean 'ngram'"):
         from_spec("lookahead,ngrams=3", TARGET)
-    with pytest.raises(OptionError, match="ngram must be 2 or more"):
-        from_spec("lookahead,ngram=1", TARGET)
+    for options, said in {
+        "window=-1": "window must be 0 or more and at most 1024, got -1",
+        "ngram=1": "ngram must be 2 or more",
+        "candidates=0": "candidates must be 1 or more",
+        "window=100,ngram=12": "are 1121 nodes",
+    }.items():
+        with pytest.raises(OptionError, match=said):
+            from_spec(f"lookahead,{options}", TARGET)
 
 
 def test_a_plan_refuses_it_and_its_cost_can_be_measured() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.ngram_tables import table_of
+from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.stats import DraftShare
 from truedraft.core.tree import TokenTree
-from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
+from truedraft.drafters import DraftModel, Lookahead, NgramDrafter, NoDrafter, PromptLookup, SuffixDrafter
 from truedraft.drafters.base import Features
 from truedraft.drafters.portfolio import MergedProposal, Portfolio, joint_features, with_members
 from truedraft.errors import OptionError
@@ -52,6 +54,20 @@ def test_what_is_no_portfolio_is_refused() -> None:
         Portfolio([PromptLookup(), Portfolio([scripted()])])
     with pytest.raises(OptionError, match="asked one by one"):
         Portfolio([scripted()]).propose([], [], [])
+
+
+@pytest.mark.parametrize("controller", ["in-turn", "goodput"])
+def test_members_of_all_kinds_change_no_answer(controller: str) -> None:
+    target = MarkovModel.random(5, seed=3)
+    members = [NgramDrafter(table_of(target)), Lookahead(3, 3, 2), PromptLookup(min_ngram=1), SuffixDrafter()]
+    drafter = Portfolio(members)
+    params = [SamplingParams(max_tokens=24, temperature=heat, seed=4) for heat in (0.0, 0.8, 1.0)]
+    answers = Engine(target, drafter, controller=controller).generate([[1, 0, 3]] * 3, params)
+    plain = Engine(target).generate([[1, 0, 3]] * 3, params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    assert not any(answer.warnings for answer in answers)
+    used = {name for answer in answers for name, counts in answer.stats.by_drafter.items() if counts.accepted_tokens}
+    assert controller != "in-turn" or used == {*drafter.members}
 
 
 def test_other_members_in_the_same_places() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from support.backends import native_backend
-from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
+from support.layer_heads import as_transformers_runs_it
+from support.layer_heads import target as tiny
+from support.tiny_models import PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
@@ -23,10 +25,9 @@ from truedraft.engine.policy import RoundRobin
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
 from truedraft.models import huggingface
 from truedraft.models.backends.base import Backend
-from truedraft.models.backends.copied import WholeTextBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Weights
-from truedraft.models.backends.sequential import SequentialBackend
+from truedraft.models.backends.sequential import SequentialBackend, WholeTextBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
@@ -35,25 +36,14 @@ pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=bui
 WORDS = pytest.mark.parametrize("word", ["self:int8", "self:int4"])
 
 
-def llama() -> LlamaConfig:
-    """Of sizes that the native forward is for."""
-    return LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+def another(seed: int) -> PreTrainedModel:
+    """Of the same sizes as the target."""
+    return build(as_transformers_runs_it().config, seed=seed)
 
 
 @pytest.fixture
 def target() -> HuggingFaceModel:
-    return HuggingFaceModel(build(llama(), seed=3, spread=0.15), None, "tiny", native_backend)
+    return tiny("native")
 
 
 def engine_of(target: HuggingFaceModel, word: str) -> Engine:
@@ -154,7 +144,7 @@ def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> N
         assert "\n" not in str(refused.value)
     with pytest.raises(OptionError, match="bits must be 8 or 4, got 2"):
         SelfDraft(target, target.quantized(2))
-    other = HuggingFaceModel(build(llama(), seed=4), None, "other", native_backend)
+    other = HuggingFaceModel(another(4), None, "other", native_backend)
     with pytest.raises(CompositionError, match="make one of 'other' to draft for that"):
         Engine(other, drafter)
     with pytest.raises(CompositionError, match="does not read the caches of 'other'"):
@@ -163,7 +153,7 @@ def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> N
 
 @pytest.mark.parametrize("kind", [SequentialBackend, WholeTextBackend])
 def test_forwards_that_run_all_layers_are_refused_in_a_sentence(kind: Callable[[PreTrainedModel], Backend]) -> None:
-    alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", kind)
+    alone = HuggingFaceModel(another(4), None, "alone", kind)
     for word in ("self:int8", "self:int4"):
         with pytest.raises(UnsupportedModelError, match=r"^alone cannot draft for itself with .*; use another"):
             from_spec(word, alone)
@@ -183,7 +173,7 @@ def test_auto_falls_back_on_it_where_it_could_pay(target: HuggingFaceModel, monk
     answer = Engine(target, drafter, controller=RoundRobin()).generate(list(PROMPTS[0]), SamplingParams(max_tokens=30))
     assert made and answer.stats.by_drafter["self"].accepted_tokens > 0
     assert answer.token_ids == Engine(target).generate(list(PROMPTS[0]), SamplingParams(max_tokens=30)).token_ids
-    alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", SequentialBackend)
+    alone = HuggingFaceModel(another(4), None, "alone", SequentialBackend)
     monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
     assert list(from_spec("auto", alone).members) == ["prompt-lookup"]
 
@@ -205,7 +195,7 @@ def test_auto_keeps_it_beside_what_was_trained_and_leaves_out_what_brought_too_l
     ]
     figures = {} if tokens is None else {"served": served}
     write_record(tmp_path / "own", "draft", "tiny", target.fingerprint, figures)
-    small = HuggingFaceModel(build(llama(), seed=5), None, "small", native_backend)
+    small = HuggingFaceModel(another(5), None, "small", native_backend)
     monkeypatch.setattr(specs, "_draft_model", lambda words, target: DraftModel(small, 4))
     told: list[str] = []
     draft = ["draft"] if taken else []

@@ -151,7 +151,7 @@ def test_the_table_of_words_has_the_options_of_the_drafters(word: str) -> None:
     parts = {"draft": {"model"}, "cascade": {"drafter", "middle"}}.get(word, {*kind.parts})
     found = [*inspect.signature(made).parameters.items()]
     found += [each for part in kind.parts.values() for each in inspect.signature(dotted(part)).parameters.items()]
-    parameters = {name: each.default for name, each in found if name not in {"path", "target", *parts}}
+    parameters = {name: each.default for name, each in found if name not in {"path", "target", "head", *parts}}
     assert set(kind.options) == set(parameters) | ({"async"} if word == "draft" else set())
     for name, default in parameters.items():
         if type(default) in (int, float):

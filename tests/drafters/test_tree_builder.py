@@ -14,9 +14,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Draw, Proposal
-from truedraft.drafters import DraftModel, tree_builder
+from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.draws import DraftIds, OpenNode, TopTokens
+from truedraft.drafters.draws import DraftIds, OpenNode, TopTokens, existing
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level, is_fixed_chain
 
 KINDS = [
@@ -185,6 +185,6 @@ def test_a_row_without_mass_has_no_likeliest_token() -> None:
     nodes = [OpenNode(KeyedNoise(0, 0, 0), 0, 0, 1)] * 2
     tokens, probs = TopTokens().draw(logits, SamplingParams(), nodes)
     assert tokens.tolist() == [[4], [1]] and probs is None
-    assert [int(token) for ((token, _),) in tree_builder._unread_children(tokens, probs, 4)] == [0, 1]
+    assert existing(tokens[:, 0], probs, 4)[0].tolist() == [0, 1]
     wide = [node._replace(width=3) for node in nodes]
     assert TopTokens().draw(logits, SamplingParams(), wide)[0].tolist() == [[4, 4, 4], [1, 4, 4]]

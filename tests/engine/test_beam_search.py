@@ -132,20 +132,14 @@ def test_long_prompts_are_read_in_parts() -> None:
         ({"early_stopping": "soon"}, "early_stopping must be True, False or \"never\", got 'soon'"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], told: str) -> None:
+def test_options_drafts_and_prompts_that_cannot_be_searched_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(OptionError, match=told):
         BeamSearch(packed("llama"), **options)
-
-
-def test_prompts_that_cannot_be_searched_are_refused() -> None:
-    search = BeamSearch(packed("llama"), num_beams=2)
-    for prompt, told in (([], "has no tokens"), ([1] * 256, "a context of 256"), ("text", "no tokenizer")):
-        with pytest.raises(PromptError, match=told):
-            search.generate(prompt)
-
-
-def test_a_draft_of_other_tokens_is_refused() -> None:
     sizes = llama()
     sizes.vocab_size = 50
     with pytest.raises(VocabularyMismatchError):
         BeamSearch(packed("llama"), HuggingFaceModel(build(sizes, seed=0), None, "small"))
+    search = BeamSearch(packed("llama"), num_beams=2)
+    for prompt, words in (([], "has no tokens"), ([1] * 256, "a context of 256"), ("text", "no tokenizer")):
+        with pytest.raises(PromptError, match=words):
+            search.generate(prompt)

@@ -10,6 +10,7 @@ import pytest
 
 from models import test_encoder_decoder, test_recurrence
 from support import rare_families
+from support.answers import finished
 from support.head_models import MarkovWithHead, fitted_heads
 from support.pairwise import by_turns
 from support.tiny_models import build, noisy_stock, packed, stock
@@ -91,38 +92,42 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize(("drafter", "most"), by_turns(DRAFTERS, [20_000, 60_000, 1_000_000], always=[20_000]))
-def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(drafter: str, most: int) -> None:
+CASES = [
+    pytest.param(*case.values, "in-turn", marks=case.marks, id=case.id)
+    for case in by_turns(DRAFTERS, [20_000, 60_000, 1_000_000], always=[20_000])
+]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "most", "controller"),
+    [*CASES, ("portfolio", 40_000, Goodput), ("chain", None, "fixed")],
+)
+def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(
+    drafter: str, most: int | None, controller: str | type[Goodput]
+) -> None:
+    """Also where decisions are kept; without a limit nobody waits, and the same is counted."""
     target, made = markov(), DRAFTERS[drafter]()
-    engine = Engine(target, made, controller="in-turn", max_cache_bytes=most)
-    watch = Watch(engine, most)
-    prompts, params = load(most)
+    decides = controller if isinstance(controller, str) else controller()
+    engine = Engine(target, made, controller=decides, max_cache_bytes=most)
+    watch, running = Watch(engine, most or 1 << 40), list[int]()
+    engine.listeners.append(lambda record: running.append(len(engine._scheduler.running)))
+    prompts, params = load(most or 0)
     answers = engine.generate(prompts, params)
     plain = Engine(markov()).generate(prompts, params)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-    assert watch.largest > most // 2 or most == 1_000_000
+    assert all(answer.warnings == () for answer in answers)
+    assert max(running) == 20 if most is None else watch.largest > most // 2 or most == 1_000_000
     assert engine.check_idle() == []
     assert target.pool.in_use == 0
     assert all(not member.held.requests for member in made.members.values())
-
-
-def test_without_a_limit_nobody_waits_and_the_same_is_counted() -> None:
-    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed")
-    Watch(engine, 1 << 40)
-    running: list[int] = []
-    engine.listeners.append(lambda record: running.append(len(engine._scheduler.running)))
-    prompts, params = load(0)
-    engine.generate(prompts, params)
-    assert max(running) == 20
 
 
 def span(tokens: int) -> int:
     return POSITION * key_span(tokens)
 
 
-def run(engine: Engine, request: Request) -> None:
-    while not request.closed:
-        engine.step()
+def run(engine: Engine, *requests: Request) -> list[list[int]]:
+    return [answer.token_ids for answer in finished(engine, requests)]
 
 
 def test_drafters_give_way_to_requests_and_draft_again_when_there_is_room() -> None:
@@ -143,17 +148,15 @@ def test_drafters_give_way_to_requests_and_draft_again_when_there_is_room() -> N
     engine.step()
     assert watch.drafted[-1][second.id] == ()
     run(engine, first)
-    assert second.no_room == {"draft"}  # 256 + 256 + 4 tokens are more than all
+    assert second.drafting.no_room == {"draft"}  # 256 + 256 + 4 tokens are more than all
     run(engine, second)
     third = engine.submit([1, 2, 3], short)
     run(engine, third)
     assert any(drafted.get(third.id) == ("draft",) for drafted in watch.drafted)
-    plain = Engine(markov())
-    for request, own in ((first, short), (second, params), (third, short)):
-        expected = plain.generate(request.tokens[: request.prompt_tokens], own)
-        assert request.pieces[-1].answer is not None
-        assert request.pieces[-1].answer.token_ids == expected.token_ids
-        assert request.warnings == []
+    plain, requests = Engine(markov()), (first, second, third)
+    expected = plain.generate([each.tokens[: each.prompt_tokens] for each in requests], [short, params, short])
+    assert run(engine, *requests) == [answer.token_ids for answer in expected]
+    assert not any(request.warnings for request in requests)
 
 
 def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
@@ -167,16 +170,13 @@ def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
         engine.step()
     others = [engine.submit([3] * 390, short) for _ in range(2)]  # three caches of the target are nearly all
     engine.step()
-    assert long.no_room == {"draft"}
-    for other in others:
-        run(engine, other)
+    assert long.drafting.no_room == {"draft"}
+    run(engine, *others)
     steps = len(watch.drafted)
-    run(engine, long)
+    assert run(engine, long) == [Engine(markov()).generate([1, 2, 3], params).token_ids]
     drafted = [step.get(long.id) for step in watch.drafted]
     assert ("draft",) in drafted[:3] and () in drafted[3:steps] and ("draft",) in drafted[steps:]
-    assert long.pieces[-1].answer is not None
-    assert long.pieces[-1].answer.token_ids == Engine(markov()).generate([1, 2, 3], params).token_ids
-    assert long.pieces[-1].answer.stats.recoveries == 0 and long.warnings == []
+    assert long.counters.recoveries == 0 and long.warnings == []
 
 
 def test_others_of_a_portfolio_draft_for_whom_one_has_no_room() -> None:
@@ -190,17 +190,6 @@ def test_others_of_a_portfolio_draft_for_whom_one_has_no_room() -> None:
     assert answer.token_ids == Engine(target).generate(prompt, params).token_ids
     names = {name for step in watch.drafted for drafted in step.values() for name in drafted}
     assert names == {"medusa", "prompt-lookup"}
-
-
-def test_kept_decisions_of_a_learning_controller_survive_what_is_given_back() -> None:
-    most = 40_000
-    engine = Engine(markov(), DRAFTERS["portfolio"](), controller=Goodput(), max_cache_bytes=most)
-    Watch(engine, most)
-    prompts, params = load(3)
-    answers = engine.generate(prompts, params)
-    plain = Engine(markov()).generate(prompts, params)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-    assert all(answer.warnings == () for answer in answers)
 
 
 @pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
@@ -253,8 +242,7 @@ def test_a_request_that_resumes_is_read_until_it_goes_on(tokens: int) -> None:
     while len(request.tokens) < tokens:
         engine.step()
     engine._preempt(request)
-    while not request.closed:
-        engine.step()
+    run(engine, request)
     counters = request.counters
     assert request.tokens[len(prompt) :] == expected.token_ids
     assert (counters.prefill_tokens, counters.target_calls, counters.emitted_tokens) == (2, 38, 38)

@@ -8,15 +8,16 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-
 from drafters.heads.test_recorded_pairs import Replayed
+
 from kinds.eagle.test_eagle import head
 from support.backends import HostRecorder, graph_backend
 from support.layer_heads import as_transformers_runs_it
-from support.tiny_models import VOCAB, noisy_stock, packed, stock
+from support.tiny_models import VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel
 from truedraft.models.huggingface import HuggingFaceModel
@@ -128,7 +129,9 @@ USES: list[Use] = [left_early, by_tasks, by_threads, with_listener, with_request
 @pytest.mark.plants_failures
 @pytest.mark.filterwarnings("ignore:the step failed")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.parametrize("make", [with_draft, with_head], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [with_draft, with_head, partial(with_draft, "goodput")], ids=["draft", "head", "a draft that is measured"]
+)
 def test_nothing_keeps_an_engine_that_is_deleted(
     make: Callable[[], Engine], use: Use, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,23 +144,3 @@ def test_nothing_keeps_an_engine_that_is_deleted(
     gc.collect()
     assert [name for name, each in held.items() if each() is not None] == []
     del kept
-
-
-def test_nothing_keeps_one_whose_controller_measured() -> None:
-    engine = with_draft("goodput")
-    engine.generate(PROMPTS, PARAMS)
-    held = watched(engine)
-    del engine
-    gc.collect()
-    assert [name for name, each in held.items() if each() is not None] == []
-
-
-def test_a_request_that_is_over_is_still_known_to_its_engine() -> None:
-    engine, other = Engine(packed("llama")), Engine(packed("llama"))
-    request = engine.submit(PROMPTS[0], PARAMS)
-    while engine.step():
-        pass
-    engine.cancel(request)
-    assert request.finish_reason == "length"
-    with pytest.raises(Exception, match="no request of this engine"):
-        other.cancel(request)

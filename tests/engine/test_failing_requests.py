@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support import tiny_models
+from support.answers import finished
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Speculation
 from truedraft.drafters import DraftModel, DraftRequest, PromptLookup
@@ -41,15 +42,14 @@ def fail_once(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: 
     patch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("sample", [None, "1", 1.5, -1])
-def test_samples_that_are_no_numbers_are_refused(target: LanguageModel, sample: Any) -> None:
-    with pytest.raises(OptionError, match="sample must be"):
-        Engine(target).submit([1], sample=sample)
-
-
-def test_scopes_that_cannot_be_compared_are_refused(target: LanguageModel) -> None:
-    with pytest.raises(OptionError, match="scope must be hashable, as a text is, got a list"):
-        Engine(target).submit([1], scope=["a"])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "options", [*({"sample": sample} for sample in (None, "1", 1.5, -1)), {"scope": ["a"]}], ids=repr
+)
+def test_samples_that_are_no_numbers_and_scopes_that_cannot_be_compared_are_refused(
+    target: LanguageModel, options: dict[str, Any]
+) -> None:
+    with pytest.raises(OptionError, match=r"sample must be|scope must be hashable"):
+        Engine(target).submit([1], **options)
 
 
 @pytest.mark.plants_failures
@@ -137,10 +137,9 @@ def test_a_step_that_fails_behind_its_commit_goes_on_from_there(
 def test_requests_that_are_over_keep_no_output_of_their_batch(target: LanguageModel) -> None:
     engine = Engine(target, PromptLookup(min_ngram=1), controller="fixed")
     requests = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
-    while not all(request.closed for request in requests):
-        engine.step()
+    finished(engine, requests)
     assert all(request.last_step is not None and request.last_step.shown is None for request in requests)
-    assert all(request.view is None for request in requests)
+    assert all(request.drafting.view is None for request in requests)
 
 
 class Counting(PromptLookup):
@@ -161,12 +160,9 @@ def test_drafters_that_a_request_does_not_want_hold_nothing_for_it(target: Langu
     engine = Engine(target, drafter, controller="fixed", max_cache_bytes=limit)
     request = engine.submit([1, 2, 1, 2], PARAMS, speculation=Speculation(()))
     wanted = engine.submit([1, 2, 1, 2], PARAMS)
-    while not (request.closed and wanted.closed):
-        engine.step()
+    without, drafted = finished(engine, [request, wanted])
     assert drafter.begun == [wanted.draft.id]
-    answers = [each.pieces[-1].answer for each in (request, wanted)]
-    assert all(answer is not None for answer in answers)
-    assert answers[0].stats.draft_tokens == 0 and answers[0].token_ids == answers[1].token_ids  # type: ignore[union-attr]
+    assert without.stats.draft_tokens == 0 and without.token_ids == drafted.token_ids
 
 
 def test_scopes_are_forgotten_with_their_last_block() -> None:

@@ -14,7 +14,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftRequest, Features, StepOutcome
 from truedraft.drafters.portfolio import Portfolio, joint_features
 from truedraft.engine.policy import Controller, Decision, RequestView
-from truedraft.engine.reading import FixedParts
+from truedraft.engine.scheduler import FixedParts
 from truedraft.errors import CompositionError
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel

@@ -24,7 +24,7 @@ from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.shaping import Path
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, DraftRequest, PromptLookup
-from truedraft.engine import request as request_module
+from truedraft.engine import prompts
 from truedraft.testing import MarkovModel
 
 VOCAB, PROMPT, LENGTH = 4, [1, 2], 3
@@ -58,7 +58,7 @@ class NoTwins:
 @contextmanager
 def table_forms(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests for a structured answer get the table in place of a grammar."""
-    patch.setattr(request_module, "_form_of", lambda structured, forms, own: NoTwins(own.tokens, own.prompt_tokens))
+    patch.setattr(prompts, "_form", lambda params, target, forms, tokens, owner: NoTwins(tokens, len(tokens)))
     yield
 
 

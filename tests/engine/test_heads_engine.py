@@ -1,5 +1,5 @@
-"""Medusa and ReDrafter through the whole engine: the target's distribution exactly, the same tokens for a seed,
-batches, ends, and requests that come and go.
+"""Medusa and ReDrafter through the whole engine: the target's distribution exactly, the same tokens for a seed, and
+requests that come and go. That batches and ends change nothing is for `test_mixed_batch`.
 
 The exact distribution is summed over the rule's own kernel for the very trees that the drafter proposes; a lossy rule
 is shown to fail it. What an engine emits with heads is counted by `test_reasoning` and by the table of options.
@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.answers import assert_ends_inside_blocks
 from support.candidate_schemes import candidates_scheme, proposal_after
-from support.fixed_noise import answers_of
 from support.head_models import (
     SHARPENED,
     MarkovWithEmbedding,
@@ -35,9 +33,9 @@ from truedraft.drafters import Drafter, Medusa, Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.drafters.heads.calibration import Calibration
 from truedraft.drafters.heads.head import HeadRecord
+from truedraft.kinds.medusa.folders import published_tree
 from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.kinds.medusa.module import MedusaHeads
-from truedraft.kinds.medusa.original import published_tree
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
@@ -92,11 +90,6 @@ GUESSING: dict[str, Callable[[MarkovWithEmbedding], Drafter]] = {
     "redrafter 8-2-5": lambda target: redrafter(target, 8, 2, 5),
     "redrafter 8-3-64": lambda target: redrafter(target, 8, 3, 64),
     "redrafter 4-5-12": lambda target: redrafter(target, 4, 5, 12),
-}
-SOME: dict[str, Callable[[MarkovWithEmbedding], Drafter]] = {
-    "medusa": medusa,
-    "beams": redrafter,
-    "drawn": lambda target: redrafter(target, sampled=True),
 }
 
 
@@ -185,31 +178,6 @@ def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithEmbedding,
         assert "1-3-9" in name or any(a.stats.draft_tokens < a.stats.listed_tokens for a in made)
 
 
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("options", [{}, {"seed": 5}, {"top_p": 0.8, "top_k": 5}], ids=["plain", "seeded", "cut"])
-def test_a_request_answers_alike_alone_in_a_batch_and_streamed(
-    target: MarkovWithEmbedding, options: dict[str, float], name: str
-) -> None:
-    params = SamplingParams(max_tokens=30, temperature=0.9, **options)  # type: ignore[arg-type]
-    engine = Engine(target, SOME[name](target), controller="fixed")
-    alone = [answers_of(engine, [prompt], params)[0] for prompt in PROMPTS]
-    two = Engine(target, SOME[name](target), max_batch=2, controller="fixed")
-    for together in (answers_of(engine, PROMPTS, params), answers_of(two, PROMPTS, params)):
-        assert [a.token_ids for a in together] == [a.token_ids for a in alone]
-        assert [a.stats.accepted_per_position for a in together] == [a.stats.accepted_per_position for a in alone]
-        assert not any(a.warnings for a in together)
-        assert sum(a.stats.accepted_tokens for a in together) > 0
-    if "seed" in options:
-        streamed = [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids]
-        assert streamed == alone[0].token_ids
-        assert [a.token_ids for a in Engine(target).generate(PROMPTS, params)] == [a.token_ids for a in alone]
-
-
-@pytest.mark.parametrize("name", ["medusa", "beams"])
-def test_answers_end_inside_an_accepted_block(target: MarkovWithEmbedding, name: str) -> None:
-    assert_ends_inside_blocks(Engine(target), Engine(target, SOME[name](target), controller="fixed"), PROMPTS[0])
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
 def test_seeded_answers_are_plain_ones_and_are_guessed_more_often(
     target: MarkovWithEmbedding, temperature: float
@@ -241,24 +209,6 @@ class Unhearing(Medusa):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         return super().propose(batch, budgets, [KeyedNoise(0, 0, 0)] * len(batch))
-
-
-def test_greedy_sampled_and_seeded_requests_share_a_batch(target: MarkovWithEmbedding) -> None:
-    params = [
-        SamplingParams(max_tokens=30),
-        SamplingParams(max_tokens=30, temperature=0.8, seed=3),
-        SamplingParams(max_tokens=30, temperature=0.8),
-        SamplingParams(max_tokens=30, temperature=1.2, seed=5, top_p=0.9),
-    ]
-    for trees in (GuessTrees(3), {"greedy": TREES["mixed"]}):
-        engine = Engine(target, Medusa(heads_of(target), trees, nodes=6), controller="fixed", entropy=0)
-        alone = [answers_of(engine, [prompt], own)[0] for prompt, own in zip(PROMPTS, params, strict=True)]
-        together = answers_of(engine, PROMPTS, params)
-        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
-        assert [answer.stats for answer in together] == [answer.stats for answer in alone]
-        plain = Engine(target).generate(PROMPTS, params)
-        for place in (0, 1, 3):
-            assert together[place].token_ids == plain[place].token_ids
 
 
 def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding) -> None:
@@ -336,26 +286,3 @@ def test_a_long_prompt_is_read_in_parts(target: MarkovWithEmbedding) -> None:
     assert answer.token_ids == Engine(long).generate(prompt, SamplingParams(max_tokens=20)).token_ids
     assert answer.stats.prefill_calls > 1
     assert answer.stats.accepted_tokens > 0
-
-
-def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithEmbedding) -> None:
-    drafter = Watched(target)
-    engine = Engine(target, drafter, controller="fixed", entropy=0)
-    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60))
-    next(iter(stream))
-    stream.close()  # type: ignore[attr-defined]
-    plain = Engine(target).generate(PROMPTS, SamplingParams(max_tokens=30))
-    assert [a.token_ids for a in engine.generate(PROMPTS, SamplingParams(max_tokens=30))] == [
-        a.token_ids for a in plain
-    ]
-    assert not drafter._vectors
-
-
-def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithEmbedding) -> None:
-    drafter = medusa(target)
-    first, second = (
-        Engine(target, drafter, controller="fixed", entropy=0),
-        Engine(target, drafter, controller="fixed", entropy=0),
-    )
-    params = SamplingParams(max_tokens=30)
-    assert first.generate(PROMPTS[0], params).token_ids == second.generate(PROMPTS[0], params).token_ids

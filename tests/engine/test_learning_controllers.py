@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from support.answers import finished
 from support.chi_square import p_value
 from support.fake_times import EvenGoodput
 from support.pairwise import some_of
@@ -78,12 +79,8 @@ def counts_of(
             if pairing is not None:
                 other.noise_seed, pairing[other.id] = one.noise_seed, one.id
             engine.enqueue(other)
-        while engine.step():
-            pass
         for number, requests in enumerate((first, second)):
-            for request in requests:
-                answer = request.pieces[-1].answer
-                assert answer is not None
+            for answer in finished(engine, requests):
                 counts[number][tuple(answer.token_ids)] += 1
                 drafted += answer.stats.draft_tokens
     return counts[0], counts[1], drafted

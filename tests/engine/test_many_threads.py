@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from support.answers import finished
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel
 from truedraft.engine import StepRecord
@@ -49,6 +50,15 @@ def in_thread(act: Callable[[], object]) -> bool:
     thread.start()
     thread.join(PATIENCE_S)
     return not thread.is_alive()
+
+
+def by_threads(count: int, act: Callable[[int], object]) -> None:
+    """Calls it by so many threads at once, each with its number."""
+    threads = [threading.Thread(target=act, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -132,8 +142,8 @@ def test_cancelling_does_not_wait_and_takes_effect_after_the_step() -> None:
     assert came == [True]
     assert sizes[:7] == [2] * 5 + [1] * 2
     assert answer.token_ids == plain([3, 1])
-    left = other.pieces[-1].answer
-    assert left is not None and (left.finish_reason, left.token_ids) == ("cancelled", plain([2, 5])[:5])
+    (left,) = finished(engine, [other])
+    assert (left.finish_reason, left.token_ids) == ("cancelled", plain([2, 5])[:5])
     assert model.pool.in_use == 0
 
 
@@ -168,11 +178,7 @@ def test_threads_that_answer_at_once_answer_as_alone() -> None:
         else:
             got[number] = engine.generate([number, 1], LONG).token_ids
 
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    by_threads(6, ask)
     assert got == {number: plain([number, 1]) for number in range(6)}
     assert model.pool.in_use == draft.pool.in_use == 0
 
@@ -258,11 +264,7 @@ def test_several_callers_share_a_driver_that_ends_with_the_work() -> None:
         barrier.wait(PATIENCE_S)
         got[number] = engine.generate([number, 1], LONG).token_ids
 
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    by_threads(4, ask)
     assert got == {number: plain([number, 1]) for number in range(4)}
     assert "truedraft-driver" in names and len(names) < 3 * len(got[0])
     while engine._loop._driver is not None:
@@ -296,11 +298,7 @@ def test_what_a_listener_raises_reaches_every_caller_and_the_engine_goes_on() ->
         except ZeroDivisionError as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    by_threads(2, ask)
     assert 1 <= len(raised) <= 2
     engine.listeners.clear()
     assert engine.generate([3, 1], LONG).token_ids == plain([3, 1])

@@ -175,38 +175,30 @@ def test_members_that_share_their_noise_are_found(target: MarkovWithEmbedding, m
         record.check(answer, VOCAB)
 
 
-def _shared(one: Purpose, other: Purpose) -> Callable[[pytest.MonkeyPatch], None]:
-    """The numbers of one purpose are those of another."""
+Change = Callable[[Purpose, int, int], tuple[Purpose, int, int]]
+
+
+def _uniforms(change: Change) -> Callable[[pytest.MonkeyPatch], None]:
+    """Numbers are those of another purpose, depth or index."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         uniform = KeyedNoise.uniform
-        patch.setattr(
-            KeyedNoise,
-            "uniform",
-            lambda noise, purpose, depth, index=0: uniform(noise, other if purpose is one else purpose, depth, index),
-        )
+        changed = lambda noise, purpose, depth, index=0: uniform(noise, *change(purpose, depth, index))  # noqa: E731
+        patch.setattr(KeyedNoise, "uniform", changed)
 
     return plant
 
 
+def _shared(one: Purpose, other: Purpose) -> Callable[[pytest.MonkeyPatch], None]:
+    return _uniforms(lambda purpose, depth, index: (other if purpose is one else purpose, depth, index))
+
+
+_without_depth = _uniforms(lambda purpose, depth, index: (purpose, 0, index))
+_without_index = _uniforms(lambda purpose, depth, index: (purpose, depth, 0))
+
+
 def _without_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        Request,
-        "noise",
-        lambda request: KeyedNoise(request.noise_seed, len(request.tokens), 0),
-    )
-
-
-def _without_depth(patch: pytest.MonkeyPatch) -> None:
-    uniform = KeyedNoise.uniform
-    patch.setattr(
-        KeyedNoise, "uniform", lambda noise, purpose, depth, index=0: uniform(noise, purpose, 0 * depth, index)
-    )
-
-
-def _without_index(patch: pytest.MonkeyPatch) -> None:
-    uniform = KeyedNoise.uniform
-    patch.setattr(KeyedNoise, "uniform", lambda noise, purpose, depth, index=0: uniform(noise, purpose, depth))
+    patch.setattr(Request, "noise", lambda request: KeyedNoise(request.noise_seed, len(request.tokens), 0))
 
 
 def _without_place(patch: pytest.MonkeyPatch) -> None:

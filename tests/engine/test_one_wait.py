@@ -29,7 +29,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Lookahead, Medusa, PromptLookup, Redrafter
 from truedraft.engine import Answer
-from truedraft.engine.reading import FixedParts
+from truedraft.engine.scheduler import FixedParts
 from truedraft.engine.step import Step
 from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.models.base import ForwardOutput, Segment
@@ -190,20 +190,29 @@ def answers_of(engine: Engine, params: Sequence[SamplingParams]) -> list[Answer]
     return fixed_noise.answers_of(engine, PROMPT_IDS[: len(params)], params)
 
 
+def as_on_the_cpu(
+    make: Callable[[], Engine], params: Sequence[SamplingParams], *lenient: str
+) -> tuple[Standin, list[int], list[Answer]]:
+    """Answers on the stand-in, which must be those of the CPU; and the drafted nodes of its steps."""
+    expected, nodes = told(answers_of(make(), params)), list[int]()
+    with standing_in(*lenient) as standin:
+        engine = make()
+        engine.listeners.append(lambda step: nodes.append(step.nodes))
+        answers = answers_of(engine, params)
+    assert told(answers) == expected
+    return standin, nodes, answers
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_one_fetch_a_step_and_the_answers_of_the_cpu(drafter: str, batch: str) -> None:
     target = model()
-    expected = told(answers_of(Engine(target, DRAFTERS[drafter](target), controller="fixed"), BATCHES[batch]))
-    with standing_in() as standin:
-        engine = Engine(target, DRAFTERS[drafter](target), controller="fixed")
-        times: list[int] = []
-        engine.listeners.append(lambda step: times.append(step.nodes))
-        answers = answers_of(engine, BATCHES[batch])
-    assert told(answers) == expected
-    assert standin.fetches == [1] * len(times)
-    assert len(times) >= 24 // 5
-    assert (sum(times) > 0) == (drafter != "plain")
+    standin, nodes, answers = as_on_the_cpu(
+        lambda: Engine(target, DRAFTERS[drafter](target), controller="fixed"), BATCHES[batch]
+    )
+    assert standin.fetches == [1] * len(nodes)
+    assert len(nodes) >= 24 // 5
+    assert (sum(nodes) > 0) == (drafter != "plain")
     if drafter in ("chain", "itself"):
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
@@ -220,12 +229,7 @@ def test_trees_chosen_at_each_step_wait_exactly_once_more(
 ) -> None:
     """For the heads' probabilities, or the shape of merged beams; a step that drafts nothing waits once."""
     target = model()
-    expected = told(answers_of(Engine(target, drafter(target), controller="fixed"), BATCHES[batch]))
-    with standing_in() as standin:
-        engine = Engine(target, drafter(target), controller="fixed")
-        drafted: list[int] = []
-        engine.listeners.append(lambda step: drafted.append(step.nodes))
-        assert told(answers_of(engine, BATCHES[batch])) == expected
+    standin, drafted, _ = as_on_the_cpu(lambda: Engine(target, drafter(target), controller="fixed"), BATCHES[batch])
     assert standin.fetches == [2 if nodes else 1 for nodes in drafted]
     assert sum(nodes > 0 for nodes in drafted) > len(drafted) // 2
 
@@ -234,10 +238,7 @@ def test_trees_chosen_at_each_step_wait_exactly_once_more(
 def test_windows_wait_once_more_for_what_the_target_says_behind_them(batch: str) -> None:
     """Of all requests together; a step without a window waits once."""
     target = model()
-    expected = told(answers_of(Engine(target, Lookahead(3, 3, 2), controller="fixed"), BATCHES[batch]))
-    with standing_in() as standin:
-        answers = answers_of(Engine(target, Lookahead(3, 3, 2), controller="fixed"), BATCHES[batch])
-    assert told(answers) == expected
+    standin, _, answers = as_on_the_cpu(lambda: Engine(target, Lookahead(3, 3, 2), controller="fixed"), BATCHES[batch])
     assert not any(answer.warnings for answer in answers)
     assert set(standin.fetches) == {1, 2}
     assert standin.fetches.count(2) > len(standin.fetches) // 2
@@ -268,12 +269,10 @@ def test_trees_wait_once_more_a_level(options: dict[str, Any], params: SamplingP
     """Their shapes depend on what was drawn; all drawing of a level comes to the host at once."""
     target = model()
 
-    def drafter() -> DraftModel:
-        return DraftModel(model(noise=0.1), 3, **options)
+    def make() -> Engine:
+        return Engine(target, DraftModel(model(noise=0.1), 3, **options), controller="fixed")
 
-    expected = told(answers_of(Engine(target, drafter(), controller="fixed"), [params] * 2))
-    with standing_in("truedraft.drafters.draws") as standin:
-        assert told(answers_of(Engine(target, drafter(), controller="fixed"), [params] * 2)) == expected
+    standin, *_ = as_on_the_cpu(make, [params] * 2, "truedraft.drafters.draws")
     assert max(standin.fetches) <= 1 + 3
     assert standin.other_reads <= 3 * len(standin.fetches)
 
@@ -361,14 +360,10 @@ def test_broken_rows_fail_the_same_requests_in_the_same_place(batch: str, value:
     failed = 0
     for row in (0, 1, 3, 5, 9):
 
-        def run(row: int = row) -> list[tuple[Any, ...]]:
-            engine = Engine(Spoiled(4, row, value), DraftModel(model(noise=0.05), 3), controller="fixed")
-            return told(answers_of(engine, BATCHES[batch]))
+        def make(row: int = row) -> Engine:
+            return Engine(Spoiled(4, row, value), DraftModel(model(noise=0.05), 3), controller="fixed")
 
-        expected = run()
-        with standing_in():
-            assert run() == expected
-        failed += sum(reason == "error" for _, reason, *_ in expected)
+        failed += sum(answer.finish_reason == "error" for answer in as_on_the_cpu(make, BATCHES[batch])[2])
     assert failed > 0
 
 
@@ -416,13 +411,10 @@ class FalseProbs(DraftModel):
 def test_distributions_that_are_none_show_after_the_forward_and_cost_only_the_drafting(rule: Rule) -> None:
     target = model()
     sound = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3))
-    expected = told(
-        answers_of(Engine(target, FalseProbs(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3)
+    standin, _, answers = as_on_the_cpu(
+        lambda: Engine(target, FalseProbs(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3
     )
-    with standing_in() as standin:
-        answers = answers_of(Engine(target, FalseProbs(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3)
-    assert told(answers) == expected
-    assert expected[::2] == sound[::2]
+    assert told(answers)[::2] == sound[::2]
     assert answers[1].finish_reason == "length" and "no distributions" in answers[1].warnings[0]
     assert sorted(standin.fetches)[-2:] == [1, 2]  # one proposal was judged again
 

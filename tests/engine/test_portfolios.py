@@ -17,7 +17,7 @@ from truedraft.core.stats import StepRecord
 from truedraft.drafters import Drafter, DraftModel, DraftRequest, Features, PromptLookup, StepOutcome
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine.policy import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput
-from truedraft.engine.reading import FixedParts
+from truedraft.engine.scheduler import FixedParts
 from truedraft.models.base import LanguageModel
 from truedraft.testing import MarkovModel, ScriptedDrafter
 

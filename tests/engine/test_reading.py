@@ -14,18 +14,19 @@ from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
 from truedraft.core.stats import RequestStep, StepRecord
 from truedraft.drafters import Drafter, DraftModel, Features, PromptLookup
-from truedraft.engine.reading import (
+from truedraft.engine.prompts import new_request
+from truedraft.engine.request import Request
+from truedraft.engine.scheduler import (
     LONGEST_DECODING_S,
     LONGEST_S,
     MOST_SHOWN,
     MOST_TOKENS,
     FixedParts,
     PromptReading,
+    Scheduler,
     TimedParts,
     reading_on,
 )
-from truedraft.engine.request import Request
-from truedraft.engine.scheduler import Scheduler
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import MarkovModel
@@ -37,7 +38,7 @@ PARAMS = SamplingParams(max_tokens=4)
 
 def asked(prompt: int, computed: int = 0, params: SamplingParams = PARAMS) -> Request:
     """A request that runs, whose prompt has so many tokens."""
-    request = Request([place % 20 for place in range(prompt)], params, CoupledSampling(), TABLE)
+    request = new_request(TABLE, [place % 20 for place in range(prompt)], params, CoupledSampling())
     request.cache = TABLE.new_cache()
     compute(request, computed)
     return request
@@ -147,25 +148,17 @@ def test_a_slow_step_halves_what_is_read_and_quick_ones_double_it() -> None:
         sizes.append(reading.tokens(False))
     assert sizes == [2048, 4096, 4096, 2048, 1024, 1024, 2048, 4096]
     assert reading.tokens(True) == 2048, "nothing is known of steps beside answers"
-
-
-def test_what_is_read_stays_between_one_part_and_the_bound_for_memory() -> None:
     reading = TimedParts(most=4096)
     for seconds, size in ((0.0, 4096), (9.0, 256)):
         for _ in range(8):
             reading.observe(one_prompt(reading.tokens(False), seconds))
         assert reading.tokens(False) == size
-
-
-def test_after_64_steps_more_is_tried_again() -> None:
     reading = TimedParts()
     reading.observe(one_prompt(2048, LONGEST_S + 0.1))
-    for _ in range(63):
+    for _ in range(64):
         assert reading.tokens(False) == 1024
         reading.observe(one_prompt(1024, 0.9 * LONGEST_S))
-    assert reading.tokens(False) == 1024
-    reading.observe(one_prompt(1024, 0.9 * LONGEST_S))
-    assert reading.tokens(False) == 2048
+    assert reading.tokens(False) == 2048, "after 64 steps more is tried again"
 
 
 def test_what_says_nothing_changes_nothing() -> None:
@@ -179,22 +172,19 @@ def test_what_says_nothing_changes_nothing() -> None:
     assert reading.tokens(False) == reading.tokens(True) == 2048
 
 
-def test_queued_steps_count_for_the_one_that_is_waited_for() -> None:
-    """Four parts of 2,048 tokens that take 0.15 s each, three of which the host only queues."""
+@pytest.mark.parametrize(
+    ("queued", "seconds", "settled", "size"),
+    [(3, 0.597, True, 4096), (3, 4 * LONGEST_S, True, 1024), (1, 9.0, False, 2048)],
+)
+def test_queued_steps_count_for_the_one_that_is_waited_for(
+    queued: int, seconds: float, settled: bool, size: int
+) -> None:
+    """Parts of 2,048 tokens, all but the last of which the host only queues."""
     reading = TimedParts()
-    for _ in range(3):
-        reading.observe(one_prompt(2048, 0.001, emitted=0))
-    reading.observe(one_prompt(2048, 0.597))
-    assert reading.tokens(False) == 4096
-    reading = TimedParts()
-    for _ in range(3):
-        reading.observe(one_prompt(2048, 0.001, emitted=0))
-    reading.observe(one_prompt(2048, 4 * LONGEST_S))
-    assert reading.tokens(False) == 1024
-    reading = TimedParts()
-    reading.observe(one_prompt(2048, 0.001, emitted=0, settled=False))
-    reading.observe(one_prompt(2048, 9.0))
-    assert reading.tokens(False) == 2048
+    for _ in range(queued):
+        reading.observe(one_prompt(2048, 0.001, emitted=0, settled=settled))
+    reading.observe(one_prompt(2048, seconds))
+    assert reading.tokens(False) == size
 
 
 # ------------------------------------------------------------------------------------------- whose prompts
@@ -205,20 +195,30 @@ def parts(reading: PromptReading, *requests: Request, decoding: bool = False) ->
 
 
 def test_several_prompts_share_a_step() -> None:
+    """Half of it is for the first one and half for the shortest; parts end at multiples of 256."""
     assert parts(TimedParts(), *(asked(512) for _ in range(6))) == [512] * 4 + [0, 0]
-    # The last one gets a part that ends at a multiple of 256.
     assert parts(TimedParts(), asked(500), asked(600), asked(1500)) == [500, 600, 768]
     assert parts(TimedParts(), asked(5000)) == [2048]
     assert parts(TimedParts(), asked(5000, computed=100)) == [1948]
     assert parts(TimedParts(), asked(2100, computed=100)) == [2000]
     assert parts(TimedParts(most=256), asked(300), asked(100)) == [256, 0]
-
-
-def test_half_of_a_step_is_for_the_first_and_half_for_the_shortest() -> None:
     first, second, short = asked(30_000), asked(3_000), asked(40)
     assert parts(TimedParts(), first, second, short) == [1024, 768, 40]
     assert parts(TimedParts(), first, short) == [1792, 40]
     assert parts(TimedParts(most=512), first, asked(300), asked(200)) == [256, 0, 200]
+
+
+def test_prompts_with_images_are_read_at_once_and_those_with_logprobs_in_small_parts() -> None:
+    seen = asked(5000)
+    seen.inputs = {"pixel_values": torch.zeros(1)}
+    assert parts(TimedParts(), seen, asked(40)) == [5000, 0]
+    assert parts(TimedParts(), asked(100), seen, asked(40)) == [100, 0, 40]
+    assert parts(FixedParts(), seen, asked(40)) == [5000, 0]
+    compute(seen, 4000)
+    assert parts(TimedParts(), asked(100), seen) == [100, 1000]
+    told = asked(5000, params=replace(PARAMS, prompt_logprobs=1))
+    assert parts(TimedParts(), told, asked(3000)) == [256, 1792]
+    assert parts(TimedParts(), asked(3000), told) == [1792, 256]
 
 
 def test_nobody_waits_for_ever_and_short_prompts_do_not_wait_for_long_ones() -> None:
@@ -238,23 +238,6 @@ def test_nobody_waits_for_ever_and_short_prompts_do_not_wait_for_long_ones() -> 
             if request.emitted:
                 waited.setdefault(name, step)
     assert waited["middle"] < waited["long"] <= 40_000 / 1024 + 1
-
-
-def test_prompts_with_images_are_read_at_once() -> None:
-    seen = asked(5000)
-    seen.inputs = {"pixel_values": torch.zeros(1)}
-    assert parts(TimedParts(), seen, asked(40)) == [5000, 0]
-    assert parts(TimedParts(), asked(100), seen, asked(40)) == [100, 0, 40]
-    assert parts(FixedParts(), seen, asked(40)) == [5000, 0]
-    seen.inputs = {"pixel_values": torch.zeros(1)}
-    compute(seen, 4000)
-    assert parts(TimedParts(), asked(100), seen) == [100, 1000]
-
-
-def test_prompts_whose_logprobs_are_asked_are_read_in_parts_of_256() -> None:
-    told = asked(5000, params=replace(PARAMS, prompt_logprobs=1))
-    assert parts(TimedParts(), told, asked(3000)) == [256, 1792]
-    assert parts(TimedParts(), asked(3000), told) == [1792, 256]
 
 
 # ---------------------------------------------------------------------------------------------------- memory

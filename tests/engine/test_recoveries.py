@@ -128,14 +128,6 @@ def test_one_request_alone_is_not_asked_again() -> None:
     assert (drafter.asked, answer.stats.recoveries, len(answer.warnings)) == (1, 0, 1)
 
 
-def test_nothing_is_counted_where_nothing_fails() -> None:
-    answers, told = engine_told(
-        Engine(MarkovModel.random(VOCAB, seed=1), ScriptedDrafter(lambda tokens: [[5]]), controller="fixed")
-    )
-    assert sum(answer.stats.recoveries for answer in answers) == 0
-    assert told == []
-
-
 @pytest.mark.plants_failures
 def test_failures_are_logged_once_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(ScriptedDrafter):

@@ -32,15 +32,23 @@ def steps_of(engine: Engine) -> list[StepRecord]:
     return records
 
 
-def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It costs a twentieth of the target's forward and is always right; five rows cost the target as good as one."""
-    clock = Clock()
-    go_by(clock, monkeypatch, tmp_path)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
+    made = Clock()
+    go_by(made, monkeypatch, tmp_path)
+    return made
+
+
+def drafting(clock: Clock, draft_s: float = 0.25e-3) -> Engine:
+    """A draft that costs a twentieth of the target's forward, or so much, and is always right; five rows cost the
+    target as good as one."""
     target = recorded_model("target", clock, lambda rows: 5.5e-3 + 1e-5 * rows, positions=2048)
-    draft = recorded_model("draft", clock, lambda rows: 0.25e-3)
-    engine = Engine(target, DraftModel(draft, 4), controller=Goodput(clock=clock))
+    draft = recorded_model("draft", clock, lambda rows: draft_s)
+    return Engine(target, DraftModel(draft, 4), controller=Goodput(clock=clock))
+
+
+def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(clock: Clock) -> None:
+    engine = drafting(clock)
     engine.measure()
     steps = steps_of(engine)
     engine.generate(PROMPT, SamplingParams(max_tokens=48))
@@ -51,15 +59,8 @@ def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(
     assert sum(step.nodes for step in decoding) / len(decoding) > 2.0
 
 
-def test_answers_go_on_plainly_while_costs_are_measured_for_half_the_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    clock = Clock()
-    go_by(clock, monkeypatch, tmp_path)
-    target = recorded_model("target", clock, lambda rows: 5.5e-3 + 1e-5 * rows, positions=2048)
-    engine = Engine(
-        target, DraftModel(recorded_model("draft", clock, lambda rows: 0.25e-3), 4), controller=Goodput(clock=clock)
-    )
+def test_answers_go_on_plainly_while_costs_are_measured_for_half_the_time(clock: Clock) -> None:
+    engine = drafting(clock)
     for _ in range(21):  # or recording its shapes would take longer than the answer
         engine.measure_ahead()
     steps, ends = steps_of(engine), []
@@ -74,20 +75,15 @@ def test_answers_go_on_plainly_while_costs_are_measured_for_half_the_time(
     steps_s = sum(step.total_s for step, _ in decoding[1:plain])
     measuring_s = decoding[plain - 1][1] - decoding[0][1] - steps_s
     assert 0.9 * steps_s < measuring_s < steps_s + 0.4, "a quarter of a second at once, and the end of a recording"
-    assert answer.token_ids == Engine(target).generate(PROMPT, SamplingParams(max_tokens=400)).token_ids
-    again = Engine(target, engine.drafter, controller=Goodput(clock=clock))
+    assert answer.token_ids == Engine(engine.target).generate(PROMPT, SamplingParams(max_tokens=400)).token_ids
+    again = Engine(engine.target, engine.drafter, controller=Goodput(clock=clock))
     seen = steps_of(again)
     again.generate(PROMPT, SamplingParams(max_tokens=24))
     assert sum(step.nodes for step in seen) > 8, "what was measured is kept"
 
 
-def test_measuring_ahead_needs_no_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    clock = Clock()
-    go_by(clock, monkeypatch, tmp_path)
-    target = recorded_model("target", clock, lambda rows: 5.5e-3 + 1e-5 * rows, positions=2048)
-    engine = Engine(
-        target, DraftModel(recorded_model("draft", clock, lambda rows: 0.25e-3), 4), controller=Goodput(clock=clock)
-    )
+def test_measuring_ahead_needs_no_request(clock: Clock) -> None:
+    engine = drafting(clock)
     assert sum(1 for _ in itertools.takewhile(bool, iter(engine.measure_ahead, None))) > 100
     assert not engine.measure_ahead() and engine.costs.measuring_s == 0.0 and engine.check_idle() == []
     steps = steps_of(engine)
@@ -96,15 +92,12 @@ def test_measuring_ahead_needs_no_request(monkeypatch: pytest.MonkeyPatch, tmp_p
     engine.listeners.append(lambda step: engine.measure_ahead())
     with pytest.raises(TruedraftError, match="inside a step"):
         engine.generate(PROMPT, SamplingParams(max_tokens=8))
-    assert not Engine(target).measure_ahead()
+    assert not Engine(engine.target).measure_ahead()
 
 
-def test_a_draft_that_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_draft_that_does_not_pay_is_left_alone(clock: Clock) -> None:
     """It takes as long as the target: what the engine measures says so, too."""
-    clock = Clock()
-    go_by(clock, monkeypatch, tmp_path)
-    target, draft = (recorded_model(name, clock, lambda rows: 5.5e-3) for name in ("target", "draft"))
-    engine = Engine(target, DraftModel(draft, 4), controller=Goodput(clock=clock))
+    engine = drafting(clock, draft_s=5.5e-3)
     engine.measure()
     steps = steps_of(engine)
     engine.generate(PROMPT, SamplingParams(max_tokens=48))

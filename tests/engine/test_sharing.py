@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support import tiny_models
+from support.answers import finished
 from support.chi_square import p_value
 from support.head_models import fitted_heads
 from support.pairwise import by_turns
@@ -81,8 +82,7 @@ def test_scopes_share_nothing(target: LanguageModel) -> None:
     engine = Engine(target, prefix_cache_bytes=1 << 24)
     for scope, copied in (("a", 0), ("b", 0), ("a", 128), ("b", 128)):
         request = engine.submit(SHARED, SamplingParams(max_tokens=2), scope=scope)
-        while not request.closed:
-            engine.step()
+        finished(engine, [request])
         assert request.copied_tokens == copied
 
 
@@ -97,12 +97,10 @@ def test_a_leader_that_leaves_holds_nobody_up(table: MarkovModel) -> None:
     long = (SHARED * 4)[:500]
     first, second = (engine.submit([*long, last], SamplingParams(max_tokens=3)) for last in (1, 2))
     engine.step()
-    assert second.leader is first
+    assert second.awaits is not None and second.awaits[0] is first
     engine.cancel(first)
-    while engine.step():
-        pass
     alone = Engine(table, prefix_cache_bytes=0).generate([*long, 2], SamplingParams(max_tokens=3))
-    assert second.pieces[-1].answer is not None and second.pieces[-1].answer.token_ids == alone.token_ids
+    assert [answer.token_ids for answer in finished(engine, [second])] == [alone.token_ids]
 
 
 def test_kept_bytes_are_bounded_and_counted(target: LanguageModel) -> None:
@@ -189,28 +187,9 @@ def test_samples_are_those_that_their_numbers_name(target: LanguageModel) -> Non
     answer = engine.generate(SHARED, params)
     texts = [answer.token_ids, *(each.token_ids for each in answer.others)]
     assert len({tuple(each) for each in texts}) == 3
-    alone = []
-    for sample in range(3):
-        request = engine.submit(SHARED, params, sample=sample)
-        while not request.closed:
-            engine.step()
-        alone.append(request.pieces[-1].answer)
-    assert [each.token_ids for each in alone if each is not None] == texts
+    alone = finished(engine, [engine.submit(SHARED, params, sample=sample) for sample in range(3)])
+    assert [each.token_ids for each in alone] == texts
     many: Sequence[list[int]] = [SHARED, SHARED[:20]]
     assert [len(each.others) for each in engine.generate(list(many), params)] == [2, 2]
     with pytest.raises(Exception, match="n must be 1 for a stream, got 3"):
         next(engine.stream(SHARED, params))
-
-
-def test_running_answers_wait_for_one_part_of_a_prompt_at_most(table: MarkovModel) -> None:
-    engine = Engine(table, prefix_cache_bytes=0)
-    running = engine.submit([1, 2, 3], SamplingParams(max_tokens=40))
-    engine.step()
-    for start in range(3):
-        engine.submit([start, *(SHARED * 4)[:500]], SamplingParams(max_tokens=2))
-    fed = fed_by(engine)
-    while not running.closed:
-        emitted = running.emitted
-        engine.step()
-        assert running.closed or running.emitted == emitted + 1
-    assert max(fed) <= 256

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
@@ -58,35 +57,37 @@ def shapes(steps: Sequence[StepRecord]) -> list[tuple[int, int, tuple[int, ...],
     return [(len(step.requests), step.rows, step.contexts, step.nodes, step.prefill) for step in steps]
 
 
-def test_plain_decoding_feeds_one_token_a_step(target: MarkovModel) -> None:
-    engine = Engine(target)
+@pytest.mark.parametrize(
+    ("prompts", "depth", "tokens", "expected"),
+    [
+        ([[3, 1, 4]], 0, 3, [(1, 3, (0,), 0, True), (1, 1, (3,), 0, False), (1, 1, (4,), 0, False)]),
+        ([[3]], 2, 4, [(1, 1, (0,), 0, True), (1, 3, (1,), 2, False)]),
+        (
+            [[i % VOCAB for i in range(600)]],
+            2,
+            4,
+            [(1, 256, (0,), 0, True), (1, 256, (256,), 0, True), (1, 88, (512,), 0, True), (1, 3, (600,), 2, False)],
+        ),
+        (
+            [[3, 1, 4], [2], [5, 6]],
+            2,
+            7,
+            [(3, 6, (0, 0, 0), 0, True), (3, 9, (3, 1, 2), 6, False), (3, 9, (6, 4, 5), 6, False)],
+        ),
+    ],
+    ids=["plain", "one token", "in parts", "a ragged batch"],
+)
+def test_what_each_step_feeds(
+    target: MarkovModel, prompts: list[list[int]], depth: int, tokens: int, expected: list[tuple[object, ...]]
+) -> None:
+    """Also a prompt of one token is a prefill; a batch holds a tree for each request."""
+    engine = Engine(target, right(target, depth) if depth else None, controller="fixed")
+    assert engine.listeners == []
     steps = watched(engine)
-    engine.generate([3, 1, 4], SamplingParams(max_tokens=4))
-    assert shapes(steps) == [
-        (1, 3, (0,), 0, True),
-        (1, 1, (3,), 0, False),
-        (1, 1, (4,), 0, False),
-        (1, 1, (5,), 0, False),
-    ]
-
-
-def test_a_prompt_of_one_token_is_a_prefill_too(target: MarkovModel) -> None:
-    engine = Engine(target, right(target, 2), controller="fixed")
-    steps = watched(engine)
-    engine.generate([3], SamplingParams(max_tokens=4))
-    assert shapes(steps) == [(1, 1, (0,), 0, True), (1, 3, (1,), 2, False)]
-
-
-def test_a_long_prompt_is_a_prefill_in_parts(target: MarkovModel) -> None:
-    engine = Engine(target, right(target, 2), controller="fixed")
-    steps = watched(engine)
-    engine.generate([i % VOCAB for i in range(600)], SamplingParams(max_tokens=4))
-    assert shapes(steps) == [
-        (1, 256, (0,), 0, True),
-        (1, 256, (256,), 0, True),
-        (1, 88, (512,), 0, True),
-        (1, 3, (600,), 2, False),
-    ]
+    engine.generate(prompts, SamplingParams(max_tokens=tokens))
+    assert shapes(steps) == expected
+    with pytest.raises(AttributeError):
+        steps[0].total_s = 2.0  # type: ignore[misc]
 
 
 def test_contexts_are_those_before_the_step(target: MarkovModel) -> None:
@@ -98,18 +99,6 @@ def test_contexts_are_those_before_the_step(target: MarkovModel) -> None:
         decoding = [step for step in steps if not step.prefill]
         assert [step.contexts for step in decoding[:3]] == [(3 + growth * i,) for i in range(3)]
         assert [(step.rows, step.nodes) for step in decoding[:3]] == [(nodes + 1, nodes)] * 3
-
-
-def test_a_ragged_batch(target: MarkovModel) -> None:
-    """Three prompts at once; the first step is prefill for all, the others hold a tree for each."""
-    engine = Engine(target, right(target, 2), controller="fixed")
-    steps = watched(engine)
-    engine.generate([[3, 1, 4], [2], [5, 6]], SamplingParams(max_tokens=7))
-    assert shapes(steps) == [
-        (3, 6, (0, 0, 0), 0, True),
-        (3, 9, (3, 1, 2), 6, False),
-        (3, 9, (6, 4, 5), 6, False),
-    ]
 
 
 def test_a_step_with_one_prefill_among_others_is_a_prefill(target: MarkovModel) -> None:
@@ -139,12 +128,6 @@ def test_one_call_for_each_forward_of_the_target(target: MarkovModel, count: int
     assert sum(step.nodes for step in steps) == stats.draft_tokens
     assert engine.step() is False
     assert len(steps) == stats.target_calls + stats.prefill_calls, "an idle engine reported a step"
-
-
-def test_nobody_needs_to_listen(target: MarkovModel) -> None:
-    engine = Engine(target)
-    assert engine.listeners == []
-    assert engine.generate([3, 1], SamplingParams(max_tokens=5)).token_ids == greedy(target, [3, 1], 5)
 
 
 # --- times ---
@@ -201,12 +184,3 @@ def test_a_step_that_fails_for_all_is_told_of_for_each_that_is_tried_alone(targe
     engine.step()
     assert (fine.finish_reason, broken.finish_reason) == ("length", "error")
     assert shapes(steps) == [(1, 2, (0,), 0, True)]
-
-
-def test_a_record_cannot_be_changed(target: MarkovModel) -> None:
-    engine = Engine(target)
-    steps = watched(engine)
-    engine.generate([3], SamplingParams(max_tokens=1))
-    with pytest.raises(AttributeError):
-        steps[0].total_s = 2.0  # type: ignore[misc]
-    assert torch.isfinite(torch.tensor(steps[0].total_s))

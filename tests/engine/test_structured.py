@@ -25,6 +25,7 @@ from truedraft.engine import Answer
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.text.forms import Forms
+from truedraft.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -53,6 +54,15 @@ PROMPT = "class Stack:\n    def push(self, item):\n"
 @pytest.fixture(scope="module")
 def target() -> LanguageModel:
     return embedded()
+
+
+def forms_of(target: LanguageModel) -> Forms:
+    return Forms(tokenizer_of(target), target.vocab_size, target.eos_token_ids)
+
+
+def tokenizer_of(target: LanguageModel) -> Tokenizer:
+    assert target.tokenizer is not None
+    return target.tokenizer
 
 
 def assert_has_form(name: str, text: str) -> None:
@@ -107,9 +117,8 @@ def test_answers_have_the_form_and_are_those_of_plain_decoding(
 
 def test_masks_are_functions_of_paths(target: LanguageModel) -> None:
     """A mask behind a path is the one that plain decoding would see there, in whatever order they are asked for."""
-    assert target.tokenizer is not None
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
-    text = target.tokenizer.plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
+    forms = forms_of(target)
+    text = tokenizer_of(target).plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
     at_once = forms.start(FORMS["schema"], [1, *text[:2]], 1)
     for count in (9, 2, 5, 0, 9):
         step_by_step = forms.start(FORMS["schema"], tokens := [1, *text[:2]], 1)
@@ -125,9 +134,8 @@ def test_masks_are_functions_of_paths(target: LanguageModel) -> None:
 
 def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel) -> None:
     """A chain goes on with one state of the form; branches, ends and what is illegal must not lead it astray."""
-    assert target.tokenizer is not None
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
-    text = target.tokenizer.plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
+    forms = forms_of(target)
+    text = tokenizer_of(target).plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
     chain = [tuple(text[:count]) for count in range(len(text) + 1)]
     ends = [(*text, target.eos_token_ids[0]), (*text, target.eos_token_ids[0], text[0])]
     branches = [(*path, token) for path in chain[:6] for token in (0, text[3], text[0])]
@@ -146,7 +154,7 @@ def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: Language
     counted = Structured("grammar", 'start: body "Y"\nbody[max_tokens=3]: /[a-z ]+/')
     structured = FORMS.get(name, counted)
     text = Engine(target).generate(PROMPT, SamplingParams(40, 1.0, seed=1, structured=structured)).token_ids
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    forms = forms_of(target)
     looked = 0
     for count in range(0, min(len(text), 14) + 1, 2):
         path = tuple(text[:count])
@@ -161,8 +169,7 @@ def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: Language
 
 
 def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel) -> None:
-    assert target.tokenizer is not None
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    forms = forms_of(target)
     params = SamplingParams(24, structured=FORMS["schema"], logprobs=5, logprobs_mode="processed")
     answer = Engine(target, "prompt-lookup,min_ngram=1", controller="fixed").generate(PROMPT, params)
     state = forms.start(FORMS["schema"], tokens := [1], 1)
@@ -173,16 +180,14 @@ def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel) -
 
 
 def test_a_whole_form_may_only_end(target: LanguageModel) -> None:
-    assert target.tokenizer is not None
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    forms = forms_of(target)
     state = forms.start(Structured("choice", ["ab"]), tokens := [1], 1)
-    tokens += target.tokenizer.plain_ids("ab")
+    tokens += tokenizer_of(target).plain_ids("ab")
     assert set(np.flatnonzero(state.masks([()])[0])) == set(target.eos_token_ids[:1])
 
 
 def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel) -> None:
-    assert target.tokenizer is not None
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    forms = forms_of(target)
     params = SamplingParams(structured=FORMS["choice"])
     form = forms.start(FORMS["choice"], [1], 1)
     shaping = Shaping(params, [1], 1, [], [], target.vocab_size, form)
@@ -196,10 +201,9 @@ def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -> None:
     """Where the form leaves no choice of text the model still has its choice of tokens; the draft is one of them."""
-    assert target.tokenizer is not None
     plain = Engine(target).generate(PROMPT, SamplingParams(60, structured=FORMS[name]))
-    spelled = {token: target.tokenizer.token_text(token) for token in range(target.vocab_size)}
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    spelled = {token: tokenizer_of(target).token_text(token) for token in range(target.vocab_size)}
+    forms = forms_of(target)
     state = forms.start(FORMS[name], tokens := [1], 1)
     drafted = 0
     for count, token in enumerate(plain.token_ids):
@@ -218,10 +222,9 @@ def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -
 
 
 def test_what_had_to_come_is_drafted_as_the_answer_spelled_it_before(target: LanguageModel) -> None:
-    assert target.tokenizer is not None
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    forms = forms_of(target)
     state = forms.start(Structured("regex", "x(abcd:[0-9]abcd:z)"), tokens := [1], 1)
-    spell = target.tokenizer.plain_ids
+    spell = tokenizer_of(target).plain_ids
     tokens += spell("x")
     own = list(spell("abcd:"))
     assert list(state.forced())[:1] == own[:1] and not state.recalls()

@@ -18,8 +18,8 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.stats import Counters
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import Medusa
+from truedraft.kinds.medusa.folders import published_tree
 from truedraft.kinds.medusa.module import MedusaHeads
-from truedraft.kinds.medusa.original import published_tree
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment

@@ -15,9 +15,8 @@ from torch import Tensor
 from support.embedded_models import embedded
 from truedraft.core.top_k import TopK
 from truedraft.drafters.heads.acceptance import AcceptanceOdds
-from truedraft.kinds.medusa.counted_trees import compare, replay_likeliest
+from truedraft.kinds.medusa.counted_trees import RankTable, choose_tree, compare, replay_likeliest
 from truedraft.kinds.medusa.module import MedusaHeads
-from truedraft.kinds.medusa.rank_paths import RankTable, choose_tree
 from truedraft.kinds.medusa.traced_guesses import HeadGuesses
 from truedraft.kinds.redrafter.module import RedrafterHead, RedrafterRunner
 from truedraft.kinds.redrafter.traced_beams import beam_survival, tokens_of_beams

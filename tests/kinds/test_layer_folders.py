@@ -23,8 +23,7 @@ from truedraft.kinds.block.folders import write_dflash_folder, write_dspark_fold
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
 from truedraft.kinds.eagle import folders as eagle_folders
 from truedraft.kinds.eagle.folders import write_eagle_folder
-from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
-from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head": 16, "inner": 64}
 EAGLE = Eagle3Config(48, 97, (0, 2, 5), **SIZES, draft_vocab=40)
@@ -111,6 +110,7 @@ def test_a_round_trip_is_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert not kept.training and not any(each.requires_grad for each in kept.parameters())
     assert "it is used because its sizes fit" in (kept.record.note or "")
     assert kept.record.target_name == ("org/target" if HEADS[name][2] is named else "")
+    assert kept.reach == head.reach, "it drafts as far as its folder says"
     HEADS[name][2](kept, tmp_path / "again")
     for file in ("config.json", "model.safetensors"):
         assert (folder / file).read_bytes() == (tmp_path / "again" / file).read_bytes()

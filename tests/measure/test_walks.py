@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -124,33 +123,33 @@ def test_chains_of_a_draft_model(params: Params) -> None:
     assert_as_the_engine(target(), PROMPTS, params, lambda length: DraftModel(draft(), length), (1, 2, 3, 5))
 
 
-def test_a_tree_of_a_draft_model() -> None:
-    made = DraftModel(draft(), branching=(3, 2, 1))
-    traces = traced(target(), PROMPTS, GREEDY, made)
-    walks = walk_along(made, target(), traces)
-    assert calls_of(walks, made.limits.nodes) == lived(target(), PROMPTS, GREEDY, made).target_calls
+def beams(length: int, nodes: int) -> Drafter:
+    return Redrafter(fitted_redrafter(world(), texts()), beams=4, length=length, nodes=nodes)
 
 
-def test_medusa() -> None:
-    heads = fitted_heads(world(), texts())
-    assert_as_the_engine(world(), WORLD_PROMPTS, GREEDY, lambda nodes: Medusa(heads, nodes=nodes), (1, 2, 3, 5, 8, 16))
+@pytest.mark.parametrize(
+    ("of", "sizes"),
+    [
+        (lambda nodes: Medusa(fitted_heads(world(), texts()), nodes=nodes), (1, 2, 3, 5, 8, 16)),
+        (partial(beams, 1), (1, 2, 3)),
+        (partial(beams, 2), (1, 2, 3, 4)),
+        (partial(beams, 3), (1, 2, 3, 4)),
+    ],
+    ids=["medusa", "beams 1", "beams 2", "beams 3"],
+)
+def test_heads(of: Of, sizes: Sequence[int]) -> None:
+    assert_as_the_engine(world(), WORLD_PROMPTS, GREEDY, of, sizes, least=1.2)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_redrafter(length: int) -> None:
-    head = fitted_redrafter(world(), texts())
-
-    def of(nodes: int) -> Drafter:
-        return Redrafter(head, beams=4, length=length, nodes=nodes)
-
-    assert_as_the_engine(world(), WORLD_PROMPTS, GREEDY, of, (1, 2, 3, 4)[: 2 + length], least=1.2)
-
-
-def test_seeded_beams_of_one_size() -> None:
-    drafter = Redrafter(fitted_redrafter(world(), texts()), beams=4, length=3, nodes=6)
-    traces = traced(world(), WORLD_PROMPTS, SEEDED, drafter)
-    walks = walk_along(drafter, world(), traces)
-    assert calls_of(walks, 6) == lived(world(), WORLD_PROMPTS, SEEDED, drafter).target_calls
+@pytest.mark.parametrize("kind", ["tree of a draft model", "seeded beams"])
+def test_one_size(kind: str) -> None:
+    model, prompts, params, drafter = (
+        (target(), PROMPTS, GREEDY, DraftModel(draft(), branching=(3, 2, 1)))
+        if kind == "tree of a draft model"
+        else (world(), WORLD_PROMPTS, SEEDED, beams(3, 6))
+    )
+    walks = walk_along(drafter, model, traced(model, prompts, params, drafter))
+    assert calls_of(walks, drafter.limits.nodes) == lived(model, prompts, params, drafter).target_calls
 
 
 def test_answers_that_end() -> None:
@@ -160,73 +159,6 @@ def test_answers_that_end() -> None:
     assert any(ends)
     draft = MarkovModel(ending.probs**0.8 / (ending.probs**0.8).sum(-1, keepdim=True), context_length=160)
     assert_as_the_engine(ending, WORLD_PROMPTS, SEEDED, lambda length: DraftModel(draft, length), (1, 2, 4))
-
-
-def small_pair() -> tuple[MarkovModel, MarkovModel]:
-    big = MarkovModel.random(3, seed=4, sharpness=1.2, context_length=40)
-    q = 0.5 * big.probs + 0.5 * MarkovModel.random(3, seed=5, context_length=40).probs
-    return big, MarkovModel(q, context_length=40)
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_drawn_chains_against_all_texts(length: int) -> None:
-    """Summed over every text with its probability, replayed calls are the calls of the process by its own recursion."""
-    big, small = small_pair()
-    prompt, tokens = [0, 1], 5
-    params = Params(max_tokens=tokens, temperature=1.0)
-    total = mass = 0.0
-    drafter = DraftModel(small, length)
-    (trace,) = trace_answers(big, [("1", prompt, params)], [drafter])
-    for text in itertools.product(range(3), repeat=tokens):
-        probs, so_far = [], list(prompt)
-        for token in text:
-            probs.append(float(big.probs_after(so_far)[token]))
-            so_far.append(token)
-        seen = list(trace.seen)
-        for step, token in zip(range(len(seen) - tokens, len(seen)), text, strict=True):
-            seen[step] = dataclasses.replace(seen[step], tokens=(token,))
-        forced = dataclasses.replace(trace, tokens=text, probs=tuple(probs), seen=tuple(seen))
-        (walk,) = walk_along(drafter, big, [forced])
-        weight = float(np.prod(probs))
-        total, mass = total + weight * calls_of([walk], length), mass + weight
-    assert mass == pytest.approx(1.0, abs=1e-12)
-    assert total == pytest.approx(expected_calls(big, small, prompt, tokens, length), abs=1e-6)
-
-
-def expected_calls(big: MarkovModel, small: MarkovModel, prompt: list[int], tokens: int, length: int) -> float:
-    """Expected target calls behind the first token: of each step, what it emits with which probability."""
-
-    def after(text: list[int], left: int) -> float:
-        return 0.0 if left == 0 else 1.0 + going(text, left, min(length, left - 1))
-
-    def going(text: list[int], left: int, drafts: int) -> float:
-        p, q = big.probs_after(text), small.probs_after(text)
-        if drafts == 0:  # a bonus token
-            return sum(float(p[x]) * after([*text, x], left - 1) for x in range(3) if left > 1)
-        found = 0.0
-        for x in range(3):
-            accepted = float(min(p[x], q[x]))
-            recovered = float(p[x]) - accepted
-            found += accepted * going([*text, x], left - 1, drafts - 1)
-            found += recovered * after([*text, x], left - 1)
-        return found
-
-    return sum(float(big.probs_after(prompt)[x]) * after([*prompt, x], tokens - 1) for x in range(3))
-
-
-def test_drawn_chains_against_the_engine() -> None:
-    """Within six standard errors of 300 answers: a false alarm has a probability below 1e-8, and the seed is fixed."""
-    big, small = small_pair()
-    prompts = [[n % 3, (n // 3) % 3] for n in range(300)]
-    params = Params(max_tokens=24, temperature=1.0)
-    drafter = DraftModel(small, 3)
-    walks = walk_along(drafter, big, traced(big, prompts, params, drafter), batch=100)  # type: ignore[arg-type]
-    replayed = np.array([calls_of([walk], 3) for walk in walks])
-    answers = Engine(big, drafter, controller="fixed", entropy=10_000).generate(prompts, params)
-    engine = np.array([float(answer.stats.target_calls) for answer in answers])
-    error = np.hypot(replayed.std() / 300**0.5, engine.std() / 300**0.5)
-    assert abs(replayed.mean() - engine.mean()) < 6 * error
-    assert replayed.std() < engine.std()  # what chance there is in verdicts is summed up, not drawn
 
 
 def test_what_cannot_be_replayed() -> None:

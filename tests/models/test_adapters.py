@@ -143,23 +143,18 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert all(delta.of(x[:rows]).equal(delta.of(x)[:rows]) for rows in range(1, 10))
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Those that do what no row can have for itself, and another model's."""
+    small("llama").save_pretrained(tmp_path / "model")
+    odd: tuple[tuple[dict[str, Any], str], ...] = (
         ({"use_dora": True}, "DoRA"),
         ({"bias": "all"}, "biases"),
         ({"modules_to_save": ["lm_head"]}, "whole modules"),
-    ],
-)
-def test_what_no_row_can_have_for_itself_is_refused(more: dict[str, Any], told: str, tmp_path: Path) -> None:
-    small("llama").save_pretrained(tmp_path / "model")
-    folder = write_adapter("llama", tmp_path / "adapter", 0, **more)
-    with pytest.raises(UnsupportedModelError, match=f"'odd' does more than add.*{told}.*merge it at load"):
-        load_model(tmp_path / "model", dtype="float32", adapters={"odd": folder})
-
-
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    small("mistral").save_pretrained(tmp_path / "model")
+    )
+    for more, told in odd:
+        folder = write_adapter("llama", tmp_path / told, 0, **more)
+        with pytest.raises(UnsupportedModelError, match=f"'odd' does more than add.*{told}.*merge it at load"):
+            load_model(tmp_path / "model", dtype="float32", adapters={"odd": folder})
     folder = write_adapter("gpt2", tmp_path / "adapter", 0)
     with pytest.raises(ModelError, match="does not fit this model"):
         load_model(tmp_path / "model", dtype="float32", adapters={"odd": folder})

@@ -18,11 +18,12 @@ from transformers import AutoConfig, BertConfig, PreTrainedModel
 from models.test_recurrence import stock as carrying
 from support.pairwise import by_turns
 from support.tiny_models import CONTEXT, DRAFTED, PROMPTS, VOCAB, build, drafter_of, stock, stock_greedy, with_noise
+from support.verdicts import DRAFTED as DRAFTED_IDS
+from support.verdicts import TREE, assert_same_entries, read, verdicts
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.backends.copied import WholeTextBackend
-from truedraft.models.backends.sequential import SequentialBackend, runs_of
+from truedraft.models.backends.sequential import SequentialBackend, WholeTextBackend, runs_of
 from truedraft.models.base import Segment
 from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
@@ -129,30 +130,17 @@ def test_it_loads_and_says_how_it_runs(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gptj", "bloom", "gpt_neo"])
 def test_a_tree_leaves_the_cache_of_its_path(family: str) -> None:
     model = alone(family)
-    tree, below = TreeShape((-1, 0, 0, 2, 1, 3)), [3, 5, 7, 11, 13, 17]
-    prompt = list(PROMPTS[0])
-    for node in range(len(tree)):
-        cache, fresh = model.new_cache(), model.new_cache()
-        for each in (cache, fresh):
-            model.forward([Segment(each, torch.tensor(prompt), chain_shape(len(prompt)), ())])
-            each.commit(range(len(prompt)))
-        path = tree.path(node)
-        logits = model.forward([Segment(cache, torch.tensor(below), tree, range(len(tree)))]).logits[node]
-        cache.commit(path)
-        alone_ids = torch.tensor([below[place] for place in path])
-        expected = model.forward([Segment(fresh, alone_ids, chain_shape(len(path)), (len(path) - 1,))]).logits[0]
-        fresh.commit(range(len(path)))
+    for after, logits, ids in verdicts(model, PROMPTS[0], TREE):
+        fresh, expected = read(model, ids, cuts=[len(PROMPTS[0])])
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        for mine, theirs in zip(cache.entries(), fresh.entries(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-        model.release_cache(cache)
+        assert_same_entries(after, fresh)
         model.release_cache(fresh)
 
 
 @pytest.mark.parametrize("family", [*ALONE, *WHOLE])
 def test_layers_show_what_transformers_gives(family: str) -> None:
     """The first layer of two, behind a prompt and at all nodes of a tree, by `output_hidden_states` of each path."""
-    model, tree, below = alone(family), TreeShape((-1, 0, 0, 2, 1, 3)), [3, 5, 7, 11, 13, 17]
+    model, tree, below = alone(family), TREE, list(DRAFTED_IDS)
     prompt = list(PROMPTS[0])
     cache, whole = model.new_cache(), random_model(family)
     segment = Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), range(len(prompt)))
@@ -174,9 +162,8 @@ def test_layers_show_what_transformers_gives(family: str) -> None:
 
 
 def test_a_tree_is_read_in_runs() -> None:
-    tree = TreeShape((-1, 0, 0, 2, 1, 3))
-    assert runs_of(tree, 0) == [[0, 1, 4], [2, 3, 5]]
-    assert runs_of(tree, 3) == [[3, 5], [4]]
+    assert runs_of(TREE, 0) == [[0, 1, 4], [2, 3, 5]]
+    assert runs_of(TREE, 3) == [[3, 5], [4]]
     assert runs_of(chain_shape(5), 2) == [[2, 3, 4]]
 
 

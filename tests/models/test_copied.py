@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from support.pairwise import by_turns
 from support.tiny_models import DRAFTED, PROMPTS, drafter_of, stock, stock_greedy
+from support.verdicts import CHAIN, TREE, read, verdicts
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.backends.copied import CopiedBackend
+from truedraft.models.backends.sequential import CopiedBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import run_alone
@@ -79,61 +80,42 @@ def test_greedy_equals_transformers(family: str, drafted: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_decoding_reads_every_token_once(family: str) -> None:
     model, prompt = copied(family), list(PROMPTS[1])
-    with counted(model) as read:
+    with counted(model) as found:
         Engine(model).generate(prompt, SamplingParams(max_tokens=COUNT, ignore_eos=True))
-    assert read == [len(prompt)] + [1] * (COUNT - 1)
+    assert found == [len(prompt)] + [1] * (COUNT - 1)
 
 
 def test_what_was_rejected_costs_its_own_tokens_and_what_stays_is_not_read_for_ever() -> None:
     """Of five drafted tokens none stays; what the kept cache lacks is read along, up to sixteen tokens of it."""
     model, prompt = copied("deepseek_v4"), list(PROMPTS[1])
-    cache = model.new_cache()
-    with counted(model) as read:
-        model.forward([Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), (len(prompt) - 1,))])
-        cache.commit(range(len(prompt)))
+    with counted(model) as found:
+        cache, _ = read(model, prompt)
         for step in range(20):
             model.forward([Segment(cache, torch.tensor([step, 1, 2, 3, 4, 5]), chain_shape(6), range(6))])
             cache.commit((0,))
     model.release_cache(cache)
-    assert read == [len(prompt), *range(6, 23), 17, 6, 7, 8]
+    assert found == [len(prompt), *range(6, 23), 17, 6, 7, 8]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_follows_any_verdict_is_what_follows_plain_decoding(family: str) -> None:
-    model, prompt = copied(family), list(PROMPTS[1])
-    tree, below = TreeShape((-1, 0, 0, 2, 1, 3)), [3, 5, 7, 11, 13, 17]
-    for shape in (chain_shape(6), tree):
-        for node in range(len(shape)):
-            path, ends = shape.path(node), []
-            for drafted in (True, False):
-                cache = model.new_cache()
-                model.forward([Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), (len(prompt) - 1,))])
-                cache.commit(range(len(prompt)))
-                if drafted:
-                    output = model.forward([Segment(cache, torch.tensor(below), shape, range(len(shape)))])
-                    ends.append(output.logits[node])
-                    cache.commit(path)
-                else:
-                    for place in path:
-                        output = model.forward([Segment(cache, torch.tensor([below[place]]), chain_shape(1), (0,))])
-                        cache.commit((0,))
-                    ends.append(output.logits[0])
-                ends.append(model.forward([Segment(cache, torch.tensor([23]), chain_shape(1), (0,))]).logits[0])
-                model.release_cache(cache)
-            torch.testing.assert_close(ends[0], ends[2], rtol=1e-3, atol=1e-3)
-            torch.testing.assert_close(ends[1], ends[3], rtol=1e-3, atol=1e-3)
+    model = copied(family)
+    for after, logits, ids in verdicts(model, PROMPTS[1], CHAIN, TREE):
+        plain, expected = read(model, ids, len(PROMPTS[1]))
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+        ends = [model.forward([Segment(each, torch.tensor([23]), chain_shape(1), (0,))]) for each in (after, plain)]
+        torch.testing.assert_close(ends[0].logits, ends[1].logits, rtol=1e-3, atol=1e-3)
+        model.release_cache(plain)
 
 
 def test_copies_count_as_memory_and_go_with_their_request() -> None:
-    model, prompt = copied("qwen4_exp_text"), list(PROMPTS[1])
-    cache = model.new_cache()
-    model.forward([Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), (len(prompt) - 1,))])
-    cache.commit(range(len(prompt)))
+    model = copied("qwen4_exp_text")
+    cache, _ = read(model, PROMPTS[1])
     alone = cache.n_bytes
     model.forward([Segment(cache, torch.tensor([1, 2, 3]), chain_shape(3), range(3))])
     assert alone > cache.storage.n_bytes and cache.n_bytes > 2 * alone - cache.storage.n_bytes
     model.release_cache(cache)
-    assert cache.family.beside is None and cache.n_bytes == cache.storage.n_bytes
+    assert cache.family.auxiliary is None and cache.n_bytes == cache.storage.n_bytes
 
 
 def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:

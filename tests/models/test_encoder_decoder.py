@@ -15,6 +15,7 @@ from transformers import AutoConfig, GenerationMixin, PreTrainedModel
 
 from support.pairwise import by_turns
 from support.tiny_models import CONTEXT, DRAFTED, PROMPTS, VOCAB, build, drafter_of, encoder_decoder
+from support.verdicts import assert_same_entries, read, verdicts
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.token_view import TokenView
@@ -248,28 +249,18 @@ def test_little_memory_gives_the_same_answers() -> None:
     assert [a.token_ids for a in tight.generate(prompts, GREEDY)] == [a.token_ids for a in plain]
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("path", [(0,), (0, 1), (0, 2), (0, 2, 3)])
-def test_the_cache_behind_a_verdict_is_that_of_its_tokens(path: tuple[int, ...]) -> None:
+def test_the_cache_behind_a_verdict_is_that_of_its_tokens() -> None:
     model = target("bart")
     layout = model.sources
     assert layout is not None
     text = layout.text([5, 6, 7, layout.end])
-    drafted = torch.tensor([9, 10, 11, 12])
-    cache, fresh = model.new_cache(), model.new_cache()
-    model.forward([Segment(cache, torch.tensor(text), chain_shape(len(text)), (), prompt=len(text))])
-    cache.commit(range(len(text)))
-    model.forward([Segment(cache, drafted, TreeShape((-1, 0, 0, 2)), range(4))])
-    cache.commit(path)
-    whole = [*text, *(int(drafted[node]) for node in path)]
-    model.forward([Segment(fresh, torch.tensor(whole), chain_shape(len(whole)), (), prompt=len(whole))])
-    fresh.commit(range(len(whole)))
-    assert cache.length == fresh.length == len(whole) and cache.family.memory == 4
-    for ours, theirs in zip(cache.entries(), fresh.entries(), strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert torch.allclose(one, other, atol=1e-5)
-    cache.rollback(2)
-    assert cache.family.memory == 0 and cache.family.source[:2] == [5, 6]
+    for after, logits, ids in verdicts(model, text, TreeShape((-1, 0, 0, 2)), drafted=[9, 10, 11, 12]):
+        fresh, expected = read(model, ids)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert_same_entries(after, fresh, 1e-5)
+        assert after.family.memory == 4
+        after.rollback(2)
+        assert after.family.memory == 0 and after.family.source[:2] == [5, 6]
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])

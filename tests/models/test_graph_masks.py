@@ -59,10 +59,21 @@ def batch_of(requests: Sequence[tuple[int, TreeShape, int]], *, exact: bool = Fa
     return PagedBatch.exact(parts, PATTERNS) if exact else PagedBatch.recorded(parts, PATTERNS)
 
 
-def loaded(batch: PagedBatch) -> Inputs:
-    (inputs,) = Inputs.in_a_row([batch.bucket], len(PATTERNS), CPU)
-    load_in_a_row([inputs], [batch])
+def all_loaded(batches: Sequence[PagedBatch], *others: PagedBatch) -> list[Inputs]:
+    """Batches, or others in the buckets of these, in one block of memory."""
+    inputs = Inputs.in_a_row([batch.bucket for batch in batches], len(batches[0].patterns), CPU)
+    load_in_a_row(inputs, others or batches)
     return inputs
+
+
+def loaded(batch: PagedBatch) -> Inputs:
+    return all_loaded([batch])[0]
+
+
+def assert_equal_but_for(found: Inputs, expected: Inputs, *chosen_on_the_device: str) -> None:
+    for field in fields(expected.numbers):
+        if field.name not in chosen_on_the_device:
+            assert getattr(found.numbers, field.name).equal(getattr(expected.numbers, field.name)), field.name
 
 
 def defined(length: int, shape: TreeShape, written: int, span: int, pattern: AttentionPattern) -> Tensor:
@@ -103,14 +114,6 @@ def test_tokens_see_their_own_path(name: str, number: int, exact: bool) -> None:
         assert seen[row, : len(expected)].equal(expected)
 
 
-def test_windows_and_chunks_hide_something_here() -> None:
-    """The comparison above would notice a pattern that was lost."""
-    inputs = loaded(batch_of(REQUESTS["all kinds"]))
-    full, window, chunk = (visible(inputs, number) for number in range(3))
-    assert int(full.sum()) > int(window.sum())
-    assert int(full.sum()) > int(chunk.sum())
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_every_token_is_placed_and_written_where_it_belongs(exact: bool) -> None:
     requests = REQUESTS["all kinds"]
@@ -127,10 +130,10 @@ def test_every_token_is_placed_and_written_where_it_belongs(exact: bool) -> None
             place = length + written + i
             assert int(numbers.positions[row]) == length - 1 + shape.depths[written + i]
             assert int(numbers.target[row]) == table[place // PAGE] * PAGE + place % PAGE
-            assert int(numbers.wanted[row]) == row
+            assert int(numbers.logit_rows[row]) == row
             assert (int(source[request, i]), int(numbers.request[row])) == (row, request)
             row += 1
-    assert batch.wanted == row and bool((numbers.target[row:] < PAGE).all()), "padding goes to the scratch page"
+    assert batch.logit_rows == row and bool((numbers.target[row:] < PAGE).all()), "padding goes to the scratch page"
     assert bucket.rows == (row if exact else 32)
 
 
@@ -149,14 +152,10 @@ def test_a_later_forward_of_chains_is_the_one_that_segments_would_ask_for(level:
         later = count + level - 1
         told.append(PagedSegment(Segment(cache, tokens[:1], chain_shape(later + 1), (0,), later), part.table))
     batches = PagedBatch.levels(parts, PATTERNS, 4)
-    inputs = Inputs.in_a_row([batch.bucket for batch in batches], len(PATTERNS), CPU)
-    load_in_a_row(inputs, batches)
-    assert inputs[0].bucket == Bucket(8, 4, 32, 256, 0, 8), "one row of each is wanted, and there is room for all"
-    assert inputs[0].numbers.wanted.tolist() == [3, 4, 6, 8, 9, 0, 0, 0]
-    found, expected = inputs[level].numbers, loaded(PagedBatch.recorded(told, PATTERNS)).numbers
-    for field in fields(expected):
-        if field.name != "tokens":
-            assert getattr(found, field.name).equal(getattr(expected, field.name)), field.name
+    inputs = all_loaded(batches)
+    assert inputs[0].bucket == Bucket(8, 4, 32, 256, 0, 8), "one row of each gets logits, and there is room for all"
+    assert inputs[0].numbers.logit_rows.tolist() == [3, 4, 6, 8, 9, 0, 0, 0]
+    assert_equal_but_for(inputs[level], loaded(PagedBatch.recorded(told, PATTERNS)), "tokens")
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
@@ -170,8 +169,7 @@ def test_a_later_forward_of_trees_is_the_one_that_segments_would_ask_for(level: 
         segment = Segment(part.segment.cache, torch.arange(count), chain_shape(count), (count - 1,))
         read.append(PagedSegment(segment, part.table))
     batches = PagedBatch.levels(read, PATTERNS[:1], 4, beams=2, nodes=6)
-    inputs = Inputs.in_a_row([batch.bucket for batch in batches], 1, CPU)
-    load_in_a_row(inputs, batches)
+    inputs = all_loaded(batches)
     assert [each.bucket for each in inputs[1:]] == [Bucket(4, 2, 8, 256, 1, 8)] * 3
     told = []
     for part in read:
@@ -180,12 +178,8 @@ def test_a_later_forward_of_trees_is_the_one_that_segments_would_ask_for(level: 
         cache.commit(range(count))
         shape = TreeShape((-1, -1, 0, 1, 2, 3)[: 2 * level])
         told.append(PagedSegment(Segment(cache, torch.arange(2), shape, (0, 1), 2 * level - 2), part.table))
-    (expected,) = Inputs.in_a_row([batches[level].bucket], 1, CPU)
-    load_in_a_row([expected], [PagedBatch.recorded(told, PATTERNS[:1])])
-    for field in fields(expected.numbers):
-        if field.name not in ("tokens", "path"):
-            found = getattr(inputs[level].numbers, field.name)
-            assert found.equal(getattr(expected.numbers, field.name)), field.name
+    (expected,) = all_loaded(batches[level : level + 1], PagedBatch.recorded(told, PATTERNS[:1]))
+    assert_equal_but_for(inputs[level], expected, "tokens", "path")
 
 
 def test_tiles_hold_each_row_once() -> None:
@@ -205,14 +199,11 @@ def test_tiles_hold_each_row_once() -> None:
         ]
 
 
-def test_the_worked_example_of_paths() -> None:
+def test_bits_of_paths() -> None:
+    """The worked example; and node 63 makes the number negative, node 64 starts the next word."""
     bits = path_bits(TreeShape((-1, 0, 0, 2)), 0, (0, 0, 0, 0), 1)
     assert bits.tolist() == [[0b1], [0b11], [0b101], [0b1101]]
     assert path_bits(TreeShape((-1, 0, 0, 2)), 2, (1, 2), 1).tolist() == [[0b100], [0b1000]]
-
-
-def test_the_highest_bit_of_a_word() -> None:
-    """Node 63 makes the number negative; node 64 starts the next word."""
     bits = path_bits(chain_shape(66), 62, (61,) * 4, 2)
     assert bits.view(np.uint64).tolist() == [[3 << 61, 0], [7 << 61, 0], [7 << 61, 1], [7 << 61, 3]]
 
@@ -225,17 +216,15 @@ def test_a_mask_to_add() -> None:
     assert mask[0, 0].tolist() == [[0.0, -torch.inf]] * 3 + [[0.0, 0.0]] * 3
 
 
-def test_shapes_are_rounded_up() -> None:
+def test_shapes_are_rounded_up_and_rows_divided_into_tiles() -> None:
     assert Bucket.recorded(1, 1, 1, 20, 0) == Bucket(1, 1, 1, 256, 0, 1)
     assert Bucket.recorded(3, 5, 9, 257, 0) == Bucket(4, 8, 32, 512, 0, 32)
     assert Bucket.recorded(9, 5, 19, 257, 0) == Bucket(16, 8, 32, 512, 0, 32)
     assert Bucket.recorded(4, 8, 32, 600, 15) == Bucket(4, 8, 32, 1024, 1, 32)
     assert Bucket.recorded(1, 64, 64, 600, 129) == Bucket(1, 64, 64, 1024, 4, 64)
-    assert Bucket.exact(1, 77, 77, 130, 0, wanted=1) == Bucket(1, 77, 77, 192, 0, 1)
-    assert Bucket.exact(2, 77, 99, 128, 77, wanted=0) == Bucket(2, 77, 99, 128, 2, 0)
+    assert Bucket.exact(1, 77, 77, 130, 0, logit_rows=1) == Bucket(1, 77, 77, 192, 0, 1)
+    assert Bucket.exact(2, 77, 99, 128, 77, logit_rows=0) == Bucket(2, 77, 99, 128, 2, 0)
 
-
-def test_sizes_of_tiles() -> None:
     assert [Bucket(1, tokens, tokens, 256, 0, 1).tile for tokens in (1, 2, 4, 5, 16, 17, 64, 65)] == [
         1, 4, 4, 16, 16, 64, 64, 64,
     ]  # fmt: skip

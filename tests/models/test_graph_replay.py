@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import Full, Window
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment, load_in_a_row
-from truedraft.models.backends.graphs.replay import Layers, Outputs, Recording, Recordings
+from truedraft.models.backends.graphs.replay import Layers, Outputs, Recordings
 from truedraft.models.base import Segment
 from truedraft.models.cache import PageTable, RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
@@ -199,35 +199,6 @@ def test_when_the_pages_move_all_recordings_are_void() -> None:
         fixture.model.forward([fixture.chain(cache, 1)])
     assert len(fixture.recorder.made) == made + 1
     assert len(fixture.buckets) == 1
-
-
-def test_of_too_many_recordings_the_one_unused_longest_goes() -> None:
-    fixture = Fixture()
-    cache = fixture.filled(9)
-    fixture.recordings._most = 2
-    for count in (1, 1, 2, 2, 1, 4, 4):
-        fixture.model.forward([fixture.chain(cache, count)])
-    assert [bucket.tokens for bucket in fixture.buckets] == [1, 4]
-    fixture.model.forward([fixture.chain(cache, 2)])
-    assert [bucket.tokens for bucket in fixture.buckets] == [4, 2]
-    assert len(fixture.recorder.made) == 4
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not permitted")])
-def test_what_cannot_be_recorded_runs_as_it_is(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
-    fixture = Fixture()
-    cache = fixture.filled(9)
-    segment, tried = fixture.chain(cache, 1), []
-    expected = fixture.model.forward([segment]).logits
-
-    def short_of_memory(forward: Callable[[], Outputs]) -> Recording:
-        tried.append(forward)
-        raise error
-
-    monkeypatch.setattr(fixture.recorder, "record", short_of_memory)
-    for _ in range(3):
-        assert fixture.model.forward([segment]).logits.equal(expected)
-    assert len(tried) == 1 and fixture.buckets == []
 
 
 class Watch(TorchDispatchMode):

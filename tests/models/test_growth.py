@@ -14,7 +14,7 @@ from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import trees_of
-from truedraft.drafters.heads.levels import LikeliestTree, grow_likeliest
+from truedraft.drafters.tree_builder import LikeliestTree, grow_likeliest
 from truedraft.models.backends.graphs.growth import LikeliestNodes, own_bits
 from truedraft.models.cache import RequestCache
 

@@ -12,21 +12,12 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from support.backends import llama_of
-from support.tiny_models import VOCAB, build, stock, stock_logits
+from support.tiny_models import GROUPED, VOCAB, build, stock, stock_logits
 from truedraft.models.attention import AttentionPattern, Full, Window
 from truedraft.models.llama import Linears, Llama
 from truedraft.models.probe import probe_patterns
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 40,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = GROUPED | {"intermediate_size": 40}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama, with biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),

@@ -19,7 +19,7 @@ from transformers import (
 
 from support.backends import fused_backend, graph_backend, native_backend
 from support.embedded_models import embedded
-from support.tiny_models import CONTEXT, FAMILIES, VOCAB, build, stock
+from support.tiny_models import CONTEXT, FAMILIES, GROUPED, SMALL, VOCAB, build, stock
 from truedraft import load_model
 from truedraft.core.top_k import stable_topk
 from truedraft.core.tree import chain_shape
@@ -35,22 +35,12 @@ from truedraft.models.packed_linear import can_pack
 from truedraft.models.padding import PaddedSize, pad_model
 from truedraft.testing import MarkovModel
 
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-GATED: dict[str, Any] = SMALL | {"num_key_value_heads": 2, "intermediate_size": 96}
+GATED = GROUPED | {"intermediate_size": 96, "max_position_embeddings": CONTEXT}
 FINISHED: dict[str, PretrainedConfig] = {
     "softly capped": Gemma2Config(**GATED, head_dim=16, final_logit_softcapping=5.0, tie_word_embeddings=False),
     "scaled": CohereConfig(**GATED, logit_scale=0.3),
     "divided": GraniteConfig(**GATED, logits_scaling=7.0),
-    "biased": PhiConfig(**SMALL, intermediate_size=96),
+    "biased": PhiConfig(**SMALL, intermediate_size=96, max_position_embeddings=CONTEXT),
 }
 WIDE = LlamaConfig(**GATED | {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1})
 """Sizes that the native forward takes where it can be compiled; 97 ids fill no whole unit."""

@@ -84,14 +84,15 @@ def test_without_a_recorder_the_function_gets_the_very_arguments() -> None:
     assert (fixture.function.warmups, fixture.recorder.made) == (0, [])
 
 
-def test_what_cannot_be_recorded_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not permitted")])
+def test_what_cannot_be_recorded_is_called_as_it_is(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = Fixture()
     fixture.call(2)
     tried = []
 
     def broken(given: object) -> None:
         tried.append(given)
-        raise RuntimeError("out of memory")
+        raise error
 
     monkeypatch.setattr(fixture.recorder, "record", broken)
     for _ in range(2):

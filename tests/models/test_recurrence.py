@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from support.pairwise import pairwise, pairwise_among, some_of
 from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy
+from support.verdicts import CHAIN, TREE, read, verdicts
 from truedraft import Engine, SamplingParams
-from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.models.base import Segment
 from truedraft.models.cache.family import MOST_EDGES, CarriedStates, StateRow
@@ -99,31 +99,6 @@ def packed(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Hu
     return HuggingFaceModel(stock(family, dtype, seed), None, family)
 
 
-def read(model: HuggingFaceModel, ids: Sequence[int], prompt: int, cuts: Sequence[int] = ()) -> tuple[Any, Tensor]:
-    """A cache that holds some tokens, and the logits at the last one.
-
-    Args:
-        model: reads.
-        ids: all of them; behind the prompt one at a time.
-        prompt: how many are the prompt.
-        cuts: where its parts end, beside its end.
-    """
-    cache = model.new_cache()
-    begin = 0
-    for end in (*cuts, prompt, *range(prompt + 1, len(ids) + 1)):
-        segment = Segment(
-            cache,
-            torch.tensor(ids[begin:end]),
-            chain_shape(end - begin),
-            (end - begin - 1,),
-            prompt=max(min(end, prompt) - begin, 0),
-        )
-        logits = model.forward([segment]).logits
-        cache.commit(range(end - begin))
-        begin = end
-    return cache, logits[-1]
-
-
 def assert_same_states(one: Any, other: Any) -> None:
     assert one.length == other.length
     for mine, theirs in zip(one.family.carried.entries(), other.family.carried.entries(), strict=True):
@@ -149,29 +124,18 @@ def test_greedy_answers_are_those_of_transformers(family: str) -> None:
         assert [list(answer.token_ids) for answer in answers] == expected
 
 
-CHAIN, TREE = chain_shape(6), TreeShape((-1, 0, 0, 2, 1, 3))
-
-
 @pytest.mark.parametrize(("family", "dtype"), VERDICTS)
 def test_states_after_every_verdict_are_those_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
     """Bit for bit in bfloat16; in float32 rows of a product hang on their number, in their last bits."""
     model = packed(family, dtype)
-    prompt, below = list(PROMPTS[3]), [3, 5, 7, 11, 13, 17]
-    for shape in (CHAIN, TREE):
-        for node in range(len(shape)):
-            path = shape.path(node)
-            cache, _ = read(model, prompt, len(prompt))
-            output = model.forward([Segment(cache, torch.tensor(below), shape, range(len(shape)))])
-            cache.commit(path)
-            ids = [*prompt, *(below[place] for place in path)]
-            plain, logits = read(model, ids, len(prompt))
-            if dtype is torch.bfloat16:
-                assert_same_states(cache, plain)
-                assert torch.equal(output.logits[node], logits)
-            else:
-                torch.testing.assert_close(output.logits[node], logits, rtol=1e-3, atol=1e-3)
-            model.release_cache(cache)
-            model.release_cache(plain)
+    for cache, found, ids in verdicts(model, PROMPTS[3], CHAIN, TREE):
+        plain, logits = read(model, ids, len(PROMPTS[3]))
+        if dtype is torch.bfloat16:
+            assert_same_states(cache, plain)
+            assert torch.equal(found, logits)
+        else:
+            torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
+        model.release_cache(plain)
 
 
 OWN_WAYS = ["recurrent_gemma", "rwkv", "xlstm", "minimax", "zaya"]
@@ -180,7 +144,7 @@ OWN_WAYS = ["recurrent_gemma", "rwkv", "xlstm", "minimax", "zaya"]
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba", "falcon_h1", "lfm2", *OWN_WAYS])
 def test_neighbours_change_nothing(family: str) -> None:
     model = packed(family, torch.bfloat16)
-    caches = [read(model, list(prompt), len(prompt))[0] for prompt in PROMPTS]
+    caches = [read(model, prompt)[0] for prompt in PROMPTS]
     shapes = [CHAIN, TREE, chain_shape(1), TREE]
     below = [[7 * number + place for place in range(len(shape))] for number, shape in enumerate(shapes)]
     segments = [
@@ -188,7 +152,7 @@ def test_neighbours_change_nothing(family: str) -> None:
     ]
     together = model.forward(segments).logits.split([len(shape) for shape in shapes])
     for prompt, ids, shape, expected in zip(PROMPTS, below, shapes, together, strict=True):
-        cache, _ = read(model, list(prompt), len(prompt))
+        cache, _ = read(model, prompt)
         alone = model.forward([Segment(cache, torch.tensor(ids), shape, range(len(shape)))]).logits
         assert torch.equal(alone, expected)
 
@@ -198,9 +162,9 @@ def test_long_prompts_are_read_in_pieces_that_end_where_they_end(family: str) ->
     """However a prompt is cut at multiples of 256 its states are the same, bit for bit."""
     model = packed(family, torch.bfloat16)
     ids = [(13 * place * place + 5) % VOCAB for place in range(600)]
-    whole, logits = read(model, ids, len(ids))
+    whole, logits = read(model, ids)
     for cuts in ([256], [512], [256, 512]):
-        cache, other = read(model, ids, len(ids), cuts)
+        cache, other = read(model, ids, cuts=cuts)
         assert_same_states(cache, whole)
         assert torch.equal(other, logits)
 
@@ -212,7 +176,7 @@ def test_a_prompt_in_pieces_gives_what_it_gives_at_once(family: str) -> None:
     own = stock(family)
     with torch.inference_mode():
         at_once = own(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-    _, logits = read(packed(family), ids, len(ids))
+    _, logits = read(packed(family), ids)
     assert float((logits - at_once).abs().max()) < 2e-3 * float(at_once.std())
 
 
@@ -237,7 +201,7 @@ def test_a_bound_that_prompts_alone_know_stays_theirs() -> None:
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "rwkv"])
 def test_a_rolled_back_cache_begins_again(family: str) -> None:
     model = packed(family)
-    cache, _ = read(model, list(PROMPTS[0]), len(PROMPTS[0]))
+    cache, _ = read(model, PROMPTS[0])
     model.forward([Segment(cache, torch.tensor([1, 2]), chain_shape(2), (1,))])
     cache.rollback(cache.length)
     assert cache.length == len(PROMPTS[0]) and cache.family.carried.edges == [cache.length]
@@ -293,8 +257,8 @@ def one_after_another(model: HuggingFaceModel, prompts: Sequence[Sequence[int]])
 def test_prompts_that_begin_alike_share_states(family: str) -> None:
     """Up to the last edge before where they part, and the same tokens as cold, bit for bit."""
     model = packed(family, torch.bfloat16)
-    first = [(11 * place * place + 3) % VOCAB for place in range(700)]
-    prompts = [first, [*first[:600], *first[:30]], [*first, 1, 2, 3], list(first)]
+    first = [(11 * place * place + 3) % VOCAB for place in range(530)]
+    prompts = [first, [*first[:520], *first[:30]], [*first, 1, 2, 3], list(first)]
     warm, copied = one_after_another(model, prompts)
     assert warm == [one_after_another(model, [prompt])[0][0] for prompt in prompts]
     assert copied == [0, 512, 512, 512]

@@ -63,6 +63,7 @@ def test_bits_are_those_of_the_module(kind: str, dtype: torch.dtype) -> None:
     module, like = rotary(kind), torch.empty(0, dtype=dtype)
     positions = torch.tensor([0, 7, 7, 3, 255, 510, 511, 512, 513, 1023, 1024, 2047, 4999, 1])
     table = RotaryTable(module, like)
+    assert table.width == HEAD
     cosines, sines = parts(at(table, positions, int(positions.max())))
     expected_cosines, expected_sines = module(like, positions[None])
     assert cosines.dtype == dtype
@@ -82,14 +83,6 @@ def test_bits_do_not_depend_on_how_far_the_table_has_grown() -> None:
     assert cosines[1].equal(before[0][100])
 
 
-@pytest.mark.parametrize("furthest", [511, 512, 1023, 1024, 1025, 4095, 4096])
-def test_a_table_reaches_every_position_it_is_asked_for(furthest: int) -> None:
-    module = rotary()
-    table = RotaryTable(module, torch.empty(0))
-    cosines, _ = parts(at(table, torch.tensor([furthest]), furthest))
-    assert cosines.equal(module(torch.empty(0), torch.tensor([[furthest]]))[0][0])
-
-
 def test_growth_is_by_doubling() -> None:
     """A text that grows by a token at a time rebuilds its table a few times, not at every token."""
     calls: list[int] = []
@@ -106,13 +99,9 @@ def test_growth_is_by_doubling() -> None:
     table = RotaryTable(Counted(), torch.empty(0))
     for position in range(3000):
         at(table, torch.tensor([position]), position)
+        assert len(table.table) > position
     assert len(calls) == 4  # 512, 1,024, 2,048 and 4,096 positions
     assert calls == sorted(calls) and calls[-1] >= 3000
-
-
-@pytest.mark.parametrize("head", [2, 12, 16, 20, 64])
-def test_the_width_is_that_of_a_head(head: int) -> None:
-    assert RotaryTable(rotary(head=head), torch.empty(0)).width == head
 
 
 def test_worked_example() -> None:

@@ -6,7 +6,7 @@ modules and for the fast paths alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -128,89 +128,83 @@ def assert_same_bits(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     assert different == 0, f"{different} of {rows} rows differ, by up to {largest:.2g}"
 
 
-def test_one_at_a_time(worlds: Sequence[World]) -> None:
-    pairs = []
-    for world in worlds:
-        for i in range(PATH):
-            segment = Segment(world.cache, world.path[i : i + 1], chain_shape(1), (0,))
-            pairs.append((world.model.forward([segment]).logits, world.logits[i : i + 1]))
-            world.cache.commit([0])
-        world.cache.rollback(len(world.context))
-    assert_same_bits(pairs)
+Pairs = Iterator[tuple[Tensor, Tensor]]
 
 
-def test_in_a_longer_chain(worlds: Sequence[World]) -> None:
+def one_at_a_time(world: World) -> Pairs:
+    for i in range(PATH):
+        segment = Segment(world.cache, world.path[i : i + 1], chain_shape(1), (0,))
+        yield world.model.forward([segment]).logits, world.logits[i : i + 1]
+        world.cache.commit([0])
+
+
+def in_a_longer_chain(world: World) -> Pairs:
     """16 and 17 tokens at once, of which the first 8 are those of the path, and the last 9 one at a time."""
-    pairs = []
-    for world in worlds:
-        length = len(world.context)
-        ids = torch.cat([world.path, world.tokens(9)])
-        longer, shorter = (
-            world.model.forward([Segment(world.cache, ids[:count], chain_shape(count), range(count))]).logits.clone()
-            for count in (17, 16)
-        )
-        pairs += [(longer[:PATH], world.logits), (shorter, longer[:16])]
-        world.model.forward([Segment(world.cache, world.path, chain_shape(PATH), ())])
-        world.cache.commit(range(PATH))
-        for i in range(PATH, 17):
-            segment = Segment(world.cache, ids[i : i + 1], chain_shape(1), (0,))
-            pairs.append((world.model.forward([segment]).logits, longer[i : i + 1]))
-            world.cache.commit([0])
-        world.cache.rollback(length)
-    assert_same_bits(pairs)
+    ids = torch.cat([world.path, world.tokens(9)])
+    longer, shorter = (
+        world.model.forward([Segment(world.cache, ids[:count], chain_shape(count), range(count))]).logits.clone()
+        for count in (17, 16)
+    )
+    yield from [(longer[:PATH], world.logits), (shorter, longer[:16])]
+    world.model.forward([Segment(world.cache, world.path, chain_shape(PATH), ())])
+    world.cache.commit(range(PATH))
+    for i in range(PATH, 17):
+        segment = Segment(world.cache, ids[i : i + 1], chain_shape(1), (0,))
+        yield world.model.forward([segment]).logits, longer[i : i + 1]
+        world.cache.commit([0])
 
 
-@pytest.mark.parametrize("siblings", [1, 2, 4])
-def test_as_a_path_in_a_tree(worlds: Sequence[World], siblings: int) -> None:
-    pairs = []
-    for world in worlds:
+def as_a_path_in_a_tree(world: World) -> Pairs:
+    for siblings in (1, 2, 4):
         for _ in range(world.trees):
             tokens, shape, nodes = world.random_tree(siblings)
-            output = world.model.forward([Segment(world.cache, tokens, shape, nodes)])
-            pairs.append((output.logits, world.logits))
+            yield world.model.forward([Segment(world.cache, tokens, shape, nodes)]).logits, world.logits
             world.cache.rollback(len(world.context))
-    assert_same_bits(pairs)
 
 
-def test_next_to_neighbours(worlds: Sequence[World]) -> None:
+def next_to_neighbours(world: World) -> Pairs:
     """Three others, of other lengths: a chain, one token, and a tree, before it and behind it."""
-    pairs = []
-    for world in worlds:
-        length = len(world.context)
-        caches = [world.prefilled(world.tokens(count)) for count in (3, length // 2 + 1, length + 37)]
-        tokens = world.tokens(5)
-        output = world.model.forward(
-            [
-                Segment(caches[0], tokens, chain_shape(5), range(5)),
-                Segment(caches[1], tokens[:1], chain_shape(1), (0,)),
-                Segment(world.cache, world.path, chain_shape(PATH), range(PATH)),
-                Segment(caches[2], tokens, TreeShape((-1, 0, 0, 1, 1)), range(5)),
-            ]
-        )
-        pairs.append((output.logits[6 : 6 + PATH], world.logits))
-        world.cache.rollback(length)
-        for cache in caches:
-            world.model.release_cache(cache)
-    assert_same_bits(pairs)
+    length = len(world.context)
+    caches = [world.prefilled(world.tokens(count)) for count in (3, length // 2 + 1, length + 37)]
+    tokens = world.tokens(5)
+    output = world.model.forward(
+        [
+            Segment(caches[0], tokens, chain_shape(5), range(5)),
+            Segment(caches[1], tokens[:1], chain_shape(1), (0,)),
+            Segment(world.cache, world.path, chain_shape(PATH), range(PATH)),
+            Segment(caches[2], tokens, TreeShape((-1, 0, 0, 1, 1)), range(5)),
+        ]
+    )
+    yield output.logits[6 : 6 + PATH], world.logits
+    for cache in caches:
+        world.model.release_cache(cache)
 
 
-def test_fewer_rows_of_logits(worlds: Sequence[World]) -> None:
+def fewer_rows_of_logits(world: World) -> Pairs:
+    output = world.model.forward([Segment(world.cache, world.path, chain_shape(PATH), (PATH - 1,))])
+    yield output.logits, world.logits[-1:]
+
+
+def prefill_in_one_chunk_or_two(world: World) -> Pairs:
+    length = len(world.context)
+    for cut in {1, length // 2, length - 1} if length in CONTEXTS else {length // 2}:
+        cache = world.prefilled(world.context, cut)
+        yield world.at_once(cache), world.logits
+        world.model.release_cache(cache)
+
+
+WAYS = (
+    one_at_a_time, in_a_longer_chain, as_a_path_in_a_tree, next_to_neighbours, fewer_rows_of_logits,
+    prefill_in_one_chunk_or_two,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_those_of_the_path_at_once(worlds: Sequence[World], way: Callable[[World], Pairs]) -> None:
     pairs = []
     for world in worlds:
-        output = world.model.forward([Segment(world.cache, world.path, chain_shape(PATH), (PATH - 1,))])
-        pairs.append((output.logits, world.logits[-1:]))
+        pairs += list(way(world))
         world.cache.rollback(len(world.context))
-    assert_same_bits(pairs)
-
-
-def test_prefill_in_one_chunk_or_two(worlds: Sequence[World]) -> None:
-    pairs = []
-    for world in worlds:
-        length = len(world.context)
-        for cut in {1, length // 2, length - 1} if length in CONTEXTS else {length // 2}:
-            cache = world.prefilled(world.context, cut)
-            pairs.append((world.at_once(cache), world.logits))
-            world.model.release_cache(cache)
     assert_same_bits(pairs)
 
 

@@ -19,6 +19,7 @@ from tiny_tokenizers import byte_level, small_llama
 from support.backends import HostRecorder, graph_backend
 from support.chi_square import p_value
 from support.tiny_models import build
+from support.verdicts import TREE, assert_same_entries, read, verdicts
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
@@ -35,7 +36,6 @@ from truedraft.models.translated import TranslatedModel, _SpelledCache
 from truedraft.text.tokenizer import Tokenizer
 
 PROMPTS = ["the quick brown fox", "def f(x):\n    return", "naïve café — Übung"]
-TREE = TreeShape((-1, 0, 0, 2, 1, 3))
 
 
 def llama(tokenizer: Tokenizer, seed: int = 2, context: int = 256) -> PreTrainedModel:
@@ -122,10 +122,11 @@ def law_of_two(prompt: str, temperature: float) -> np.ndarray:
     return law
 
 
-def distribution(ids: Sequence[int], temperature: float) -> torch.Tensor:
-    cache = target().new_cache()
-    logits = target().forward([Segment(cache, torch.tensor(ids), chain_shape(len(ids)), (len(ids) - 1,))]).logits[0]
-    target().release_cache(cache)
+def distribution(ids: Sequence[int], temperature: float = 1.0, model: HuggingFaceModel | None = None) -> torch.Tensor:
+    """The probabilities after a text of a model's own ids, None being the target."""
+    model = model or target()
+    cache, logits = read(model, ids)
+    model.release_cache(cache)
     return torch.softmax(logits.double() / temperature, dim=-1)
 
 
@@ -133,29 +134,15 @@ def test_a_cache_after_any_path_is_a_fresh_one() -> None:
     model = other()
     long = [token for token, ids in enumerate(model.translation.reads) if len(ids) > 1][:6]
     assert len(long) == 6
-    prompt = [*long[:3], 5, 6]
-    for node in range(len(TREE)):
-        cache, fresh = model.new_cache(), model.new_cache()
-        model.forward([Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), ())])
-        cache.commit(range(len(prompt)))
-        below = [long[3], 7, long[4], 8, long[5], 9]
-        logits = model.forward([Segment(cache, torch.tensor(below), TREE, range(len(TREE)))]).logits[node]
-        path = TREE.path(node)
-        cache.commit(path)
-        whole = [*prompt, *(below[place] for place in path)]
-        expected = model.forward(
-            [Segment(fresh, torch.tensor(whole), chain_shape(len(whole)), (len(whole) - 1,))]
-        ).logits[0]
-        fresh.commit(range(len(whole)))
-        assert cache.length == fresh.length == len(whole)
+    drafted = [long[3], 7, long[4], 8, long[5], 9]
+    for after, logits, whole in verdicts(model, [*long[:3], 5, 6], TREE, drafted=drafted):
+        fresh, expected = read(model, whole)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        for mine, theirs in zip(cache.entries(), fresh.entries(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-        cache.rollback(4)
-        assert cache.length == 4 and cache.entries()[0][0].shape[1] == 1 + sum(
+        assert_same_entries(after, fresh)
+        after.rollback(4)
+        assert after.length == 4 and after.entries()[0][0].shape[1] == 1 + sum(
             len(model.translation.reads[token]) for token in whole[:4]
         )
-        model.release_cache(cache)
         model.release_cache(fresh)
 
 
@@ -217,22 +204,14 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
             make(reads, target())
 
 
-def spread(model: HuggingFaceModel, ids: Sequence[int]) -> dict[int, float]:
-    """The probabilities behind a text of its own ids."""
-    cache = model.new_cache()
-    logits = model.forward([Segment(cache, torch.tensor(ids), chain_shape(len(ids)), (len(ids) - 1,))]).logits[0]
-    model.release_cache(cache)
-    return dict(enumerate(torch.softmax(logits.double(), dim=-1).tolist()))
-
-
 def test_ids_that_write_the_same_are_summed_before_anything_is_drawn() -> None:
     """What is drawn from, and judged by: the sums of the draft's ids, over what both know."""
     model, text = other(), "the end"
     tokenizer = target().tokenizer
     assert tokenizer is not None and len(model.translation.rounds) > 1
     ids = tokenizer.encode(text)
-    read = [*model.translation.begin, *(own for token in ids for own in model.translation.reads[token])]
-    raw = spread(model._draft, read)
+    spelled = [*model.translation.begin, *(own for token in ids for own in model.translation.reads[token])]
+    raw = distribution(spelled, model=model._draft).tolist()
     sums: dict[int, float] = {}
     for mine, theirs in model.translation.rounds:
         for own, token in zip(mine.tolist(), theirs.tolist(), strict=True):

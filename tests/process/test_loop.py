@@ -24,7 +24,7 @@ from truedraft.process import (
     Windows,
     speculate,
 )
-from truedraft.process.plain import plain_steps
+from truedraft.process.loop import plain_steps
 
 # ------------------------------------------------------------------------------------------ laws of paths
 
@@ -266,8 +266,7 @@ def test_windows_are_chosen_where_batches_are_free_and_not_where_they_cost_their
     chains: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(process: Dear, window: int | Windows) -> Chains:
-        for module in ("loop", "plain"):
-            monkeypatch.setattr(f"truedraft.process.{module}.time", process)
+        monkeypatch.setattr("truedraft.process.loop.time", process)
         return speculate(process, Wells().start(chains), 400, draft=LastOutput(), window=window)
 
     free = Dear(3e-3, 0.0)
@@ -318,7 +317,7 @@ def test_a_run_begins_with_few_drafts_where_keeping_all_would_not_pay(rest_s: fl
 
 def test_what_a_plain_step_takes_leaves_out_what_is_done_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     dear = Dear(1.0, 0.0)
-    monkeypatch.setattr("truedraft.process.plain.time", dear)
+    monkeypatch.setattr("truedraft.process.loop.time", dear)
 
     def watch(seen: Seen) -> None:
         dear.call_s = 3e-3  # from the second step on

@@ -92,7 +92,18 @@ def template_file(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return file
 
 
+def openai_client(running: Running) -> Any:
+    """The official client of a server."""
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
 @pytest.fixture(scope="module")
+def client(running: Running) -> Any:
+    return openai_client(running)
+
+
+@pytest.fixture(scope="session")
 def running(make_engine: Callable[..., Engine], template_file: Any) -> Iterator[Running]:
     engine = make_engine()
     with serving(engine, chat_template=template_file, allow_rule=("block", "speculative,lenience=0.5")) as found:

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from server.conftest import serving
 from server.test_load import post
 from truedraft import Engine
-from truedraft.server.spans import Spans
+from truedraft.server.metrics import Spans
 
 
 def test_an_answer_is_a_span(make_engine: Callable[..., Engine]) -> None:

@@ -100,15 +100,9 @@ def test_a_last_message_of_the_assistants_is_continued(running: Running, client:
 def test_forms_and_errors(client: Any) -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "integer", "minimum": 0, "maximum": 9}}}
     assert client.messages.create(**ASKED, messages=[USER], output_config=form).content[0].text.isdigit()
-    for more, kind, message in (
-        ({"messages": []}, anthropic.BadRequestError, "messages is empty"),
-        ({"model": "claude"}, anthropic.NotFoundError, "there is no model 'claude' here"),
-        ({"messages": [USER | {"content": 1}]}, anthropic.BadRequestError, "messages.0..content: must be a text or"),
-        ({"extra_body": {"temperature": -1.0}}, anthropic.BadRequestError, "temperature must be a number"),
-    ):
-        with pytest.raises(kind, match=message) as refused:
-            client.messages.create(**{"model": "tiny", "max_tokens": 4, "messages": [USER]} | more)
-        assert refused.value.body["type"] == "error" and refused.value.body["error"]["message"]
+    with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude' here") as refused:
+        client.messages.create(model="claude", max_tokens=4, messages=[USER])
+    assert refused.value.body["type"] == "error" and refused.value.body["error"]["message"]
 
 
 def test_keys_come_by_either_header(make_engine: Callable[..., Engine], template_file: Any, tmp_path: Path) -> None:

@@ -14,15 +14,14 @@ from server.conftest import Running, serving
 from server.test_load import post, wait_for
 from truedraft import Engine
 from truedraft.server import bodies
-from truedraft.server import tools as server_tools
+from truedraft.server import conversations as server_tools
 from truedraft.server.chat import ChatRequest
-from truedraft.server.conversations import Conversation
+from truedraft.server.conversations import Conversation, FunctionFields, ToolUse
 from truedraft.server.errors import ApiError
 from truedraft.server.fields import MOST_ENTRIES
 from truedraft.server.front import Front
 from truedraft.server.items import Callable as Tool
 from truedraft.server.items import Toolbox
-from truedraft.server.tools import MOST_TOOLS, FunctionFields, ToolUse
 from truedraft.text.histories import HistoryForm, plainer
 from truedraft.text.notations import UNKNOWN
 from truedraft.text.tokenizer import Tokenizer
@@ -66,7 +65,7 @@ def conversation(count: int) -> object:
         message.tool_call_id = message.tool_call_id and Counted(message.tool_call_id)
         for call in message.tool_calls or ():
             call.id = call.id and Counted(call.id)
-    return given.conversation
+    return given.templated
 
 
 def used(count: int) -> object:
@@ -91,7 +90,7 @@ def test_names_and_ids_are_compared_in_proportion_to_their_number(work: Callable
 def test_calls_and_results_without_ids_go_together_in_order() -> None:
     call = {"function": {"name": "f"}}
     given = [{"role": "assistant", "tool_calls": [call, call]}, *[{"role": "tool", "content": "r"}] * 3]
-    found = ChatRequest.model_validate({"messages": given}).conversation
+    found = ChatRequest.model_validate({"messages": given}).templated
     assert [each["tool_call_id"] for each in found[1:]] == ["call_0_0", "call_0_1", "call_3"]
 
 
@@ -112,26 +111,6 @@ def test_turns_are_joined_once() -> None:
     (told,) = next(plainer(turns))
     assert told["content"] == "\n\n".join([text] * MOST_ENTRIES)
     assert turns[0]["content"] == text, "what was given stays as it was"
-
-
-def test_too_many_entries_are_refused_in_one_sentence(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MOST_VALUES", 40_000)
-    said = {"role": "user", "content": "x"}
-    functions = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(MOST_TOOLS + 1)]
-    parts = [{"type": "text", "text": "x"}] * (MOST_ENTRIES + 1)
-    for path, body, message in (
-        ("chat/completions", {"messages": [said] * (MOST_ENTRIES + 1)}, "messages holds 8193 entries, of at most 8192"),
-        ("chat/completions", {"messages": [said | {"content": parts}]}, "messages[0].content holds 8193 entries, of"),
-        ("responses", {"input": [said] * (MOST_ENTRIES + 1)}, "input holds 8193 entries, of at most 8192"),
-        ("messages", {"messages": [said] * (MOST_ENTRIES + 1), "max_tokens": 1}, "messages holds 8193 entries"),
-        ("chat/completions", {"messages": [said], "tools": functions}, "tools holds 1025 functions, of at most 1024"),
-        ("completions", {"prompt": "x", "stop": ["x"] * (MOST_ENTRIES + 1)}, "stop holds 8193 entries, of at most"),
-        ("completions", {"prompt": ["x"] * 9000, "suffix": "x" * 9000}, "asks for 9000 answers, and this server"),
-        ("completions", {"prompt": "x", "metadata": [[]] * 40_000}, "more than 40000 values"),
-        ("completions", {"prompt": "x", "metadata": [0] * 40_000}, "more than 40000 values"),
-    ):
-        status, _, told = post(running.url, body, f"/v1/{path}")
-        assert status == 400 and message in told["error"]["message"], told
 
 
 @pytest.mark.parametrize("quick_values", [0, bodies._QUICK_VALUES])
@@ -168,7 +147,7 @@ def test_no_work_on_a_long_body_is_done_in_the_event_loop(running: Running, monk
     watch(bodies, "_decoded")
     watch(Tokenizer, "chat")
     watch(Tokenizer, "encode")
-    watch(Conversation, "_told")
+    watch(Conversation, "_templated")
     watch(Conversation, "_urls")
     watch(server_tools, "Counter")  # that names are counted by
     watch(Front, "_reasoned")

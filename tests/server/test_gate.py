@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
 import http.client
@@ -10,20 +11,17 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from pydantic import ValidationError
 
 from server.conftest import Running, serving
 from server.test_load import Broken, Raising, get, open_stream, post, wait_for
 from truedraft import Engine
 from truedraft.errors import ModelError, OptionError, PromptError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.server.chat import ChatRequest
-from truedraft.server.completions import CompletionRequest
+from truedraft.server import ServerOptions, application
+from truedraft.server.access import ApiKeys, Hosts
 from truedraft.server.errors import ApiError
-from truedraft.server.keys import ApiKeys
 
 BODY = {"prompt": "def f(", "max_tokens": 2}
 
@@ -96,35 +94,6 @@ def test_bodies_are_bounded(make_engine: Callable[..., Engine]) -> None:
         assert post(running.url, BODY)[0] == 200
 
 
-def test_what_is_no_request(running: Running) -> None:
-    for body, message in (
-        (b"{", "the body is no JSON"),
-        (b"[]", "cannot be used"),
-        (b"", "cannot be used"),
-        (b"\xff\xfe", "body"),
-        (json.dumps({"prompt": "x" * 200_000}).encode(), "the prompt has"),
-        (json.dumps({"prompt": "\ud800"}).encode(), "half a character"),
-        (json.dumps({"prompt": [10**9]}).encode(), "token id 1000000000 is outside"),
-        (json.dumps({"prompt": [True]}).encode(), "prompt"),
-        (json.dumps({"prompt": "x", "stop": ["x"] * 100}).encode(), "stop holds 100 entries"),
-        (json.dumps({"prompt": "x", "stop": [""]}).encode(), "holds an empty text"),
-        (json.dumps({"prompt": "x", "logit_bias": {str(n): 1 for n in range(2000)}}).encode(), "logit_bias holds 2000"),
-        (json.dumps({"prompt": "x", "query": 1}).encode(), "unrecognized request argument: query"),
-        (json.dumps({"prompt": "x", "\ud800": 1}).encode(), "the body has half a character"),
-        (json.dumps({"prompt": "x", "bad_words": ["\ud800"]}).encode(), "half a character"),
-        (json.dumps({"prompt": "x", "prediction": {"content": "\ud800"}}).encode(), "half a character"),
-        (json.dumps({"prompt": "x", "metadata": {str(n): "x" for n in range(2000)}}).encode(), "metadata holds 2000"),
-        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
-        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
-    ):
-        status, _, told = post(running.url, body)
-        assert status == 400 and message in told["error"]["message"], (body[:40], told)
-        assert "Traceback" not in json.dumps(told) and "/truedraft/" not in json.dumps(told)
-    assert get(running.url, "/nothing")[0] == 404 and get(running.url, "/v1/completions")[0] == 405
-    status, told = get(running.url, "/../../etc/passwd")
-    assert status == 404 and "root:" not in told
-
-
 def test_logs_hold_no_text(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("truedraft.server.requests")
     log.propagate = True
@@ -152,22 +121,6 @@ def test_a_stream_that_is_broken_off_logs_what_it_had_written(
     counted = dict(part.split("=") for part in line.split() if "=" in part)
     assert 2 <= int(counted["tokens"]) < 2000 and float(counted["first_token_s"]) > 0.0, line
     assert float(counted["tokens_per_call"]) >= 1.0, line
-
-
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
-def test_bodies_that_are_not_sent_as_json_are_told_their_header(running: Running, kind: str | None) -> None:
-    headers = {} if kind is None else {"Content-Type": kind}
-    at = urlsplit(running.url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
-    for body in (BODY, {"messages": []}):
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        connection.request("POST", path, json.dumps(body).encode(), headers)
-        reply = connection.getresponse()
-        told = json.loads(reply.read())["error"]
-        assert reply.status == 400 and told["param"] == "Content-Type"
-        shown = "missing" if kind is None else repr(kind)
-        assert told["message"] == f"the header Content-Type is {shown}; send JSON as application/json"
-    connection.close()
 
 
 def test_pages_of_other_origins_are_not_let_in_unless_named(
@@ -219,35 +172,6 @@ def test_what_had_to_be_done_again_is_counted(target: LanguageModel) -> None:
         assert status == 200
         lines = get(running.url, "/metrics")[1].splitlines()
     assert float(next(line for line in lines if line.startswith("truedraft:recoveries_total")).split()[-1]) > 0
-
-
-def test_one_mistake_is_told_of_a_million() -> None:
-    """A body of some megabytes may hold millions of them, and each that is looked for takes time and memory."""
-    for body in (
-        {"prompt": [None] * 5000},
-        {"prompt": [[None] * 50] * 100},
-        {"prompt": "x", "stop": [1] * 5000},
-        {"prompt": "x", "allowed_token_ids": ["a"] * 5000},
-        {"prompt": "x"} | {f"field_{number}": number for number in range(5000)},
-    ):
-        with pytest.raises(ValidationError) as refused:
-            CompletionRequest.model_validate(body)
-        assert refused.value.error_count() <= 6
-    message = {"role": "robot", "content": [5] * 50} | {f"field_{number}": number for number in range(5000)}
-    with pytest.raises(ValidationError) as refused:
-        ChatRequest.model_validate({"messages": [message] * 50})
-    assert refused.value.error_count() <= 6
-
-
-def test_halves_of_characters_are_no_mistake_of_the_server(running: Running) -> None:
-    for path, body in (
-        ("/tokenize", {"prompt": "\ud800"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}], "max_tokens": 1}),
-        ("/v1/responses", {"input": "x", "metadata": {"a": "\ud800"}, "max_output_tokens": 1}),
-    ):
-        status, _, told = post(running.url, body, path)
-        assert status == 400, told
-        assert told["error"]["message"] and "Traceback" not in str(told)
 
 
 def test_bodies_that_do_not_say_how_long_they_are(make_engine: Callable[..., Engine]) -> None:
@@ -342,21 +266,6 @@ def test_errors_of_a_model_that_name_no_files_are_told(told: str) -> None:
     assert error.message == f"the model failed ({told})"
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/speech", "/v1/rerank", "/nothing"])
-def test_who_asks_for_something_else_is_told_what_there_is(running: Running, path: str) -> None:
-    status, _, told = post(running.url, {"input": "x", "model": "tiny"}, path)
-    assert status == 404 and told["error"]["type"] == "not_found_error"
-    assert repr(path) in told["error"]["message"]
-    assert "this server only generates text, at /v1/chat/completions" in told["error"]["message"]
-
-
-def test_forms_by_vllms_former_fields_are_refused_with_todays(running: Running) -> None:
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"):
-        status, _, told = post(running.url, BODY | {name: "x"})
-        assert status == 400 and told["error"]["param"] == name
-        assert "response_format, or structured_outputs" in told["error"]["message"]
-
-
 def test_no_answer_is_longer_than_the_server_allows(make_engine: Callable[..., Engine], template_file: Any) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
     longer = BODY | {"max_tokens": 9, "ignore_eos": True}
@@ -368,22 +277,6 @@ def test_no_answer_is_longer_than_the_server_allows(make_engine: Callable[..., E
         assert status == 400 and "min_tokens must be at most max_tokens, 5" in told["error"]["message"]
 
 
-def test_variables_of_templates_are_no_arguments_of_the_tokenizer(running: Running) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    for more in (
-        {"padding": "max_length", "max_length": 2_000_000_000},
-        {"truncation": True},
-        {"chat_template": "{{ 1 }}"},
-        {"tokenize": False},
-        {"messages": []},
-        {"return_tensors": "pt"},
-    ):
-        status, _, told = post(running.url, body | {"chat_template_kwargs": more}, "/v1/chat/completions")
-        assert status == 400 and told["error"]["param"] == "chat_template_kwargs", told
-    fine = {"template": 1, "variables": {}, "enable_thinking": False}
-    assert post(running.url, body | {"chat_template_kwargs": fine}, "/v1/chat/completions")[0] == 200
-
-
 @pytest.mark.parametrize(
     "error",
     [MemoryError(), RuntimeError("can't start new thread"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
@@ -392,3 +285,91 @@ def test_a_lack_of_memory_outside_of_the_engine_is_an_error_to_retry(error: Exce
     answer = ApiError.of(error)
     assert answer.status == 503 and "ask again" in answer.message and answer.headers == {"Retry-After": "1"}
     assert ApiError.of(RuntimeError("other")).status == 500
+
+
+LOOPBACK = (
+    "localhost", "localhost:8000", "LOCALHOST:1", "localhost.", "localhost.:8000", "localhost:", "a.localhost:8000",
+    "127.0.0.1", "127.0.0.1:8000", "127.9.8.7:80", "[::1]", "[::1]:8000", "[0:0:0:0:0:0:0:1]:8000",
+    "[::ffff:127.0.0.1]",
+    "::1",
+)  # fmt: skip
+OTHERS = (
+    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example",
+    "evil.example:80@localhost",
+    "localhost@evil.example", "localhost:8000:9", "localhost:x", "[::1", "[localhost]", "[::1]x", "[::2]:8000",
+    "128.0.0.1", "0.0.0.0:8000", "localhost/", "local host", "notlocalhost", "é.example", "x" * 5000,
+)  # fmt: skip
+
+
+def test_on_loopback_only_its_names_and_allowed_ones_are_answered() -> None:
+    for bound in ("127.0.0.1", "localhost", "::1", "127.0.0.2", "127.1", "no.such.host.invalid"):
+        closed, opened = Hosts(bound), Hosts(bound, ("Chat.Example.com:443", "10.1.2.3", "[fe80::1]", "::2"))
+        for name in LOOPBACK:
+            closed.check([name])
+            opened.check([name])
+        for name in OTHERS:
+            with pytest.raises(ApiError) as refused:
+                closed.check([name])
+            assert refused.value.status == 421 and len(refused.value.message) < 400
+        for name in ("chat.example.com", "CHAT.example.com.:8443", "10.1.2.3:8000", "[fe80::1]:8000", "[0::2]"):
+            opened.check([name])
+        for given in ([], [""], ["localhost", "evil.example"], ["localhost", "localhost"]):
+            with pytest.raises(ApiError) as refused:
+                opened.check(given)
+            assert refused.value.status == 400
+
+
+def test_elsewhere_any_name_is_answered_unless_some_are_allowed() -> None:
+    for name in (*LOOPBACK, *OTHERS):
+        Hosts("0.0.0.0").check([name])
+        Hosts("127.0.0.1", ("*",)).check([name])
+    Hosts("::").check([])
+    some = Hosts("0.0.0.0", ("chat.example.com",))
+    some.check(["chat.example.com:8000"])
+    some.check(["localhost"])
+    for name in ("evil.example", "192.168.1.2:8000"):
+        with pytest.raises(ApiError):
+            some.check([name])
+    for wrong in ("", "http://chat.example.com", "a b", "[::1", "a:b"):
+        with pytest.raises(OptionError, match="allowed_host is no name of a host"):
+            Hosts("127.0.0.1", (wrong,))
+
+
+def test_pages_that_rebind_their_name_reach_nothing(make_engine: Callable[..., Engine], running: Running) -> None:
+    evil = {"Host": "evil.example"}
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"):
+        status, _, told = post(running.url, {"prompt": "x"}, path, **evil)
+        assert status == 421 and told["error"]["code"] == "host_not_allowed"
+        assert "--allowed-host evil.example" in told["error"]["message"]
+    for path in ("/", "/health", "/metrics", "/v1/models", "/openapi.json", "/nothing"):
+        assert get(running.url, path, **evil)[0] == 421
+        assert get(running.url, path, Host="[::1]:8000")[0] == (404 if path == "/nothing" else 200)
+    with serving(make_engine(), allowed_host=("evil.example",), cors_origin=("https://other.example",)) as opened:
+        assert get(opened.url, "/v1/models", **evil)[0] == 200
+        status, headers, _ = post(opened.url, {}, Host="x.example", Origin="https://other.example")
+        assert status == 421 and headers["Access-Control-Allow-Origin"] == "https://other.example"
+
+
+def asked(app: Any, *headers: tuple[bytes, bytes]) -> tuple[int, str]:
+    """Status and message of an application's answer, for headers that no server of ours lets through."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    asyncio.run(app(scope | {"headers": list(headers), "scheme": "http", "root_path": ""}, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])["error"]["message"]
+
+
+def test_lengths_that_are_none_and_hosts_that_are_missing(make_engine: Callable[..., Engine]) -> None:
+    app, _ = application(make_engine(), ServerOptions(), "tiny")
+    for length in ("-5", "+5", "x", "1_0", " 5", "5, 5", "", "0x10", "²", "5.0"):
+        status, told = asked(app, (b"host", b"localhost"), (b"content-length", length.encode("latin-1")))
+        assert status == 400 and told.startswith("Content-Length is no number of bytes"), length
+    assert asked(app, (b"host", b"localhost"), (b"content-length", b"9" * 5000))[0] == 413
+    assert asked(app)[0] == 400
+    assert asked(app, (b"host", b"evil.example"))[0] == 421

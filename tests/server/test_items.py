@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from truedraft.server.conversations import FunctionFields, NamedFunction, ToolUse, called
 from truedraft.server.errors import ApiError
 from truedraft.server.items import Callable, TextReader, Toolbox, flat_name
 from truedraft.server.messages import _object
-from truedraft.server.tools import FunctionFields, NamedFunction, ToolUse, called
 from truedraft.text.notations import NOTATIONS
 
 TEXTS = ("", "a", 'say "x"\n\\n', "caf\u00e9 \U0001f600!", "\u2028}", "*** Begin Patch\n+x\n*** End Patch")

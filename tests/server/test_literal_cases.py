@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from server.conftest import Running, serving
-from server.test_load import open_stream, post
+from server.test_load import post
+from server.test_recorded_requests import stream
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
-from truedraft.core.params import Structured
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
@@ -48,13 +46,8 @@ def test_a_stop_text_across_tokens_and_blocks(running: Running) -> None:
         expected = whole[: whole.index(stop)]
         body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stop": stop}
         assert post(running.url, body)[2]["choices"][0]["text"] == expected
-        stream = open_stream(running.url, body)
-        raw = b""
-        while b"[DONE]" not in raw:
-            raw += stream.recv(4096)
-        stream.close()
-        events = [json.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: {")]
-        assert "".join(each["choices"][0]["text"] for each in events) == expected
+        events = stream(running.url, "/v1/completions", body | {"stream": True})
+        assert "".join(data["choices"][0]["text"] for _, data in events) == expected
 
 
 def test_a_grammar_whose_tokens_are_drafted_and_committed_is_read_once(running: Running) -> None:
@@ -97,15 +90,6 @@ def test_a_chat_template_that_fails(make_engine: Callable[..., Engine], tmp_path
         assert status == 400 and "has no chat template" in told["error"]["message"]
 
 
-def test_two_forms_at_once_and_forms_that_cannot_be(running: Running) -> None:
-    both = {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
-    assert post(running.url, both)[0] == 400
-    for form in ({}, {"regex": "a", "choice": ["b"]}, {"json": {"type": "nonsense"}}, {"grammar": "x" * 70_000}):
-        status, _, told = post(running.url, {"prompt": "x", "structured_outputs": form})
-        assert status == 400, told
-    assert Structured("choice", ["a"]).value == ("a",)
-
-
 def test_a_seed_is_a_promise_over_http(target: LanguageModel, drafter: Drafter) -> None:
     """Whatever is decided, drafted and answered beside it; without one answers differ."""
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 1.0, "seed": 7}
@@ -133,91 +117,3 @@ def test_an_engine_whose_noise_is_fixed_is_not_served(target: LanguageModel) -> 
     with pytest.raises(OptionError, match="entropy fixes the noise of requests") as caught:
         application(Engine(target, entropy=7), ServerOptions(), "tiny")
     assert caught.value.field == "entropy"
-
-
-FUNCTION = {"name": "a", "parameters": {"type": "object"}}
-BAD = {"name": "a", "parameters": {"type": "object", "properties": {"x": {"uniqueItems": True}}}}
-HOSTED = [{"type": "web_search_20250305", "name": "web_search"}]
-
-
-def tools_of(*functions: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": each} for each in functions]
-
-
-def test_what_is_sent_amiss_is_told_by_the_name_that_the_client_has_for_it(plain_server: Running) -> None:
-    for path, more, told, field in (
-        ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens must", "max_completion_tokens"),
-        ("responses", {"max_output_tokens": 0}, "max_output_tokens must", "max_output_tokens"),
-        ("messages", {"stop_sequences": [""]}, "stop_sequences ", None),
-        ("messages", {"output_config": {"format": {"schema": {"type": "foo"}}}}, "output_config cannot", None),
-        ("completions", {"structured_outputs": {"choice": []}}, "structured_outputs ", "structured_outputs"),
-        ("chat/completions", {"functions": [BAD], "function_call": {"name": "a"}}, "functions cannot", "functions"),
-        ("chat/completions", {"functions": [BAD], "function_call": {"name": "z"}}, "function_call n", "function_call"),
-        ("completions", {"speculation": {"drafter": "nope"}}, "unknown drafter 'nope'", "speculation.drafter"),
-        ("completions", {"speculation": {"drafter": []}}, "speculation.drafter: ", "speculation.drafter"),
-        ("completions", {"speculation": {"rule": "block"}}, "but the server's own", "speculation.rule"),
-        ("completions", {"prompt": ["a"] * 20}, "asks for 20 answers", "prompt"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "a \U0001f600 \ud800"}]},
-            "messages[0].content has half a character (U+D800)",
-            "messages[0].content",
-        ),
-        (
-            "chat/completions",
-            {"tools": tools_of(FUNCTION | {"description": "\udc00"})},
-            "tools[0].function.description has half a character (U+DC00)",
-            "tools[0].function.description",
-        ),
-        ("responses", {"input": "\ud800"}, "input has half a character (U+D800)", "input"),
-        ("responses", {"metadata": {"a": "\ud800"}}, "metadata.a has half a character", "metadata.a"),
-        ("messages", {"tools": [{"name": "a", "type": "\ud800"}]}, "tools[0].type has half a character", None),
-        ("messages", {"messages": [{"role": "assistant", "content": ""}]}, "messages is empty", None),
-        ("responses", {"include": ["zzz"]}, "include[0]: Input should be 'message.output_text", "include[0]"),
-        ("responses", {"reasoning": {"foo": 1}}, "unrecognized request argument: reasoning.foo", "reasoning.foo"),
-        (
-            "completions",
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$schema": 3}}}},
-            "$schema",
-            "response_format",
-        ),
-        ("completions", {"structured_outputs": {"json": {"$defs": []}}}, "$defs", "structured_outputs"),
-        ("completions", {"structured_outputs": {"json": {"x-guidance": 3}}}, "x-guidance", "structured_outputs"),
-        ("completions", {"prompt": ""}, "", "prompt"),
-        ("completions", {"prompt": [[]]}, "", "prompt"),
-        ("completions", {"prompt": [-1]}, "", "prompt"),
-        ("completions", {"prompt": "ab " * 3000}, "", "prompt"),
-        ("completions", {"stop_token_ids": [10**30]}, "stop_token_ids names token id", "stop_token_ids"),
-        ("completions", {"allowed_token_ids": []}, "allowed_token_ids: ", "allowed_token_ids"),
-        ("chat/completions", {"thinking": {"type": "zzz"}}, "thinking.type cannot be 'zzz'", "thinking.type"),
-        ("messages", {"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens cannot", None),
-        ("chat/completions", {"reasoning": {"max_tokens": -5}}, "reasoning.max_tokens", "reasoning.max_tokens"),
-        ("chat/completions", {"reasoning": {"max_tokens": "x"}}, "reasoning.max_tokens", "reasoning.max_tokens"),
-        (
-            "chat/completions",
-            {"tools": tools_of({"name": "a", "parameters": {"type": "string"}})},
-            "tools[0].function.parameters must be the schema of an object, got one of type 'string'",
-            "tools[0].function.parameters",
-        ),
-        ("chat/completions", {"tools": tools_of({"name": ""})}, "tools[0].function.name", "tools[0].function.name"),
-        ("chat/completions", {"tools": tools_of(FUNCTION, FUNCTION)}, "tools has two functions called 'a'", "tools"),
-        ("messages", {"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name", None),
-        ("messages", {"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "tools[0].input_schema", None),
-        (
-            "messages",
-            {"tools": HOSTED, "tool_choice": {"type": "tool", "name": "web_search"}},
-            "tool_choice asks for web_search_20250305, a tool that this server has not",
-            None,
-        ),
-    ):
-        prompt = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path)
-        body = prompt or {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
-        status, _, found = post(plain_server.url, body | more, f"/v1/{path}")
-        error = found.get("error", {})
-        assert status == 400 and told in error["message"] and error.get("param") == field, found
-
-
-@pytest.fixture(scope="module")
-def plain_server(make_engine: Callable[..., Engine], template_file: Any) -> Iterator[Running]:
-    with serving(make_engine(), chat_template=template_file) as found:
-        yield found

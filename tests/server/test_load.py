@@ -30,8 +30,8 @@ from truedraft.drafters.prediction import with_own_drafts
 from truedraft.engine import Request
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.server.access import Client
 from truedraft.server.errors import ApiError
-from truedraft.server.keys import Client
 from truedraft.server.service import ResponseHandle, Service, Stream
 
 PROMPT = "def f("
@@ -88,6 +88,17 @@ def wait_for(done: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.005)
 
 
+def queued(service: Service, client: str, *prompts: Any, **params: Any) -> ResponseHandle:
+    """The handle of a client's request that waits, for one answer of each prompt."""
+    options = SamplingParams(**{"ignore_eos": True} | params)
+    answering = ResponseHandle(service)
+    answering.start([service.engine.prepare(prompt, options) for prompt in prompts or (PROMPT,)], Client(client))
+    return answering
+
+
+LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+
+
 def test_many_clients_get_what_each_gets_alone(running: Running) -> None:
     plain = Engine(running.engine.target)
     prompts = [f"def f{number}(" for number in range(24)]
@@ -103,9 +114,7 @@ def test_many_clients_get_what_each_gets_alone(running: Running) -> None:
 
 def test_disconnects_free_their_slots(running: Running) -> None:
     for _ in range(100):
-        connection = open_stream(
-            running.url, {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
-        )
+        connection = open_stream(running.url, LONG)
         connection.recv(100)
         connection.close()
     wait_for(lambda: running.service.is_idle)
@@ -114,7 +123,7 @@ def test_disconnects_free_their_slots(running: Running) -> None:
 
 def test_a_client_that_waits_and_goes_is_forgotten(running: Running) -> None:
     at = urlsplit(running.url)
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}).encode()
+    body = json.dumps(LONG).encode()
     for _ in range(10):
         connection = socket.create_connection((at.hostname or "", at.port or 80), timeout=60)
         connection.sendall(raw_request(body))
@@ -137,9 +146,7 @@ def test_a_client_that_leaves_while_the_engine_gets_its_request(
     listener = ended.append
     running.service.listeners.append(listener)
     try:
-        connection = open_stream(
-            running.url, {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
-        )
+        connection = open_stream(running.url, LONG)
         wait_for(lambda: running.service.running > 0)
         connection.close()
         wait_for(lambda: len(ended) == 1)
@@ -236,10 +243,9 @@ def test_nan_in_one_request_fails_that_one_alone(target: LanguageModel) -> None:
 
 def test_a_full_queue_says_when_to_come_again(make_engine: Callable[..., Engine]) -> None:
     with serving(make_engine(max_batch=1), max_queue=2) as running:
-        long = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
         streams = []
         for _ in range(3):
-            streams.append(open_stream(running.url, long))
+            streams.append(open_stream(running.url, LONG))
             wait_for(lambda: running.service.running + running.service.waiting == len(streams))
         status, headers, told = post(running.url, {"prompt": PROMPT})
         assert status == 429 and int(headers["Retry-After"]) >= 1
@@ -252,9 +258,7 @@ def test_a_full_queue_says_when_to_come_again(make_engine: Callable[..., Engine]
 
 def test_a_request_that_takes_too_long_is_ended(make_engine: Callable[..., Engine]) -> None:
     with serving(make_engine(), request_timeout_s=0.3) as running:
-        status, _, told = post(
-            running.url, {"prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
-        )
+        status, _, told = post(running.url, LONG)
         assert status == 504 and "longer than this server allows" in told["error"]["message"]
         wait_for(lambda: running.service.is_idle)
         assert post(running.url, {"prompt": PROMPT, "max_tokens": 1})[0] == 200
@@ -267,16 +271,10 @@ def test_clients_take_turns(make_engine: Callable[..., Engine]) -> None:
 
     async def run() -> None:
         service.listeners.append(lambda stream: order.append(stream.client.name))
-        answerings = []
-        for client, count in ((Client("many"), 4), (Client("few"), 2)):
-            for _ in range(count):
-                request = service.engine.prepare(PROMPT, SamplingParams(max_tokens=2))
-                answering = ResponseHandle(service)
-                answering.start([request], client)
-                answerings.append(answering)
+        answerings = [queued(service, client, max_tokens=2) for client in ["many"] * 4 + ["few"] * 2]
         service.start()
         for answering in answerings:
-            await answering.answers()
+            await answering.finished()
         service.stop()
 
     asyncio.run(run())
@@ -288,8 +286,8 @@ def test_a_request_that_follows_an_answer_joins_the_next_step(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However soon that step would begin by itself."""
-    monkeypatch.setattr("truedraft.server.service._LINGERING", 1e6)
-    monkeypatch.setattr("truedraft.server.service._MOST_LINGERING_S", 10.0)
+    monkeypatch.setattr("truedraft.server.service._FOLLOWUP_SHARE", 1e6)
+    monkeypatch.setattr("truedraft.server.service._MOST_FOLLOWUP_S", 10.0)
     service = Service(make_engine())
     steps, step = [0], service.engine.step
 
@@ -299,19 +297,12 @@ def test_a_request_that_follows_an_answer_joins_the_next_step(
 
     monkeypatch.setattr(service.engine, "step", counted)
 
-    def ask(count: int) -> ResponseHandle:
-        params = SamplingParams(max_tokens=count, ignore_eos=True)
-        answering = ResponseHandle(service)
-        answering.start([service.engine.prepare(PROMPT, params)], Client("a"))
-        return answering
-
     async def run() -> None:
-        long, first = ask(400), ask(3)
+        long, first = (queued(service, "a", max_tokens=count) for count in (400, 3))
         service.start()
-        await first.answers()
+        await first.finished()
         before = steps[0]
-        second = ask(1)
-        await second.answers()
+        await queued(service, "a", max_tokens=1).finished()
         assert steps[0] == before + 1
         long.close()
         service.stop()
@@ -358,11 +349,9 @@ def test_of_a_step_nothing_is_kept_but_counts(make_engine: Callable[..., Engine]
     service.engine.listeners.append(lambda record: alive.append(weakref.ref(record)))
 
     async def run() -> Stream:
-        answering = ResponseHandle(service)
-        params = SamplingParams(max_tokens=200, ignore_eos=True)
-        answering.start([service.engine.prepare(PROMPT, params)], Client("a"))
+        answering = queued(service, "a", max_tokens=200)
         service.start()
-        await answering.answers()
+        await answering.finished()
         service.stop()
         return answering.streams[0]
 
@@ -378,10 +367,7 @@ def test_a_reader_that_was_slow_gets_a_bounded_part_at_once(make_engine: Callabl
     service = Service(make_engine())
 
     async def run() -> list[int]:
-        answering = ResponseHandle(service)
-        params = SamplingParams(max_tokens=300, ignore_eos=True)
-        requests = [service.engine.prepare(PROMPT, params, sample=sample) for sample in range(2)]
-        answering.start(requests, Client("a"))
+        answering = queued(service, "a", PROMPT, PROMPT, max_tokens=300)
         service.start()
         while any(stream.answer is None for stream in answering.streams):
             await asyncio.sleep(0.01)
@@ -396,11 +382,11 @@ def test_a_reader_that_was_slow_gets_a_bounded_part_at_once(make_engine: Callabl
 def test_who_never_sends_another_request_is_not_waited_for(make_engine: Callable[..., Engine]) -> None:
     service = Service(make_engine())
     for _ in range(40):
-        service._linger(1, 1e-6)
+        service._wait_for_followups(1, 1e-6)
     waits = []
     for _ in range(32):
         before = service._following
-        service._linger(1, 1e-6)
+        service._wait_for_followups(1, 1e-6)
         waits.append(service._following != before)
     assert sum(waits) == 2
 
@@ -409,21 +395,14 @@ def test_limits_of_a_client(make_engine: Callable[..., Engine]) -> None:
     service = Service(make_engine(), max_per_client=2)
 
     async def run() -> None:
-        def ask(client: Client, samples: int) -> ResponseHandle:
-            requests = [service.engine.prepare(PROMPT, SamplingParams(max_tokens=2)) for _ in range(samples)]
-            answering = ResponseHandle(service)
-            answering.start(requests, client)
-            return answering
-
-        first = ask(Client("a"), 2)
+        first = queued(service, "a", PROMPT, PROMPT, max_tokens=2)
         with pytest.raises(ApiError, match="this API key has 2 requests open, of at most 2"):
-            ask(Client("a"), 1)
-        other = ask(Client("b"), 1)
+            queued(service, "a", max_tokens=2)
+        other = queued(service, "b", max_tokens=2)
         service.start()
-        await first.answers()
-        await other.answers()
-        again = ask(Client("a"), 2)
-        await again.answers()
+        await first.finished()
+        await other.finished()
+        await queued(service, "a", PROMPT, PROMPT, max_tokens=2).finished()
         service.stop()
 
     asyncio.run(run())
@@ -433,9 +412,8 @@ def test_a_server_that_is_stopped_ends_what_is_open(make_engine: Callable[..., E
     """What is open gets an answer or an error that says it may be asked again; nothing hangs."""
     results: list[tuple[int, Any]] = []
     with serving(make_engine(max_batch=2)) as running:
-        long = {"prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
         threads = [
-            threading.Thread(target=lambda: results.append((r := post(running.url, long))[0:1] + r[2:3]))  # type: ignore[arg-type]
+            threading.Thread(target=lambda: results.append((r := post(running.url, LONG))[0:1] + r[2:3]))  # type: ignore[arg-type]
             for _ in range(4)
         ]
         for thread in threads:
@@ -483,7 +461,7 @@ def test_a_step_that_fails_is_told_as_a_failure(
             return step()
 
         monkeypatch.setattr(running.engine, "step", failing)
-        body = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": stream}
+        body = LONG | {"stream": stream}
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(_read_all, running.url, body)
             wait_for(lambda: running.service.running > 0)
@@ -515,7 +493,7 @@ def test_nobody_waits_for_an_engine_that_died(
             return hand_over(self)
 
         monkeypatch.setattr(Service, "_hand_over", dying)
-        body = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        body = LONG
         with ThreadPoolExecutor(3) as pool:
             asked = [pool.submit(post, running.url, body) for _ in range(3)]
             wait_for(lambda: running.service.running > 0 and running.service.waiting == 2)
@@ -529,15 +507,10 @@ def test_nobody_waits_for_an_engine_that_died(
 
 def test_clients_that_come_back_do_not_pass_one_that_waits(make_engine: Callable[..., Engine]) -> None:
     service = Service(make_engine(max_batch=1))
-    clients = {name: Client(name) for name in "abc"}
-
-    def ask(name: str) -> None:
-        request = service.engine.prepare(PROMPT, SamplingParams(max_tokens=2))
-        ResponseHandle(service).start([request], clients[name])
 
     async def run() -> str:
         for name in "cccccab":
-            ask(name)
+            queued(service, name, max_tokens=2)
         order = ""
         for _ in range(9):
             stream = service._next()
@@ -545,7 +518,7 @@ def test_clients_that_come_back_do_not_pass_one_that_waits(make_engine: Callable
             order += stream.client.name
             service._leave(stream.client, 1)
             if stream.client.name != "c":
-                ask(stream.client.name)
+                queued(service, stream.client.name, max_tokens=2)
         return order
 
     assert asyncio.run(run()) == "cabcabcab"
@@ -594,14 +567,13 @@ def test_a_client_of_whom_nothing_runs_takes_a_place(drafter: Drafter, short: st
     steps = _steps_of(engine)
 
     async def run() -> list[list[int]]:
-        many = ResponseHandle(service)
-        many.start([engine.prepare(prompt, params) for prompt in prompts], Client("many"))
+        many = queued(service, "many", *prompts, max_tokens=120, **options)
         pieces: list[list[int]] = [[] for _ in prompts]
         service.start()
 
         async def read() -> None:
             async for news in many.news():
-                pieces[news.number] += [token for piece in news.pieces for token in piece.token_ids]
+                pieces[news.stream.number] += [token for piece in news.pieces for token in piece.token_ids]
 
         reading = asyncio.create_task(read())
         for _ in range(2):
@@ -609,9 +581,8 @@ def test_a_client_of_whom_nothing_runs_takes_a_place(drafter: Drafter, short: st
                 await _begun(service, many)
             while steps[0] < 4:
                 await asyncio.sleep(0.001)
-            few, before = ResponseHandle(service), steps[0]
-            few.start([engine.prepare(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))], Client("few"))
-            await few.answers()
+            before = steps[0]
+            await queued(service, "few", max_tokens=4).finished()
             assert steps[0] - before < 64 and all(stream.answer is None for stream in many.streams)
         await reading
         service.stop()
@@ -630,29 +601,20 @@ def test_places_are_not_taken_at_each_step(make_engine: Callable[..., Engine]) -
     engine = make_engine(max_batch=2)
     service = Service(engine)
     steps = _steps_of(engine)
-    long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
     async def run() -> None:
-        own = ResponseHandle(service)
-        own.start([engine.prepare(PROMPT, long) for _ in range(2)], Client("many"))
+        own = queued(service, "many", PROMPT, PROMPT, max_tokens=200)
         service.start()
         await _begun(service, own)
         held = [stream.request for stream in own.streams]
         for number in range(5):
-            few = ResponseHandle(service)
-            few.start([engine.prepare(PROMPT, SamplingParams(max_tokens=1))], Client(f"few{number}"))
-            await few.answers()
+            await queued(service, f"few{number}", max_tokens=1).finished()
         assert 1 <= sum(request.preemptions for request in held) <= 2 + 2 * steps[0] // 32
-        single = ResponseHandle(service)
         own.close()
-        single.start([engine.prepare(PROMPT, long)], Client("a"))
-        other = ResponseHandle(service)
-        other.start([engine.prepare(PROMPT, long)], Client("b"))
+        single, other = queued(service, "a", max_tokens=200), queued(service, "b", max_tokens=200)
         await _begun(service, single)
         await _begun(service, other)
-        third = ResponseHandle(service)
-        third.start([engine.prepare(PROMPT, SamplingParams(max_tokens=1))], Client("c"))
-        await third.answers()
+        await queued(service, "c", max_tokens=1).finished()
         assert not single.streams[0].request.preemptions and not other.streams[0].request.preemptions
         single.close()
         other.close()
@@ -665,16 +627,14 @@ def test_places_are_not_taken_at_each_step(make_engine: Callable[..., Engine]) -
 def test_who_gave_its_place_and_leaves_is_forgotten(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_batch=2)
     service = Service(engine)
-    long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
 
     async def run() -> None:
-        many, over = ResponseHandle(service), list[Stream]()
+        over = list[Stream]()
         service.listeners.append(over.append)
-        many.start([engine.prepare(PROMPT, long) for _ in range(2)], Client("many"))
+        many = queued(service, "many", PROMPT, PROMPT, max_tokens=1500)
         service.start()
         await _begun(service, many)
-        few = ResponseHandle(service)
-        few.start([engine.prepare(PROMPT, long)], Client("few"))
+        few = queued(service, "few", max_tokens=1500)
         await _begun(service, few)
         assert sum(stream.waits for stream in many.streams) == 1
         many.close()

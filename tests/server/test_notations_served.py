@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from server.conftest import serving
+from server.conftest import openai_client, serving
 from support.byte_tokenizers import ScriptModel, byte_tokenizer
 from truedraft import Engine
 from truedraft.drafters.prediction import with_own_drafts
@@ -35,7 +35,7 @@ def client_of(template: str, writes: str) -> Iterator[Any]:
     model = ScriptModel(tokenizer, writes)
     engine = Engine(model, with_own_drafts(from_spec("prompt-lookup", model)), controller="fixed")
     with serving(engine, chat_template=file) as running:
-        yield openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        yield openai_client(running)
 
 
 def both_ways(client: Any, **asked: Any) -> tuple[str, str, list[Any], str]:

@@ -17,11 +17,6 @@ openai = pytest.importorskip("openai")
 PROMPT = "class Stack:\n    def push(self, item):"
 
 
-@pytest.fixture(scope="module")
-def client(running: Running) -> Any:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-
-
 def expected(running: Running, prompt: Any = PROMPT, **params: Any) -> Any:
     """What plain decoding answers."""
     from truedraft import Engine
@@ -334,43 +329,8 @@ def test_traces_tell_where_tokens_came_from(running: Running, client: Any) -> No
         assert [step["nodes"][node]["text"] for node in step["accepted"]][: len(emitted)] == emitted
 
 
-def test_errors_have_openais_form(client: Any) -> None:
-    for more, message, param in (
-        ({"temperature": -1.0}, "temperature must be a number, 0 or more, got -1.0", "temperature"),
-        ({"nonsense": 1}, "unrecognized request argument: nonsense", "nonsense"),
-        ({"max_tokens": "many"}, "max_tokens", "max_tokens"),
-        ({"max_tokens": 2049}, "max_tokens must be at most 2048, the context of 'tiny' for prompt and", "max_tokens"),
-        ({"n": 17}, "asks for 17 answers, and this server gives 16", "n"),
-        ({"logit_bias": {"x": 1.0}}, "logit_bias must be a mapping", "logit_bias"),
-        ({"suffix": "end"}, "suffix needs tokens for a text in the middle", "suffix"),
-        ({"model": "gpt"}, "there is no model 'gpt' here", "model"),
-        ({"prompt": []}, "prompt", "prompt"),
-        ({"logprobs": 21}, "logprobs must lie in 0 to 20, got 21", "logprobs"),
-        ({"prompt_logprobs": 100_000}, "prompt_logprobs must lie in 0 to 20, got 100000", "prompt_logprobs"),
-        ({"logprobs_mode": "odd"}, "logprobs_mode", "logprobs_mode"),
-        ({"stop": ["x"] * 65}, "stop holds 65 entries, of at most 64", "stop"),
-        ({"prediction": {"content": "x y " * 5000}}, "and this model's context holds", "prediction"),
-    ):
-        body = {"model": "tiny", "prompt": "x"} | more
-        with pytest.raises(openai.APIStatusError) as refused:
-            client.post("/completions", body=body, cast_to=object)
-        error = refused.value.body
-        assert message in error["message"] and error["param"] == param, error
-        assert "Traceback" not in str(error)
-
-
-def test_more_tokens_than_the_context_holds_are_refused_by_the_name_that_the_client_gave(client: Any) -> None:
-    """As an over-long prompt is; what the context holds beside a prompt may be asked for, and ends where it is full."""
-    messages: Any = [{"role": "user", "content": "x"}]
-    chat, responses = client.chat.completions.create, client.responses.create
-    for ask, field in (
-        (lambda **more: chat(model="tiny", messages=messages, **more), "max_completion_tokens"),
-        (lambda **more: chat(model="tiny", messages=messages, **more), "max_tokens"),
-        (lambda **more: responses(model="tiny", input="x", **more), "max_output_tokens"),
-    ):
-        with pytest.raises(openai.BadRequestError, match=f"{field} must be at most 2048, .* got 100000") as refused:
-            ask(**{field: 100_000})
-        assert refused.value.param == field
+def test_what_the_context_holds_beside_a_prompt_may_be_asked_for(client: Any) -> None:
+    """It ends where the context is full."""
     ids = [20] * 2040
     full = client.completions.create(model="tiny", prompt=ids, max_tokens=2048, extra_body={"ignore_eos": True})
     assert full.usage.completion_tokens == 8 and full.choices[0].finish_reason == "length"
@@ -412,7 +372,7 @@ def test_histories_reach_templates_in_one_form() -> None:
     results += [{"role": "tool", "content": None}, {"role": "function", "name": "f", "content": "c"}]
     turn = {"role": "assistant", "content": [], "tool_calls": calls, "reasoning": "why", "audio": {"id": "x"}}
     body = ChatRequest.model_validate({"messages": [turn, *results]})
-    shown, *told = body.conversation
+    shown, *told = body.templated
     assert [call["function"]["arguments"] for call in shown["tool_calls"]] == [{"x": 1}, "no object", {"x": 2}, {}]
     ids = [call["id"] for call in shown["tool_calls"]]
     assert ids[0] == "1" and len(set(ids)) == 4
@@ -506,3 +466,54 @@ def test_a_text_in_the_middle(running: Running, client: Any, monkeypatch: pytest
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             client.completions.create(**asked | wrong)
+
+
+IDS: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"return_token_ids": True}}
+
+
+def test_completions_tell_ids(running: Running, client: Any) -> None:
+    tokenizer = running.engine.target.tokenizer
+    assert tokenizer is not None
+    prompts = [PROMPT, "import os\n"]
+    found = client.completions.create(prompt=prompts, max_tokens=12, n=2, **IDS)
+    for choice in found.choices:
+        prompt = prompts[choice.index // 2]
+        assert choice.token_ids == expected(running, prompt, max_tokens=12).token_ids
+        assert choice.prompt_token_ids == tokenizer.encode(prompt)
+        assert tokenizer.decode(choice.token_ids) == choice.text
+    without = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4)
+    assert not hasattr(without.choices[0], "token_ids") and not hasattr(without.choices[0], "prompt_token_ids")
+    echoed = client.completions.create(prompt=PROMPT, max_tokens=0, echo=True, **IDS).choices[0]
+    assert echoed.token_ids == [] and echoed.prompt_token_ids == tokenizer.encode(PROMPT)
+
+
+def test_streamed_completions_tell_ids_as_they_come(running: Running, client: Any) -> None:
+    tokenizer = running.engine.target.tokenizer
+    assert tokenizer is not None
+    stop = "return"
+    for more in ({}, {"stop": stop}, {"echo": True}):
+        chunks = list(client.completions.create(prompt=PROMPT, max_tokens=60, n=2, stream=True, **more, **IDS))
+        plain = expected(running, max_tokens=60, stop=more.get("stop", ())).token_ids
+        for number in range(2):
+            choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == number]
+            told = [choice for choice in choices if hasattr(choice, "prompt_token_ids")]
+            assert [choice.prompt_token_ids for choice in told] == [tokenizer.encode(PROMPT)]
+            assert told[0] is choices[0]
+            assert [token for choice in choices for token in getattr(choice, "token_ids", [])] == plain
+
+
+def test_chats_tell_ids(running: Running, client: Any) -> None:
+    messages = [{"role": "user", "content": "Write a stack."}]
+    found = client.chat.completions.create(messages=messages, max_tokens=12, **IDS)
+    plain = expected(running, found.prompt_token_ids, max_tokens=12).token_ids
+    assert found.choices[0].token_ids == plain and found.usage.prompt_tokens == len(found.prompt_token_ids)
+    chunks = list(client.chat.completions.create(messages=messages, max_tokens=12, n=2, stream=True, **IDS))
+    assert [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")] == [
+        found.prompt_token_ids
+    ]
+    assert hasattr(chunks[0], "prompt_token_ids")
+    for number in range(2):
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == number]
+        assert [token for choice in choices for token in getattr(choice, "token_ids", [])] == plain
+    without = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
+    assert not hasattr(without, "prompt_token_ids") and not hasattr(without.choices[0], "token_ids")

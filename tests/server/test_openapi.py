@@ -17,19 +17,9 @@ schemathesis = pytest.importorskip("schemathesis")
 
 
 PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/models",
-    "/v1/models/{name}",
-    "/tokenize",
-    "/detokenize",
-    "/health",
-    "/ready",
-    "/metrics",
-)
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize", "/health", "/ready", "/metrics",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from server.conftest import Running, serving
+from server.conftest import serving
 from server.test_load import get, open_stream, post, wait_for
 from truedraft import Engine
 from truedraft.text.forms import Forms
@@ -135,34 +134,6 @@ def test_a_server_that_drains_answers_who_waits_for_a_form(make_engine: Callable
         assert not server.service.is_idle and post(server.url, ordinary()[0])[0] == 503
         release([asked])
         assert asked.result()[0] == 200
-
-
-def test_a_form_that_cannot_be_is_told_by_the_field_of_the_client(running: Running) -> None:
-    for path, more, field, told in (
-        ("completions", {"structured_outputs": {"regex": "("}}, "structured_outputs", "expression (: unclosed group"),
-        (
-            "completions",
-            {"response_format": {"type": "json_object"}, "structured_outputs": {}},
-            "structured_outputs",
-            "",
-        ),
-        ("chat/completions", {"response_format": "SCHEMA"}, "response_format", 'at #/properties/a: "uniqueItems"'),
-        ("chat/completions", {"tools": "SCHEMA", "tool_choice": "required"}, "tools", 'function "find" at #/'),
-        ("responses", {"text": "SCHEMA"}, "text", 'at #/properties/a: "uniqueItems"'),
-    ):
-        schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-        named = {"name": "n", "schema": schema}
-        filled = {
-            "response_format": {"type": "json_schema", "json_schema": named},
-            "tools": [{"type": "function", "function": {"name": "find", "parameters": schema}}],
-            "text": {"format": {"type": "json_schema"} | named},
-        }
-        body = {key: filled[key] if value == "SCHEMA" else value for key, value in more.items()}
-        prompt = {"completions": "prompt", "responses": "input"}.get(path, "messages")
-        body[prompt] = "x" if prompt != "messages" else [{"role": "user", "content": "x"}]
-        status, _, found = post(running.url, body, f"/v1/{path}")
-        assert status == 400 and found["error"]["param"] == field, json.dumps(found)
-        assert told in found["error"]["message"]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -14,7 +14,7 @@ import pytest
 
 from server.conftest import Running, serving
 from server.test_load import post
-from text.test_plainer_turns import NO_SYSTEM
+from text.test_histories import NO_SYSTEM
 from truedraft import Engine
 
 RECORDED = {file.stem: json.loads(file.read_text()) for file in sorted((Path(__file__).parent / "recorded").glob("*"))}
@@ -121,62 +121,3 @@ def test_tools_that_no_server_here_runs_are_left_out_with_a_warning(
     path, body = recorded("claude_code", stream=False)
     (warning,) = post(running.url, body, path)[2]["warnings"]
     assert warning.startswith("tools[1] is left out: web_search_20250305 has no input_schema")
-
-
-WRONG: tuple[tuple[str, list[Any], Any, str], ...] = (
-    ("codex", ["input"], 5, "input: must be a text or a list of items, got 5"),
-    (
-        "codex",
-        ["input", 1],
-        {"type": "ghost"},
-        "input[1].type is 'ghost', which is not known here; known are 'message'",
-    ),
-    ("codex", ["input", 1], "x", "input[1] must be an object with a type, got 'x'"),
-    ("codex", ["input", 0, "content", 0, "text"], 7, "input[0].content[0].text: Input should be a valid string, got 7"),
-    ("codex", ["input", 0, "content", 0], {"type": "input_file"}, "input[0].content[0].type is 'input_file'"),
-    ("codex_later", ["input", 5, "arguments"], {}, "input[5].arguments: Input should be a valid string, got {}"),
-    ("codex_later", ["input", 5], {"type": "function_call", "name": "f"}, "input[5].call_id: Field required"),
-    ("codex", ["tools", 3, "name"], None, "tools[3].name: Input should be a valid string, got None"),
-    (
-        "codex",
-        ["tools", 6, "tools", 0, "parameters"],
-        "x",
-        "tools[6].tools[0].parameters: Input should be a valid dict",
-    ),
-    ("codex", ["tools", 1, "name"], "exec_command", "tools[1] has the name 'exec_command' of a tool before it"),
-    ("codex", ["reasonning"], {}, "unrecognized request argument: reasonning"),
-    (
-        "cline",
-        ["messages", 2, "tool_calls", 0, "function", "arguments"],
-        5,
-        "messages[2].tool_calls[0].function.arguments: Input should be a valid string or a valid dictionary, got 5",
-    ),
-    ("cline", ["messages", 1, "content"], 5, "messages[1].content: must be a text or a list of parts, got 5"),
-    ("cline", ["messages", 1, "content", 0], {"type": "video"}, "messages[1].content[0].type is 'video'"),
-    ("cline", ["messages", 1, "role"], "robot", "messages[1].role: Input should be 'system', 'developer', 'user'"),
-    (
-        "claude_code",
-        ["messages", 1, "content", 2, "input"],
-        "x",
-        "messages[1].content[2].input: Input should be a valid",
-    ),
-    ("claude_code", ["messages", 0, "content", 0, "type"], "x", "messages[0].content[0].type is 'x'"),
-    ("claude_code", ["tool_choice"], {"type": "tool", "name": "Write"}, "tool_choice names 'Write'; tools has 'Read'"),
-)
-
-
-def test_the_part_that_is_wrong_is_named(running: Running) -> None:
-    for name, place, value, message in WRONG:
-        path, body = recorded(name)
-        here: Any = body
-        for part in place[:-1]:
-            here = here[part]
-        here[place[-1]] = value
-        status, _, told = post(running.url, body, path)
-        assert status == 400 and told["error"]["message"].startswith(message), told
-        if path == "/v1/messages":
-            assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
-        else:
-            assert told["error"]["param"] and told["error"]["message"].startswith(
-                (told["error"]["param"], "unrecognized")
-            )

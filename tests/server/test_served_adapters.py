@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM
 
-from server.conftest import serving
+from server.conftest import openai_client, serving
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.errors import OptionError
 from truedraft.models.embedded import embedded_folder
@@ -46,7 +45,7 @@ def test_clients_name_an_adapter_as_their_model(folder: Path) -> None:
     }
     assert expected[None] != expected["odd"]
     with serving(engine) as running:
-        client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(running)
         models = {each.id: each for each in client.models.list().data}
         assert list(models) == ["tiny", "alias", "odd"]
         assert models["odd"].parent == "tiny" and models["alias"].parent is None

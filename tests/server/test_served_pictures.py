@@ -22,15 +22,15 @@ import openai
 from PIL import Image
 
 from server.conftest import TEMPLATE as TEXT_TEMPLATE
-from server.conftest import Running, serving
+from server.conftest import Running, openai_client, serving
 from support.multimodal_models import save_with_processor
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.errors import PromptError
 from truedraft.models import processor as processors
 from truedraft.models.base import LanguageModel
-from truedraft.server import pictures as server_pictures
+from truedraft.server import preparing as server_pictures
+from truedraft.server.access import ANYONE
 from truedraft.server.errors import ApiError
-from truedraft.server.keys import ANYONE
 from truedraft.server.service import ResponseHandle, Service
 
 QUESTION = "What is in this picture?"
@@ -59,11 +59,6 @@ def seeing(folder: Path) -> LanguageModel:
 def running(seeing: LanguageModel) -> Iterator[Running]:
     with serving(Engine(seeing, "prompt-lookup"), max_body_bytes="2M") as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> Any:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
 def url_of(content: bytes, kind: str = "png") -> str:
@@ -127,7 +122,7 @@ def test_a_template_that_refuses_gets_a_plainer_form(seeing: LanguageModel, tmp_
     template.write_text(TEMPLATE.replace("%}", "%}" + only_first, 1))
     late = {"role": "system", "content": "Be brief."}
     with serving(Engine(seeing, "prompt-lookup"), chat_template=template) as found:
-        client = openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(found)
         prompt = seeing.processor.prompt(f"user: <image>{QUESTION} user: Be brief. assistant:", [NOISE])
         wanted = Engine(seeing).generate(prompt, SamplingParams(max_tokens=12)).text
         assert ask(client, [*message(encoded(NOISE)), late]) == wanted
@@ -245,7 +240,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_places_are_taken_before_pictures_are_read(seeing: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Engine(seeing), max_per_client=1) as running:
-        client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(running)
         with held_up(monkeypatch) as begun:
             asking = threading.Thread(target=ask, args=(client, message(encoded(TEAL))))
             asking.start()
@@ -331,7 +326,7 @@ def test_a_model_of_text_takes_none(target: LanguageModel, tmp_path: Path) -> No
     template = tmp_path / "template.jinja"
     template.write_text(TEXT_TEMPLATE)
     with serving(Engine(target), chat_template=template) as running:
-        client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(running)
         with pytest.raises(openai.BadRequestError, match="takes no pictures; give text alone"):
             ask(client, message(encoded(TEAL)))
 
@@ -350,7 +345,7 @@ def test_a_model_without_its_processor_tells_no_paths(
 
     monkeypatch.setattr(processors.Processor, "load", counted)
     with serving(Engine(load_model(bare, dtype="float32"))) as running:
-        client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(running)
         for _ in range(2):
             with pytest.raises(openai.BadRequestError, match="this server reads no pictures") as refused:
                 ask(client, message(encoded(TEAL)))

@@ -10,8 +10,10 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from server.conftest import Running, serving
-from truedraft import Engine
+from server.conftest import TEMPLATE, Running, serving
+from server.test_load import post as raw_post
+from server.test_recorded_requests import stream
+from truedraft import Engine, SamplingParams
 from truedraft.models.base import LanguageModel
 
 THINKING = (
@@ -166,3 +168,59 @@ def test_control_tokens_in_messages(
         assert (end in answer.json()["prompt_token_ids"]) is trusts
         counted = post(found, "responses", input=f"a{typed}b", max_output_tokens=2).json()["usage"]["input_tokens"]
         assert counted == len(answer.json()["prompt_token_ids"])
+
+
+SAID = [{"role": "user", "content": "def f("}]
+
+
+@pytest.fixture(scope="module")
+def thinking(make_engine: Callable[..., Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    file = tmp_path_factory.mktemp("templates") / "opened.jinja"
+    file.write_text(TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    with serving(make_engine(), chat_template=file) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(thinking: Running) -> str:
+    """What is written behind the mark, white space around it left out."""
+    target = thinking.engine.target
+    assert target.tokenizer is not None
+    ids = target.tokenizer.encode("# user: def f(\n# assistant:<think>\n")
+    return str(Engine(target).generate(ids, SamplingParams(max_tokens=24)).text).strip()
+
+
+def test_a_chat_that_is_cut_in_its_reasoning(thinking: Running, plain: str) -> None:
+    path, body = "/v1/chat/completions", {"messages": SAID, "max_tokens": 24, "temperature": 0}
+    message = raw_post(thinking.url, body, path)[2]["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (plain, "")
+    deltas = [data["choices"][0]["delta"] for _, data in stream(thinking.url, path, body | {"stream": True})]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == plain
+    assert not any(delta.get("content") for delta in deltas)
+
+
+def test_a_response_that_is(thinking: Running, plain: str) -> None:
+    path, body = "/v1/responses", {"input": "def f(", "max_output_tokens": 24, "temperature": 0}
+    whole = raw_post(thinking.url, body, path)[2]
+    (item,) = whole["output"]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == 24
+    assert (item["type"], item["summary"], item["status"]) == ("reasoning", [], "incomplete")
+    assert item["content"] == [{"type": "reasoning_text", "text": plain}]
+    events = [data for _, data in stream(thinking.url, path, body | {"stream": True})]
+    kinds = [data["type"].removeprefix("response.") for data in events]
+    deltas = kinds.count("reasoning_text.delta")
+    before = ["created", "in_progress", "output_item.added", "content_part.added"]
+    behind = ["reasoning_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds == [*before, *["reasoning_text.delta"] * deltas, *behind] and deltas
+    assert "".join(data["delta"] for data in events if data["type"].endswith("text.delta")) == plain
+    assert events[-4]["text"] == plain and events[-1]["response"]["output"][0]["content"] == item["content"]
+
+
+def test_a_message_that_is(thinking: Running, plain: str) -> None:
+    path, body = "/v1/messages", {"messages": SAID, "max_tokens": 24, "temperature": 0}
+    told = raw_post(thinking.url, body, path)[2]
+    assert told["content"] == [{"type": "thinking", "thinking": plain, "signature": ""}]
+    events = [data for _, data in stream(thinking.url, path, body | {"stream": True})]
+    deltas = [data["delta"] for data in events if data["type"] == "content_block_delta"]
+    assert "".join(delta["thinking"] for delta in deltas) == plain
+    assert events[2]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}

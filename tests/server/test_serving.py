@@ -17,8 +17,8 @@ from truedraft import Engine
 from truedraft.core.stats import StepRecord
 from truedraft.errors import TruedraftError
 from truedraft.server import ServerOptions, application, serve, serving
-from truedraft.server.connections import Connections
 from truedraft.server.options import bound_socket
+from truedraft.server.serving import Connections
 
 
 def test_a_server_has_answered_before_anybody_can_ask(
@@ -80,7 +80,7 @@ def test_the_log_says_how_far_it_is_with_getting_ready(
     caplog.set_level("INFO", "truedraft.server")
     serving.warm_up(engine)
     assert "making ready" not in caplog.text
-    monkeypatch.setattr(serving, "_TELL_S", 0.0)
+    monkeypatch.setattr(serving, "_LOG_PROGRESS_S", 0.0)
     serving.warm_up(engine)
     assert "making ready: 25 %, tiny" in caplog.text
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.cache import CachePool
-from truedraft.testing.markov import MarkovModel
+from truedraft.testing.doubles import MarkovModel
 from truedraft.text.tokenizer import Tokenizer
 
 END = "</s>"

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from truedraft.certify.closed_forms import as_bfloat16_draws
-from truedraft.certify.faults import commits_wrongly, given_another, judging
+from truedraft.certify.faults import as_bfloat16_draws, commits_wrongly, given_another, judging
 from truedraft.core import probs as L
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose

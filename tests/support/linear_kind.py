@@ -17,7 +17,7 @@ from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters.exporting import Exports, ExportTarget, Way
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.head import Head, VectorHead, write_published
-from truedraft.drafters.kinds import Kind, head_of
+from truedraft.drafters.kinds import Kind
 from truedraft.measure.variants import WIDE, Examined
 from truedraft.models.base import LanguageModel
 from truedraft.training.evaluate import EngineRound
@@ -112,7 +112,6 @@ def write(head: Any, folder: Path, target: ExportTarget) -> None:
     write_published(folder, head.state_dict(), {"architectures": ["Linear"], "target": target.name})
 
 
-load_head = head_of("linear")
 TRAINS = Trains("A linear head", "Train a linear head. For tests.", HeadSizeOptions, HeadRunOptions)
 EXPORTS = Exports({"vllm": Way("linear", write)}, {"": "train another"})
 EXAMINED = Examined("a linear head", LinearDrafter, (WIDE,), LinearHead)
@@ -123,7 +122,6 @@ KINDS: Mapping[str, Kind] = {
         "DIR",
         {},
         "one linear layer guesses one token",
-        parts={"head": _HERE + "load_head"},
         head=_HERE + "LinearHead",
         trains=_HERE + "TRAINS",
         training=_HERE + "LinearTrainingConfig",

@@ -20,24 +20,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from support.tiny_models import VOCAB, WINDOW, build
+from support.tiny_models import GROUPED, VOCAB, WINDOW, build
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.base import Segment
 from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SMALL = GROUPED | {
+    "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 96, "max_position_embeddings": 512
+}  # fmt: skip
 
 
 def rope(kind: str, **options: float) -> dict[str, Any]:

@@ -10,13 +10,26 @@ from typing import Any
 
 import torch
 
+from truedraft import SamplingParams
 from truedraft.drafters import DraftModel, ParallelDraft
 from truedraft.drafters.parallel import AheadDrafter, DraftProcess
 from truedraft.drafters.parallel.ahead import Call, Reply
+from truedraft.engine import Answer
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
 
 VOCAB = 6
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 0], [3, 1]]
+WAYS = {
+    "greedy": SamplingParams(max_tokens=40),
+    "sampled": SamplingParams(max_tokens=40, temperature=0.8),
+    "seeded": SamplingParams(max_tokens=40, temperature=0.8, seed=1),
+}
+
+
+def seen(answer: Answer) -> tuple[object, ...]:
+    """All of an answer but the times."""
+    return answer.token_ids, answer.finish_reason, answer.origins, answer.warnings, answer.stats
 
 
 class SameProcess(DraftProcess):

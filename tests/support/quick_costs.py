@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.engine.policy import Effort, kept, sizes, store
+from truedraft.engine.policy import Effort, kept, sizes
 from truedraft.measure.bench import costs
 
 
@@ -20,4 +20,4 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(sizes, "ratio_of_steps", lambda engine, forwards: 1.0)  # whatever else runs on this machine
     monkeypatch.setattr(kept, "_SHORT_TARGET", effort)
     monkeypatch.setattr(kept, "_SHORT_DRAFTER", effort)
-    monkeypatch.setattr(store, "cache_folder", lambda: folder)
+    monkeypatch.setattr(kept, "cache_folder", lambda: folder)

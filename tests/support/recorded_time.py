@@ -17,8 +17,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from support.backends import HostRecorder, llama_of
 from support.tiny_models import GROUPED, build
-from truedraft.engine import engine, guarded, request, step
-from truedraft.engine.policy import kept, store
+from truedraft.engine import engine, failures, request, step
+from truedraft.engine.policy import kept
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -87,7 +87,7 @@ def recorded_model(
 
 def go_by(clock: Clock, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let engines take their time from a clock, for steps, drafts and what is measured; costs are kept in a folder."""
-    for module in (step, guarded, request, kept):
+    for module in (step, failures, request, kept):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(engine, "RunningTimes", partial(engine.RunningTimes, clock=clock))
     monkeypatch.setattr(kept, "measure_target", partial(kept.measure_target, clock=clock))
@@ -95,4 +95,4 @@ def go_by(clock: Clock, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(kept, "TargetTimes", partial(kept.TargetTimes, clock=clock))
     monkeypatch.setattr(kept, "DrafterTimes", partial(kept.DrafterTimes, clock=clock))
     monkeypatch.setattr(kept, "run_delay_s", lambda: 0.0)
-    monkeypatch.setattr(store, "cache_folder", lambda: folder)
+    monkeypatch.setattr(kept, "cache_folder", lambda: folder)

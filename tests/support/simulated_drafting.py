@@ -251,11 +251,14 @@ class Simulation:
         """Tokens over those of plain decoding."""
         return self.tokens / self.plain_tokens
 
-    def run(self, seconds: float) -> None:
-        """Steps until so many seconds have passed."""
+    def run(self, seconds: float, counted: float | None = None) -> None:
+        """Steps until so many seconds have passed; then, if given, what is counted begins anew for so many more."""
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.step()
+        if counted is not None:
+            self.reset()
+            self.run(counted)
 
     def step(self) -> StepRecord:
         """One step of all requests."""

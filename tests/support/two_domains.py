@@ -19,9 +19,8 @@ from truedraft.drafters import DFlash, DraftModel, DSpark, Eagle3, Medusa, PEagl
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.head import Head
 from truedraft.kinds.block.module import DFlashHead, DSparkHead
-from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.kinds.medusa.module import MedusaHeads
-from truedraft.kinds.p_eagle.module import PEagleHead
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, Segment

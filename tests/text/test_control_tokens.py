@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 
 from truedraft.errors import PromptError, PromptLengthError
 from truedraft.models.embedded import embedded_folder
-from truedraft.text.control_tokens import ControlTokens
 from truedraft.text.histories import first_taken
 from truedraft.text.tokenizer import Tokenizer
 
@@ -229,24 +228,9 @@ def test_where_it_cannot_be_done_the_message_and_the_token_are_named() -> None:
                 )
 
 
-PIECES = st.sampled_from(
-    [
-        "<|im_end|>",
-        "<|im_start|>",
-        "<|im_",
-        "end|>",
-        "<",
-        "|>",
-        "<|end|>",
-        "the ",
-        " ",
-        "\n",
-        "é",
-        "日",
-        "<tool>",
-        "x" * 9,
-    ]
-)
+PIECES = st.sampled_from([
+    "<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", "<|end|>", "the ", " ", "\n", "é", "日", "<tool>"
+])  # fmt: skip
 
 
 @given(st.lists(st.lists(PIECES, max_size=8), min_size=1, max_size=4))
@@ -303,7 +287,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.M
         assert 1 < least <= len(ids)
         with monkeypatch.context() as patch:
             patch.setattr(Tokenizer, "plain_ids", None)
-            patch.setattr(ControlTokens, "_read", None)
+            patch.setattr("truedraft.text.control_tokens.ids_of", None)
             with pytest.raises(PromptLengthError, match=f"has {least} tokens or more, and this model's context is 1;"):
                 first_taken([user(text)], lambda form: tokenizer.chat(form, most_tokens=1))
 

@@ -55,21 +55,7 @@ WHOLE_FIRST = {
     *["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"],
     *["minicpm5", "youtu", "glm4", "glm5", "tekken"],
 }
-ADD_BOS = {
-    *[
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-        "falcon3",
-        "falcon-h1",
-        "pixtral",
-        "midm-2.0",
-        "lfm2",
-        "jina-v5-nano",
-        "tekken",
-        "chameleon",
-    ]
-}
+ADD_BOS = WHOLE_FIRST - {"minicpm5", "youtu", "glm4", "glm5"} | {"chameleon"}
 
 
 @pytest.mark.parametrize("names", PIECES, ids=lambda names: names.split()[0])

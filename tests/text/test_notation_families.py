@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from support.byte_tokenizers import byte_tokenizer
-from truedraft.text.calls import CallDelta, words_of
+from truedraft.text.answers import AnswerReader
+from truedraft.text.calls import CallDelta, Reasoning, words_of
 from truedraft.text.forms import Forms
-from truedraft.text.notations import NOTATIONS, AnswerReader, Notation, Parameters, Reasoning, notation_of
-from truedraft.text.properties import types_of
+from truedraft.text.notations import NOTATIONS, Notation, Parameters, notation_of
+from truedraft.text.schemas import types_of
 from truedraft.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -12,8 +12,9 @@ import pytest
 
 from support.embedded_models import embedded
 from truedraft.errors import OptionError
-from truedraft.text.calls import CallDelta
-from truedraft.text.notations import AnswerReader, Notation, Parameters, Reasoning, notation_of
+from truedraft.text.answers import AnswerReader
+from truedraft.text.calls import CallDelta, Reasoning
+from truedraft.text.notations import Notation, Parameters, notation_of
 
 TAGS = notation_of("")
 MISTRAL = notation_of("[TOOL_CALLS]")

@@ -24,10 +24,8 @@ from truedraft import Engine, SamplingParams
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
 from truedraft.kinds.block.training import Blocks, DFlashTrainingConfig
-from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
-from truedraft.kinds.eagle.training import Unrolled
-from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
-from truedraft.kinds.p_eagle.training import Masked, PEagleTrainingConfig
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
+from truedraft.kinds.eagle.training import Masked, PEagleTrainingConfig, Unrolled
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective, chains_in, likeliest_ids
 from truedraft.training.evaluate import predicted

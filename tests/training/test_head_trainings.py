@@ -23,11 +23,10 @@ from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import ModelError, OptionError, TrainingError
 from truedraft.kinds.block.training import DFlashTrainingConfig, DSparkTrainingConfig
 from truedraft.kinds.eagle.module import Eagle3Head
-from truedraft.kinds.eagle.training import Eagle3TrainingConfig
+from truedraft.kinds.eagle.training import Eagle3TrainingConfig, PEagleTrainingConfig
 from truedraft.kinds.medusa.drafter import Medusa
 from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.kinds.medusa.training import MedusaTrainingConfig
-from truedraft.kinds.p_eagle.training import PEagleTrainingConfig
 from truedraft.kinds.redrafter import traced_beams
 from truedraft.kinds.redrafter.drafter import Redrafter
 from truedraft.kinds.redrafter.module import RedrafterHead

@@ -1,205 +1,122 @@
-"""Tiny targets, drafters and an independent reference, shared by the tests of this folder.
+"""Tiny worlds, an independent reference in exact fractions, and the ways to sum a rule's distribution on them.
 
-Every distribution is made of small whole numbers, so it exists twice: as a float64 tensor for the package, and as exact
-fractions for `Reference`, which computes what speculative decoding emits without a line of the package's code.
+The worlds and the search for decision cells are the package's. `Reference` shares nothing with them but the worlds'
+whole numbers: it computes what speculative decoding emits without a line of the package's code.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
+import pytest
 from torch import Tensor
 
-from truedraft.core.proposal import Draw, DrawKind, Proposal
-from truedraft.core.tree import TokenTree, TreeShape
-from truedraft.verification.exact import PlannedDraw
+from truedraft.certify.cells import (
+    Key,
+    Script,
+    ScriptedNoise,
+    VerdictProbs,
+    completed,
+    decision_cells,
+    decisions,
+    probs_of,
+    step_probs,
+    verdicts_of,
+)
+from truedraft.certify.worlds import Case, Choice, Plan, Prefix, Table, World
+from truedraft.core import transfers
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Verdict
+from truedraft.testing import altered
+from truedraft.verification import Rule
+from truedraft.verification.exact import distance, emitted_dist, target_dist
 
-Prefix = tuple[int, ...]
 INDEPENDENT, WITHOUT, FIXED, COUPLED = (
     DrawKind.INDEPENDENT,
     DrawKind.WITHOUT_REPLACEMENT,
     DrawKind.DETERMINISTIC,
     DrawKind.COUPLED,
 )
-
-
-class Table:
-    """A distribution for every context, from whole numbers that depend on (name, context) alone.
-
-    Styles: "dense" has no zeros, "sparse" about half of them, "one-hot" is temperature 0, "varied" changes its style
-    from context to context.
-    """
-
-    def __init__(self, name: str, vocab: int, style: str) -> None:
-        self.name, self.vocab, self.style = name, vocab, style
-        self._weights: dict[Prefix, list[int]] = {}
-        self._probs: dict[Prefix, Tensor] = {}
-
-    def weights(self, prefix: Prefix) -> list[int]:
-        if prefix not in self._weights:
-            chance = random.Random(f"{self.name}/{self.vocab}/{self.style}/{prefix}")
-            style = chance.choice(["dense", "sparse", "one-hot"]) if self.style == "varied" else self.style
-            weights = [chance.randint(1, 9) for _ in range(self.vocab)]
-            kept = {"dense": self.vocab, "sparse": chance.randint(1, max(1, self.vocab - 1)), "one-hot": 1}[style]
-            support = chance.sample(range(self.vocab), kept)
-            self._weights[prefix] = [w if token in support else 0 for token, w in enumerate(weights)]
-        return self._weights[prefix]
-
-    def fix(self, prefix: Prefix, weights: list[int]) -> None:
-        """Set the distribution of one context by hand, before it is first used."""
-        assert prefix not in self._weights
-        self._weights[prefix] = weights
-
-    def dist(self, prefix: Prefix) -> Tensor:
-        if prefix not in self._probs:
-            weights = torch.tensor(self.weights(prefix), dtype=torch.float64)
-            self._probs[prefix] = weights / weights.sum()
-        return self._probs[prefix]
-
-    def fractions(self, prefix: Prefix) -> list[Fraction]:
-        weights = self.weights(prefix)
-        return [Fraction(w, sum(weights)) for w in weights]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One planned draw: the drafter's table ("a", "b", ...) and the kind; a fixed draw takes its rank-th token."""
-
-    drafter: str
-    kind: DrawKind
-    rank: int = 0
-
-
-Plan = tuple[Choice, ...]
-"""The draws of one node, in order."""
-
-
-def repeated(count: int, kind: DrawKind, drafter: str = "a") -> Plan:
-    return tuple(Choice(drafter, kind, rank) for rank in range(count))
-
-
-@dataclass(frozen=True)
-class World:
-    """A target, drafters by letter, and one plan for each depth of the tree.
-
-    `bare` names a token under which nothing is drafted, which makes trees uneven; -1 is none.
-    """
-
-    target: Table
-    drafters: dict[str, Table]
-    plans: tuple[Plan, ...]
-    bare: int = -1
-
-    @property
-    def vocab(self) -> int:
-        return self.target.vocab
-
-    def choices(self, prefix: Prefix, drafted: Prefix) -> list[Choice]:
-        """The draws that exist at a node: never more of one distribution without replacement than it has tokens."""
-        if len(drafted) >= len(self.plans) or (drafted and drafted[-1] == self.bare):
-            return []
-        kept: list[Choice] = []
-        for choice in self.plans[len(drafted)]:
-            support = sum(w > 0 for w in self.drafters[choice.drafter].weights(prefix))
-            before = sum(c.drafter == choice.drafter and c.kind is not FIXED for c in kept)
-            if choice.kind is not WITHOUT or before < support:
-                kept.append(choice)
-        return kept
-
-    def fixed_token(self, choice: Choice, prefix: Prefix) -> int:
-        weights = self.drafters[choice.drafter].weights(prefix)
-        return sorted(range(self.vocab), key=lambda token: (-weights[token], token))[choice.rank % self.vocab]
-
-    def scheme(self, prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
-        """What the package's exact distribution is given."""
-        plan = []
-        for choice in self.choices(prefix, drafted):
-            if choice.kind is FIXED:
-                plan.append(PlannedDraw(-1, one_hot(self.fixed_token(choice, prefix), self.vocab), FIXED))
-            else:
-                dist = sorted(self.drafters).index(choice.drafter)
-                plan.append(PlannedDraw(dist, self.drafters[choice.drafter].dist(prefix), choice.kind))
-        return plan
-
-
-def one_hot(token: int, vocab: int) -> Tensor:
-    dist = torch.zeros(vocab, dtype=torch.float64)
-    dist[token] = 1.0
-    return dist
+EXACT, CAUGHT = 1e-12, 0.01
 
 
 def build(name: str, vocab: int, plans: Sequence[Plan], p: str = "dense", q: str = "dense", bare: int = -1) -> World:
-    """A world whose target has style `p` and whose drafters "a" and "b" have style `q`; "equal" drafts from p."""
+    """A world whose target has style `p` and whose two drafters have style `q`; "equal" drafts from p."""
     target = Table(f"{name}/p", vocab, p)
-    if q == "equal":
-        return World(target, {"a": target, "b": target}, tuple(plans), bare)
-    drafters = {letter: Table(f"{name}/{letter}", vocab, q) for letter in "ab"}
-    return World(target, drafters, tuple(plans), bare)
+    drafters = (target, target) if q == "equal" else (Table(f"{name}/a", vocab, q), Table(f"{name}/b", vocab, q))
+    return World(name, target, drafters, tuple(plans), bare)
 
 
-# ---------------------------------------------------------------------------------------- every proposal
+def repeated(count: int, kind: DrawKind) -> Plan:
+    return tuple(Choice(0, kind, rank) for rank in range(count))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One proposal that a world can make at the root, its probability, and the target's distributions `[rows,
-    vocab]`."""
-
-    probability: float
-    proposal: Proposal
-    probs: Tensor
+# ---------------------------------------------------------------------------------------- ways to judge
 
 
-def every_proposal(world: World) -> list[Case]:
-    """All proposals of the first step, siblings' subtrees included, with their probabilities."""
-    cases = []
-    for probability, tree in Reference(world).trees((), ()):
-        tokens: list[int] = []
-        parents: list[int] = []
-        draws: list[list[Draw]] = [[]]
-        dists: list[Tensor] = []
-        paths: list[Prefix] = [()]
+def run(rule: Rule, cases: Sequence[Case], scripts: Sequence[Script]) -> list[tuple[Verdict, list[Key]]]:
+    """One batched call under scripts: verdicts, and the keys of the decisions that led to them, in order.
 
-        def add(
-            row: int,
-            tree: RefTree,
-            tokens: list[int] = tokens,
-            parents: list[int] = parents,
-            draws: list[list[Draw]] = draws,
-            dists: list[Tensor] = dists,
-            paths: list[Prefix] = paths,
-        ) -> None:
-            path = paths[row]
-            nodes: dict[int, int] = {}
-            dist_of: dict[str, int] = {}
-            for choice, token in tree.drawn:
-                if token not in nodes:
-                    nodes[token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(row - 1)
-                    draws.append([])
-                    paths.append((*path, token))
-                dist = -1
-                if choice.kind is not FIXED:
-                    if choice.drafter not in dist_of:
-                        dist_of[choice.drafter] = len(dists)
-                        dists.append(world.drafters[choice.drafter].dist(path))
-                    dist = dist_of[choice.drafter]
-                draws[row].append(Draw(nodes[token], dist, choice.kind))
-            for token, below in tree.below.items():
-                add(nodes[token] + 1, below)
+    The rule may ask for more numbers than decide.
+    """
+    noise = [ScriptedNoise(script) for script in scripts]
+    verdicts = verdicts_of(rule, cases, noise)
+    return [
+        (verdict, [key for key in decisions(rule, case, verdict) if key in own.requested])
+        for case, verdict, own in zip(cases, verdicts, noise, strict=True)
+    ]
 
-        add(0, tree)
-        shape = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
-        proposal = Proposal(shape, tuple(map(tuple, draws)), torch.stack(dists) if dists else None)
-        proposal.check()
-        cases.append(Case(float(probability), proposal, torch.stack([world.target.dist(path) for path in paths])))
-    return cases
+
+def cell_probs(rule: Rule, cases: Sequence[Case]) -> list[VerdictProbs]:
+    """For each case the distribution of the shipped verdict, all judged together."""
+    return probs_of(decision_cells(rule, cases), len(cases))
+
+
+def by_kernel(rule: Rule, world: World, length: int | None = None) -> float:
+    """Total variation of answers' first tokens from the target, by recursion over the rule's kernel."""
+    length = length or world.length
+    dist = emitted_dist(rule, world.target.probs, world.scheme, length)
+    return distance(dist, target_dist(world.target.probs, length))
+
+
+def by_verify(rule: Rule, world: World) -> float:
+    """The same by one step of the shipped `verify`, in every decision cell; then the target itself goes on."""
+    cases = world.every_proposal()
+    return continued(world, step_probs(cases, cell_probs(rule, cases)))
+
+
+def continued(world: World, step: dict[tuple[Prefix, int], float]) -> float:
+    """Total variation from the target of a step that the target continues."""
+    answers = completed(step, world.target.probs, world.length)
+    return distance(answers, target_dist(world.target.probs, world.length))
+
+
+def eagerly(
+    rule: Rule, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
+) -> list[Verdict]:
+    """The verdicts as on a device, from tokens that stay on it until all is read at once."""
+    on_device = [Proposal(TokenTree(p.tree.tokens.clone(), p.tree.shape), p.draws, p.probs) for p in proposals]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfers, "waits", lambda device: True)
+        return rule.verify(on_device, probs, noise)
+
+
+def both_ways(rule: Rule) -> Rule:
+    """The rule, judging every batch of scripted noise as on the CPU and as on a device, which must agree."""
+
+    def verify(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        verdicts = rule.verify(proposals, probs, noise)
+        if proposals:
+            scripts = [ScriptedNoise(own.script) for own in noise]  # type: ignore[attr-defined]
+            assert eagerly(rule, proposals, probs, scripts) == verdicts
+        return verdicts
+
+    return altered(rule, verify=verify)
 
 
 # ---------------------------------------------------------------------------------------- the reference
@@ -211,6 +128,10 @@ class RefTree:
 
     drawn: list[tuple[Choice, int]]
     below: dict[int, RefTree]
+
+
+def _fractions(weights: list[int]) -> list[Fraction]:
+    return [Fraction(weight, sum(weights)) for weight in weights]
 
 
 def _ratio(p_x: Fraction, q_x: Fraction) -> Fraction:
@@ -240,18 +161,23 @@ class Reference:
     rejected: Callable[[list[Fraction], list[Fraction]], list[Fraction]] = _left_over
     take_out: Callable[[list[Fraction], int], list[Fraction]] = _take_out
 
+    @property
+    def vocab(self) -> int:
+        return self.world.target.vocab
+
     def dist_of(self, choice: Choice, prefix: Prefix) -> list[Fraction]:
+        weights = self.world.drafters[choice.drafter].weights(prefix)
         if choice.kind is FIXED:
-            token = self.world.fixed_token(choice, prefix)
-            return [Fraction(int(i == token)) for i in range(self.world.vocab)]
-        return self.world.drafters[choice.drafter].fractions(prefix)
+            ranked = sorted(range(self.vocab), key=lambda token: (-weights[token], token))
+            return [Fraction(int(i == ranked[choice.rank % self.vocab])) for i in range(self.vocab)]
+        return _fractions(weights)
 
     def trees(self, prefix: Prefix, drafted: Prefix) -> Iterator[tuple[Fraction, RefTree]]:
         """Every tree that can be drafted at a node, with its probability. Drafting itself is never broken."""
         choices = self.world.choices(prefix, drafted)
-        for tokens in itertools.product(range(self.world.vocab), repeat=len(choices)):
+        for tokens in itertools.product(range(self.vocab), repeat=len(choices)):
             probability = Fraction(1)
-            gone: dict[str, list[int]] = {}
+            gone: dict[int, list[int]] = {}
             for choice, token in zip(choices, tokens, strict=True):
                 q = self.dist_of(choice, prefix)
                 if choice.kind is WITHOUT:
@@ -275,9 +201,9 @@ class Reference:
 
     def walk(self, prefix: Prefix, tree: RefTree) -> Iterator[tuple[Fraction, Prefix, int]]:
         """Every verdict on a drafted tree: probability, emitted tokens, accepted count."""
-        p = self.world.target.fractions(prefix)
+        p = _fractions(self.world.target.weights(prefix))
         reach = Fraction(1)
-        probs: dict[str, list[Fraction]] = {}
+        probs: dict[int, list[Fraction]] = {}
         for choice, token in tree.drawn:
             q = self.dist_of(choice, prefix)
             if choice.kind is WITHOUT:
@@ -321,18 +247,53 @@ class Reference:
     def target(self, length: int) -> dict[Prefix, Fraction]:
         """The target's own distribution of answers."""
         dist: dict[Prefix, Fraction] = {}
-        for answer in itertools.product(range(self.world.vocab), repeat=length):
+        for answer in itertools.product(range(self.vocab), repeat=length):
             mass = Fraction(1)
             for i, token in enumerate(answer):
-                mass *= self.world.target.fractions(answer[:i])[token]
+                mass *= _fractions(self.world.target.weights(answer[:i]))[token]
             if mass:
                 dist[answer] = mass
         return dist
 
 
+class BlockReference(Reference):
+    """Every verdict on a chain: for each subset of prefixes that pass, the longest one."""
+
+    def walk(self, prefix: Prefix, tree: RefTree) -> Iterator[tuple[Fraction, Prefix, int]]:
+        chain, probs = [], [_fractions(self.world.target.weights(prefix))]
+        while tree.drawn:
+            ((choice, token),) = tree.drawn
+            chain.append((token, self.dist_of(choice, prefix)))
+            prefix, tree = (*prefix, token), tree.below[token]
+            probs.append(_fractions(self.world.target.weights(prefix)))
+        weights = [Fraction(1)]
+        for (token, q), p in zip(chain, probs, strict=False):
+            weights.append(min(Fraction(1), weights[-1] * p[token] / q[token]))
+        ends = [
+            [max(Fraction(0), w * a - b) for a, b in zip(p, q, strict=True)]
+            for w, p, (_, q) in zip(weights, probs, chain, strict=False)
+        ]
+        passes = []
+        for w, rest in zip(weights[1:], ends[1:], strict=False):
+            passes.append(sum(rest) / (sum(rest) + 1 - w) if w < 1 else Fraction(1))
+        if chain:
+            passes.append(weights[-1])
+        for passed in itertools.product([True, False], repeat=len(chain)):
+            mass = Fraction(1)
+            for h, yes in zip(passes, passed, strict=True):
+                mass *= h if yes else 1 - h
+            if not mass:
+                continue
+            kept = max((i + 1 for i, yes in enumerate(passed) if yes), default=0)
+            rest = ends[kept] if kept < len(chain) and sum(ends[kept]) else probs[kept]
+            for token, share in enumerate(rest):
+                if share:
+                    yield mass * share / sum(rest), (*(t for t, _ in chain[:kept]), token), kept
+
+
 def gap(left: dict, right: dict) -> float:
     """Total variation between two distributions given as dictionaries, of floats or fractions."""
-    return 0.5 * sum(abs(float(left.get(key, 0)) - float(right.get(key, 0))) for key in left.keys() | right.keys())
+    return float(distance(*({key: float(mass) for key, mass in each.items()} for each in (left, right))))
 
 
 # ---------------------------------------------------------------------------------------- the worlds that are tested
@@ -340,10 +301,10 @@ def gap(left: dict, right: dict) -> float:
 A1, A2, A3 = (repeated(n, INDEPENDENT) for n in (1, 2, 3))
 W1, W2, W3 = (repeated(n, WITHOUT) for n in (1, 2, 3))
 F1, F2, F3 = (repeated(n, FIXED) for n in (1, 2, 3))
-TWO_DRAFTERS = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT), Choice("a", INDEPENDENT))
-TWO_WITHOUT = (Choice("a", WITHOUT), Choice("b", WITHOUT), Choice("a", WITHOUT))
-ALL_KINDS = (Choice("a", FIXED), Choice("b", INDEPENDENT), Choice("a", WITHOUT), Choice("a", WITHOUT))
-SAMPLED_THEN_FIXED = (Choice("a", WITHOUT), Choice("b", FIXED), Choice("a", WITHOUT))
+TWO_DRAFTERS = (Choice(0, INDEPENDENT), Choice(1, INDEPENDENT), Choice(0, INDEPENDENT))
+TWO_WITHOUT = (Choice(0, WITHOUT), Choice(1, WITHOUT), Choice(0, WITHOUT))
+ALL_KINDS = (Choice(0, FIXED), Choice(1, INDEPENDENT), Choice(0, WITHOUT), Choice(0, WITHOUT))
+SAMPLED_THEN_FIXED = (Choice(0, WITHOUT), Choice(1, FIXED), Choice(0, WITHOUT))
 NODES: dict[str, Plan] = {
     "independent": A3,
     "without replacement": W3,

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from small_worlds import A1, A2, A3, F1, F3, FIXED, NODES, STYLES, W1, W2, W3, WITHOUT, World, build, every_proposal
+from small_worlds import A1, A2, A3, EXACT, F1, F3, FIXED, NODES, STYLES, W1, W2, W3, WITHOUT, World, build
 from torch import Tensor
 
 from truedraft.core import probs as L
@@ -19,13 +19,11 @@ from truedraft.verification import LenientSampling, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, emitted_dist
 from truedraft.verification.lossy import NodeDraw, divergence_of_candidates, lenient_dist
 
-EXACT = 1e-12
-
 
 def exact_dist(world: World, lenience: float) -> Tensor:
     """By the kernel, over all draws of the drafter and all noise of the rule."""
-    dist = emitted_dist(LenientSampling(lenience), world.target.dist, world.scheme, 1)
-    return torch.tensor([dist.get((token,), 0.0) for token in range(world.vocab)], dtype=torch.float64)
+    dist = emitted_dist(LenientSampling(lenience), world.target.probs, world.scheme, 1)
+    return torch.tensor([dist.get((token,), 0.0) for token in range(world.target.vocab)], dtype=torch.float64)
 
 
 def measured_dist(p: Tensor, plan: list[PlannedDraw], lenience: float, noise: dict[int, float] | None = None) -> Tensor:
@@ -64,7 +62,7 @@ def test_next_to_no_lenience_still_measures_numbers(lenience: float) -> None:
 def test_the_measured_distribution_is_the_emitted_one(plan: tuple, lenience: float) -> None:
     for p, q in STYLES:
         world = build("measured", 4, [plan], p, q)
-        dist = measured_dist(world.target.dist(()), world.scheme((), ()), lenience)
+        dist = measured_dist(world.target.probs(()), world.scheme((), ()), lenience)
         assert total_variation(dist, exact_dist(world, lenience)) < EXACT
 
 
@@ -104,16 +102,16 @@ def test_without_replacement_the_mean_over_rejected_tokens_is_the_emitted_distri
 ) -> None:
     for p, q in [("dense", "dense"), ("sparse", "dense"), ("one-hot", "dense"), ("dense", "sparse")]:
         world = build("unbiased", 4, [plan], p, q)
-        mean = mean_over_noise(world.target.dist(()), world.scheme((), ()), lenience)
+        mean = mean_over_noise(world.target.probs(()), world.scheme((), ()), lenience)
         assert total_variation(mean, exact_dist(world, lenience)) < EXACT
 
 
 def test_the_token_that_was_drafted_would_not_do() -> None:
     """Taking out the drafted token whatever became of it is biased: the test above has the power to see that."""
     world, lenience = build("biased", 4, [W2]), 0.8
-    world.target.fix((), [1, 1, 8, 10])
-    world.drafters["a"].fix((), [5, 1, 7, 7])
-    p, plan = world.target.dist(()), world.scheme((), ())
+    world.target.weights(())[:] = [1, 1, 8, 10]
+    world.drafters[0].weights(())[:] = [5, 1, 7, 7]
+    p, plan = world.target.probs(()), world.scheme((), ())
     assert total_variation(mean_over_noise(p, plan, lenience), exact_dist(world, lenience)) < EXACT
     q = plan[0].q
     mean = torch.zeros_like(p)
@@ -129,8 +127,8 @@ def test_at_lenience_one_the_distribution_is_the_targets_whatever_the_noise(plan
     for p, q in STYLES:
         world = build("one", 4, [plan], p, q)
         for number in (0.01, 0.4, 0.99):
-            dist = measured_dist(world.target.dist(()), world.scheme((), ()), 1.0, {0: number, 1: number, 2: number})
-            assert total_variation(dist, world.target.dist(())) < EXACT
+            dist = measured_dist(world.target.probs(()), world.scheme((), ()), 1.0, {0: number, 1: number, 2: number})
+            assert total_variation(dist, world.target.probs(())) < EXACT
 
 
 # ------------------------------------------------------------------------------- candidates, in closed form
@@ -141,7 +139,7 @@ def test_candidates_by_the_closed_form_and_by_the_distribution(lenience: float) 
     for vocab, plan in itertools.product((2, 3, 5), (F1, F3)):
         for style in ("dense", "sparse", "one-hot"):
             world = build("closed", vocab, [plan], style, "dense")
-            p, scheme = world.target.dist(()), world.scheme((), ())
+            p, scheme = world.target.probs(()), world.scheme((), ())
             dist = measured_dist(p, scheme, lenience)
             tokens = dict.fromkeys(int(each.q.argmax()) for each in scheme)
             distance, divergence = divergence_of_candidates([float(p[token]) for token in tokens], lenience)
@@ -162,7 +160,7 @@ def test_no_candidates_no_divergence() -> None:
 
 
 def judged(rule: SpeculativeSampling, world: World, seed: int = 0) -> list[tuple[Verdict, Proposal, Tensor]]:
-    cases = every_proposal(world)
+    cases = world.every_proposal()
     noise = [KeyedNoise(seed, i, 0) for i in range(len(cases))]
     verdicts = rule.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
     return [(verdict, case.proposal, case.probs) for verdict, case in zip(verdicts, cases, strict=True)]
@@ -201,7 +199,7 @@ def test_siblings_without_replacement_measure_with_noise_that_decides_nothing() 
             self.asked.append((purpose, depth, index))
             return super().uniform(purpose, depth, index)
 
-    for case in every_proposal(build("keys", 4, [W3, A1]))[::40]:
+    for case in build("keys", 4, [W3, A1]).every_proposal()[::40]:
         Notes.asked.clear()
         verdict = LenientSampling(0.6).verify([case.proposal], [case.probs], [Notes(3, 0, 0)])[0]
         assert len(set(Notes.asked)) == len(Notes.asked)
@@ -214,7 +212,7 @@ def test_siblings_without_replacement_measure_with_noise_that_decides_nothing() 
 def test_a_batch_is_measured_as_each_request_alone() -> None:
     rule = LenientSampling(0.5)
     worlds = [build("batch", 3, plans) for plans in [(A1, A1), (W2, F1), (F3,), (W3,), (NODES["all kinds"],), ()]]
-    cases = [case for world in worlds for case in every_proposal(world)][::5]
+    cases = [case for world in worlds for case in world.every_proposal()][::5]
     noise = [KeyedNoise(i, 0, 0) for i in range(len(cases))]
     together = rule.verify([c.proposal for c in cases], [c.probs for c in cases], noise)
     for case, own, verdict in zip(cases, noise, together, strict=True):

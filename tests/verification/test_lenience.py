@@ -6,9 +6,29 @@ import math
 
 import pytest
 import torch
-from decision_cells import BELOW_ONE, cell_probs, completed, kernel_dist, run, step_dist
-from small_worlds import A1, A2, A3, F1, F2, F3, NODES, STYLES, W1, W2, W3, Case, World, build, every_proposal, gap
+from small_worlds import (
+    A1,
+    A2,
+    A3,
+    CAUGHT,
+    EXACT,
+    F1,
+    F2,
+    F3,
+    NODES,
+    STYLES,
+    W1,
+    W2,
+    W3,
+    Case,
+    World,
+    build,
+    cell_probs,
+    gap,
+    run,
+)
 
+from truedraft.certify.cells import BELOW_ONE, completed, kernel_probs, step_probs
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.params import SamplingParams
@@ -21,7 +41,6 @@ from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.lossy import LenientArgmax
 from truedraft.verification.rule import DrawnToken, JudgedRow
 
-EXACT, CAUGHT = 1e-12, 0.01
 SHARES = [0.9, 0.5, 0.1]
 Dist = dict[tuple[int, ...], float]
 
@@ -34,20 +53,20 @@ def largest_excess(world: World, dist: Dist, lenience: float) -> float:
         for end in range(len(answer) + 1):
             reached[answer[:end]] = reached.get(answer[:end], 0.0) + mass
     return max(
-        mass - reached[answer[:-1]] * float(world.target.dist(answer[:-1])[answer[-1]]) / lenience
+        mass - reached[answer[:-1]] * float(world.target.probs(answer[:-1])[answer[-1]]) / lenience
         for answer, mass in reached.items()
         if answer
     )
 
 
 def by_kernel(rule: Rule, world: World, length: int) -> Dist:
-    return emitted_dist(rule, world.target.dist, world.scheme, length)
+    return emitted_dist(rule, world.target.probs, world.scheme, length)
 
 
 def by_cells(rule: Rule, world: World) -> Dist:
     """One step of the batched `verify`, in every decision cell; then the target itself goes on."""
-    cases = every_proposal(world)
-    return completed(step_dist(cases, cell_probs(rule, cases)), world.target.dist, len(world.plans) + 1)
+    cases = world.every_proposal()
+    return completed(step_probs(cases, cell_probs(rule, cases)), world.target.probs, len(world.plans) + 1)
 
 
 # ------------------------------------------------------------------------------- the bound
@@ -84,13 +103,13 @@ def test_the_bound_over_chains_and_trees(plans: tuple, lenience: float) -> None:
 def test_the_bound_of_the_batched_verify_in_every_decision_cell(plans: tuple) -> None:
     rule = LenientSampling(0.4)
     world = build("lenient cells", 3, plans)
-    cases = every_proposal(world)
+    cases = world.every_proposal()
     for case, dist in zip(cases, cell_probs(rule, cases), strict=True):
-        assert gap(dist, kernel_dist(rule, case)) < EXACT
+        assert gap(dist, kernel_probs(rule, case)) < EXACT
     dist = by_cells(rule, world)
     assert sum(dist.values()) == pytest.approx(1.0, abs=EXACT)
     assert largest_excess(world, dist, 0.4) < EXACT
-    assert gap(dist, target_dist(world.target.dist, len(plans) + 1)) > CAUGHT  # it is lossy
+    assert gap(dist, target_dist(world.target.probs, len(plans) + 1)) > CAUGHT  # it is lossy
 
 
 def test_the_bound_is_reached_and_a_rule_that_breaks_it_is_caught() -> None:
@@ -101,8 +120,8 @@ def test_the_bound_is_reached_and_a_rule_that_breaks_it_is_caught() -> None:
             return 1.0
 
     world = build("reached", 2, [F1])
-    world.target.fix((), [1, 9])
-    world.drafters["a"].fix((), [2, 1])
+    world.target.weights(())[:] = [1, 9]
+    world.drafters[0].weights(())[:] = [2, 1]
     assert by_kernel(LenientSampling(0.5), world, 1)[(0,)] == pytest.approx(0.2, abs=EXACT)
     assert largest_excess(world, by_kernel(LenientSampling(0.5), world, 1), 0.5) == pytest.approx(0.0, abs=EXACT)
     assert largest_excess(world, by_kernel(AcceptsAlways(0.5), world, 1), 0.5) > 0.5
@@ -116,15 +135,15 @@ def test_the_bound_is_reached_and_a_rule_that_breaks_it_is_caught() -> None:
 def test_at_one_it_is_speculative_sampling(plans: tuple) -> None:
     world = build("one", 3, plans)
     lossless, lenient = SpeculativeSampling(), LenientSampling(1.0)
-    cases = every_proposal(world)
+    cases = world.every_proposal()
     assert cell_probs(lenient, cases) == cell_probs(lossless, cases)
-    assert distance(by_kernel(lenient, world, 2), target_dist(world.target.dist, 2)) < EXACT
+    assert distance(by_kernel(lenient, world, 2), target_dist(world.target.probs, 2)) < EXACT
 
 
 def test_less_lenience_accepts_less() -> None:
     world = build("order", 4, [A1, A1])
     probs = [by_kernel(LenientSampling(lenience), world, 2) for lenience in (0.05, 0.3, 0.7, 1.0)]
-    distances = [distance(dist, target_dist(world.target.dist, 2)) for dist in probs]
+    distances = [distance(dist, target_dist(world.target.probs, 2)) for dist in probs]
     assert distances == sorted(distances, reverse=True) and distances[0] > CAUGHT > EXACT > distances[-1]
 
 
@@ -181,7 +200,7 @@ def test_at_temperature_zero_what_is_near_the_largest_stays() -> None:
 def test_at_temperature_zero_a_strict_lenience_follows_the_argmax() -> None:
     rule = LenientSampling(BELOW_ONE).greedy_form
     for world in (build("strict", 4, plans, "dense", "dense") for plans in [(F2, F1), (A1, A1), (W2, A1)]):
-        for case in every_proposal(world):
+        for case in world.every_proposal():
             verdict = rule.verify([case.proposal], [case.probs], [KeyedNoise(1, 0, 0)])[0]
             rows = (0, *(node + 1 for node in verdict.path))
             largest = [float(case.probs[row].max()) for row in rows]
@@ -198,7 +217,7 @@ def test_a_device_gives_the_same_verdicts(monkeypatch: pytest.MonkeyPatch) -> No
     """Worked out for all walks at once, or looked at as the walk goes."""
     rule = LenientSampling(0.4)
     for plans in [(A2, A1), (W3, A1), (F3, F2), (NODES["all kinds"],)]:
-        cases = every_proposal(build("device", 3, plans))[::7]
+        cases = build("device", 3, plans).every_proposal()[::7]
         noise = [KeyedNoise(i, 5, 1) for i in range(len(cases))]
         asked = [case.proposal for case in cases], [case.probs for case in cases], noise
         here = rule.verify(*asked)

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-from decision_cells import cell_probs, completed, kernel_dist, step_dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_worlds import A1, NODES, Case, Table, build, every_proposal, gap
+from small_worlds import A1, NODES, Case, Table, build, cell_probs, gap
 from torch import Tensor
 
+from truedraft.certify.cells import completed, kernel_probs, step_probs
 from truedraft.core import probs as L
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.proposal import Draw, DrawKind, Proposal, merge
@@ -45,7 +45,7 @@ def drafted(
     while row < len(paths):
         path = paths[row]
         if len(path) < len(widths):
-            dist = draft.dist((*prefix, *path))
+            dist = draft.probs((*prefix, *path))
             dists.append(dist)
             nodes: dict[int, int] = {}
             for _ in range(min(widths[len(path)], int((dist > 0).sum()))):
@@ -85,8 +85,8 @@ def test_answers_drafted_and_judged_by_keyed_noise(widths: tuple[int, ...], kind
         probs = [
             torch.stack(
                 [
-                    target.dist(front[s][0]),
-                    *(target.dist((*front[s][0], *p.tree.path_tokens(i))) for i in range(len(p.tree))),
+                    target.probs(front[s][0]),
+                    *(target.probs((*front[s][0], *p.tree.path_tokens(i))) for i in range(len(p.tree))),
                 ]
             )
             for s, p in proposals.items()
@@ -100,7 +100,7 @@ def test_answers_drafted_and_judged_by_keyed_noise(widths: tuple[int, ...], kind
             else:
                 ahead[seed] = (answer, front[seed][1] + 1)
         front = ahead
-    exact = target_dist(target.dist, length)
+    exact = target_dist(target.probs, length)
     statistic = sum((seen[answer] - seeds * mass) ** 2 / (seeds * mass) for answer, mass in exact.items())
     assert sum(seen.values()) == seeds
     assert statistic < 88.0  # chi-square with 26 degrees of freedom: 1e-8 above 88
@@ -112,7 +112,7 @@ def test_answers_drafted_and_judged_by_keyed_noise(widths: tuple[int, ...], kind
 def chains_of(draft: Table, depth: int) -> list[tuple[float, Proposal]]:
     found = []
     for tokens in itertools.product(range(draft.vocab), repeat=depth):
-        rows = [draft.dist(tokens[:i]) for i in range(depth)]
+        rows = [draft.probs(tokens[:i]) for i in range(depth)]
         mass = math.prod(float(row[token]) for row, token in zip(rows, tokens, strict=True))
         if mass:
             found.append((mass, Proposal.chain(torch.tensor(tokens), torch.stack(rows))))
@@ -132,11 +132,11 @@ def test_merged_proposals_of_several_drafters_keep_the_distribution(fixed: bool)
                 merged = merge(parts)[0]
                 merged.check()
                 paths = [(), *(merged.tree.path_tokens(i) for i in range(len(merged.tree)))]
-                cases.append(Case(left * right, merged, torch.stack([target.dist(path) for path in paths])))
+                cases.append(Case(left * right, merged, torch.stack([target.probs(path) for path in paths])))
         probs = cell_probs(RULE, cases)
         for case, dist in zip(cases, probs, strict=True):
-            assert gap(dist, kernel_dist(RULE, case)) < 1e-12
-        assert gap(completed(step_dist(cases, probs), target.dist, 3), target_dist(target.dist, 3)) < 1e-12
+            assert gap(dist, kernel_probs(RULE, case)) < 1e-12
+        assert gap(completed(step_probs(cases, probs), target.probs, 3), target_dist(target.probs, 3)) < 1e-12
 
 
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), CoupledSampling()], ids=lambda rule: rule.name)
@@ -245,10 +245,10 @@ def test_float32_cells_are_those_of_float64() -> None:
     numbers below 1."""
 
     for plans in [(A1, A1), (NODES["all kinds"],), (NODES["two drafters without replacement"],)]:
-        for case in every_proposal(build("float32", 3, plans)):
+        for case in build("float32", 3, plans).every_proposal():
             probs = case.proposal.probs
             narrow = Proposal(case.proposal.tree, case.proposal.draws, None if probs is None else probs.float())
-            assert gap(kernel_dist(RULE, Case(1.0, narrow, case.probs.float())), kernel_dist(RULE, case)) < 2e-6
+            assert gap(kernel_probs(RULE, Case(1.0, narrow, case.probs.float())), kernel_probs(RULE, case)) < 2e-6
 
 
 def test_origins() -> None:

@@ -9,10 +9,26 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from decision_cells import by_kernel, by_verify, cell_probs, kernel_dist
-from small_worlds import A1, COUPLED, F1, F2, F3, W2, Case, build, every_proposal, gap, repeated
+from small_worlds import (
+    A1,
+    CAUGHT,
+    COUPLED,
+    EXACT,
+    F1,
+    F2,
+    F3,
+    W2,
+    Case,
+    build,
+    by_kernel,
+    by_verify,
+    cell_probs,
+    gap,
+    repeated,
+)
 from torch import Tensor
 
+from truedraft.certify.cells import kernel_probs
 from truedraft.core import transfers
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
@@ -21,7 +37,6 @@ from truedraft.errors import OptionError
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.lossy import LenientArgmax
 
-EXACT, CAUGHT = 1e-12, 0.01
 RULE = TypicalAcceptance()
 
 
@@ -152,15 +167,15 @@ def test_the_kernel_says_what_verify_does_where_nothing_lies_below_siblings(rule
     plans = [(A1, A1), (F1, F1, F1), (W2,), (F3,), (repeated(2, COUPLED),), (F1, F2)]
     for style in ("dense", "sparse", "varied"):
         for plan in plans:
-            cases = every_proposal(build("kernel", 4, plan, style, "dense"))
+            cases = build("kernel", 4, plan, style, "dense").every_proposal()
             for case, dist in zip(cases, cell_probs(rule, cases), strict=True):
-                assert gap(dist, kernel_dist(rule, case)) < EXACT
+                assert gap(dist, kernel_probs(rule, case)) < EXACT
                 assert len(dist) == 1  # nothing is left to chance
 
 
 def test_a_token_that_the_target_forbids_is_never_emitted() -> None:
     for world in [build("zeros", 4, plans, "sparse", "dense") for plans in ((A1, A1), (F2, F2), (W2, A1))]:
-        for case in every_proposal(world):
+        for case in world.every_proposal():
             verdict = RULE.verify([case.proposal], [case.probs], [NoNoise()])[0]
             rows = (0, *(node + 1 for node in verdict.path))
             assert all(float(case.probs[row, token]) > 0 for row, token in zip(rows, verdict.tokens, strict=True))
@@ -184,7 +199,7 @@ def test_divergence_is_that_of_a_certain_token() -> None:
 def test_divergence_is_the_mean_over_the_distribution_of_the_candidates() -> None:
     """One-hot distributions of emitted tokens, given the candidates: each verdict's figure is 1 - p of its own
     token."""
-    for case in every_proposal(WORLDS["medusa"]):
+    for case in WORLDS["medusa"].every_proposal():
         verdict = RULE.verify([case.proposal], [case.probs], [NoNoise()])[0]
         rows = (0, *(node + 1 for node in verdict.path))
         for row, token, each in zip(rows, verdict.tokens, verdict.divergence or (), strict=True):
@@ -212,7 +227,7 @@ def test_an_empty_batch() -> None:
 
 
 def test_a_batch_answers_as_each_request_alone() -> None:
-    cases: list[Case] = list(itertools.chain.from_iterable(every_proposal(world)[:6] for world in WORLDS.values()))
+    cases: list[Case] = list(itertools.chain.from_iterable(world.every_proposal()[:6] for world in WORLDS.values()))
     cases = [case for case in cases if case.probs.shape[-1] == 3]
     together = RULE.verify([c.proposal for c in cases], [c.probs for c in cases], [NoNoise()] * len(cases))
     alone = [RULE.verify([case.proposal], [case.probs], [NoNoise()])[0] for case in cases]
@@ -228,7 +243,7 @@ def test_on_a_device_it_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return fetch(tensors)
 
     fetch = transfers.fetch
-    cases = every_proposal(WORLDS["medusa"])
+    cases = WORLDS["medusa"].every_proposal()
     asked = [c.proposal for c in cases], [c.probs for c in cases], [NoNoise()] * len(cases)
     here = RULE.verify(*asked)
     monkeypatch.setattr(transfers, "fetch", counted)

@@ -34,25 +34,21 @@ NEAR = 2e-15
 # ---------------------------------------------------------------------------------------- shipped code under a script
 
 
-def _rejecting(key: Key) -> float:
-    return BELOW_ONE if key[0] is Purpose.ACCEPT else 0.5
-
-
 class ScriptedNoise:
     """Returns scripted numbers, and records the keys.
 
-    By default, keys outside the script reject whatever may be rejected, so that the verdict by itself shows what
-    was accepted: two draws may name one child.
+    By default, keys outside the script reject whatever may be rejected, so that the verdict itself shows what was
+    accepted.
     """
 
-    def __init__(self, script: Script, elsewhere: Callable[[Key], float] = _rejecting) -> None:
+    def __init__(self, script: Script, elsewhere: Callable[[Key], float] | None = None) -> None:
         self.script = dict(script)
-        self.asked: list[Key] = []
-        self._elsewhere = elsewhere
+        self.requested: list[Key] = []
+        self._elsewhere = elsewhere or (lambda key: BELOW_ONE if key[0] is Purpose.ACCEPT else 0.5)
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         key = (purpose, depth, index)
-        self.asked.append(key)
+        self.requested.append(key)
         if key not in self.script:
             self.script[key] = self._elsewhere(key)
         return self.script[key]
@@ -153,13 +149,7 @@ def completed(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A box of uniform numbers with a constant verdict.
-
-    Attributes:
-        case: number of the proposal.
-        sides: bounds of the box for each decision.
-        mass: its volume.
-    """
+    """A box of uniform numbers with a constant verdict: its proposal's number, bounds for each decision, and volume."""
 
     case: int
     sides: dict[Key, tuple[float, float]]
@@ -189,7 +179,7 @@ def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | Non
     front = [Cell(i, {}, 1.0, Verdict((), (), Origin.BONUS)) for i in range(len(cases))]
     predicted = _Predicted(rule, cases)
     while front:
-        scripts = [_middle(cell) for cell in front]
+        scripts = [{key: (low + high) / 2 for key, (low, high) in cell.sides.items()} for cell in front]
         verdicts = verdicts_of(rule, [there[cell.case] for cell in front], list(map(ScriptedNoise, scripts)))
         still: list[tuple[Cell, Key, list[_Edge]]] = []
         for cell, script, verdict in zip(front, scripts, verdicts, strict=True):
@@ -235,10 +225,6 @@ def mass_that_moves(
     for cell, verdict in zip(cells, verdicts_of(rule, [there[cell.case] for cell in cells], noise), strict=True):
         moved[cell.case] += cell.mass * (verdict != cell.verdict)
     return max(moved, default=0.0)
-
-
-def _middle(cell: Cell) -> Script:
-    return {key: (low + high) / 2 for key, (low, high) in cell.sides.items()}
 
 
 def _find(rule: Rule, cases: Sequence[Case], edges: Sequence[_Edge]) -> None:
@@ -306,6 +292,10 @@ def _walked(rule: Rule, case: Case, verdict: Verdict) -> Iterator[tuple[int, tup
         row = verdict.path[depth - 1] + 1
 
 
+def _ends_above(token: int, verdict: Verdict) -> bool:
+    return verdict.tokens[-1] > token
+
+
 class _Predicted:
     def __init__(self, rule: Rule, cases: Sequence[Case]) -> None:
         self._rule = rule
@@ -320,7 +310,8 @@ class _Predicted:
         if purpose is not Purpose.ACCEPT:
             places = itertools.accumulate(self._final(index, verdict.path)[:-1])
             return [
-                _Edge(index, script, key, partial(_beyond, token), min(each, 1.0)) for token, each in enumerate(places)
+                _Edge(index, script, key, partial(_ends_above, token), min(each, 1.0))
+                for token, each in enumerate(places)
             ]
         case = self._cases[index]
         start, group = next(
@@ -331,7 +322,7 @@ class _Predicted:
         # In a group of several tree rows the longest prefix decides first.
         place = len(group) - 1 - (depth - start) if self._rule.joins(case.proposal.draws[group[0]]) else number
         guess = accepts[place] if place < len(accepts) else 0.5
-        return [_Edge(index, script, key, partial(_rejected, depth, child), guess)]
+        return [_Edge(index, script, key, lambda verdict: verdict.path[depth : depth + 1] != (child,), guess)]
 
     def _final(self, index: int, path: Prefix) -> list[float]:
         """The probabilities of the token that ends a walk with this path."""
@@ -362,11 +353,3 @@ class _Predicted:
                 found.insert(0, mass / left if left > 0.0 else 0.0)
             self._accepts[index, group[0]] = found
         return self._accepts[index, group[0]]
-
-
-def _beyond(token: int, verdict: Verdict) -> bool:
-    return verdict.tokens[-1] > token
-
-
-def _rejected(depth: int, child: int, verdict: Verdict) -> bool:
-    return verdict.path[depth : depth + 1] != (child,)

@@ -62,13 +62,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check, or of a part of it.
-
-    Attributes:
-        status: FAILS and NOT_ENOUGH keep a certificate from being issued.
-        summary: one sentence, with the numbers that matter.
-        facts: all numbers, for programs; plain values, lists and dictionaries.
-    """
+    """Result of one check, or of a part of it; FAILS and NOT_ENOUGH keep a certificate from being issued."""
 
     part: Part
     name: str
@@ -85,8 +79,7 @@ class Stack:
         drafter: shared by all engines made here, one after the other.
         rule: for requests with a temperature.
         coupled_rule: for greedy and seeded requests; None verifies by comparison, as engines do.
-        controller: each engine gets a copy. None drafts up to the limits, with all drafters of a portfolio in turn
-            (`RoundRobin`).
+        controller: each engine gets a copy. None drafts up to the limits, with all drafters of a portfolio in turn.
         entropy: of the first engine. Later ones count up, so that drafters that learn from answers meet new noise.
     """
 
@@ -130,12 +123,10 @@ class Context:
     """Input of a check.
 
     Attributes:
-        prompts: token ids, at least one prompt.
         params: the user's options. If they have a seed, requests get consecutive seeds from it on.
         batch: requests in a step.
         seconds: time for the check; it may take several times as long if there is little evidence by then.
         tell: callback with the completed fraction of the check.
-        earlier: findings of the checks before this one.
         ends: time of `now` at which the check must end in any case.
     """
 
@@ -169,12 +160,12 @@ class Check(ABC):
 
     Attributes:
         share: fraction of the certificate's time that it may take.
-        apart_s: seconds that it takes in addition to its share.
+        extra_s: seconds that it takes in addition to its share.
     """
 
     part: ClassVar[Part]
     share: float = 0.0
-    apart_s: float = 0.0
+    extra_s: float = 0.0
 
     @abstractmethod
     def run(self, context: Context) -> list[Finding]:
@@ -213,7 +204,7 @@ def now() -> float:
 
 
 class OutOfTimeError(Exception):
-    """The time was over before an answer was complete. Never leaves this package."""
+    """The time was over before an answer was complete; never leaves this package."""
 
 
 class Deadline:

@@ -128,7 +128,8 @@ class SampledControls(Check):
         if sampled is None:
             said = "There are no answers to test."
             return [Finding(Part.CONTROLS, "planted faults", Status.DOES_NOT_APPLY, said)]
-        stack, prompts = context.stack, _beginnings(context.prompts)
+        stack = context.stack
+        prompts = [list(prompt)[:_BEGINNING] for prompt in context.prompts]  # a prefill shows nothing of a fault
         formed = any(control.form is not None for control in self._controls)
         settings = _settings_of(stack, prompts, context.params) if formed else []
         findings = []
@@ -149,12 +150,7 @@ class SampledControls(Check):
 
 
 class ComparedControls(Check):
-    """Runs the comparison of greedy or seeded answers with plain decoding on faults.
-
-    Args:
-        rounds: maximum number of answers to each prompt.
-        tokens: maximum length of an answer.
-    """
+    """Runs the comparison of greedy or seeded answers with plain decoding on faults, in at most `rounds` of answers."""
 
     part = Part.CONTROLS
 
@@ -186,7 +182,7 @@ class ComparedControls(Check):
         for number in range(self._rounds):
             # Later rounds begin after more of each prompt's plain answer, so that greedy texts are new, too.
             self._compare(counted, broken, stack, prompts, numbered(params, number * len(prompts)))
-            if counted.strong and counted.beside.untraced:
+            if counted.strong and counted.comparison.untraced:
                 break
             if context.over:
                 counted.out_of_time = True
@@ -213,15 +209,10 @@ class ComparedControls(Check):
         right = stack.plain(len(prompts)).generate(prompts, options)
         for number, (prompt, own) in enumerate(zip(prompts, options, strict=True)):
             context = Context(stack, [prompt], own, len(prompts))
-            counted.beside.add(right[number], wrong[number], context, number, has_margins=False)
+            counted.comparison.add(right[number], wrong[number], context, number, has_margins=False)
             tokens = wrong[number].token_ids
             choices = _target_choices(stack, prompt, tokens, own)
             counted.others += sum(mine != theirs for mine, theirs in zip(tokens, choices, strict=True))
-
-
-def _beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Prompts cut short, because a prefill shows nothing of a fault."""
-    return [list(prompt)[:_BEGINNING] for prompt in prompts]
 
 
 # ---------------------------------------------------------------------------------------- faults of sampled answers
@@ -309,9 +300,9 @@ def _sizes(fault: Fault, scored: Scored) -> Tensor:
     if fault.form is None:
         for place, decision in enumerate(scored.decisions):
             p = scored.probs[place].double()
-            if fault.behind is not None and decision.depth == 1:
-                size[place] = total_variation(fault.behind(scored.probs[place - 1], scored.tokens[place - 1], p), p)
-            elif fault.behind is None and decision.used is not None:
+            if fault.following is not None and decision.depth == 1:
+                size[place] = total_variation(fault.following(scored.probs[place - 1], scored.tokens[place - 1], p), p)
+            elif fault.following is None and decision.used is not None:
                 size[place] = total_variation(decision.used, scored.probs[place])
         return size
     found = drafted(scored)
@@ -342,7 +333,7 @@ class _Setting:
     share: float
     own: bool = False
 
-    def worth(self, control: Fault) -> float:
+    def evidence(self, control: Fault) -> float:
         """Evidence per token about a fault: the mean square of the total variation where it counts."""
         rooms = [(p, q) for p, q, drawn in self.rooms if drawn or not control.needs_draw]
         sizes = [total_variation(p, control.emitted(p, q)) for p, q in rooms]
@@ -357,11 +348,7 @@ class _Setting:
         certified: Mapping[str, Any],
         deadline: Deadline,
     ) -> Shown:
-        """Run the tests until they find a fault, or their tokens or the time are used up.
-
-        `healthy` is the target without the fault, which judges; `certified` are the facts of the tests when they
-        certified.
-        """
+        """Run the tests until they find a fault, or their tokens or time are used up; the `healthy` target judges."""
         tests = TokenTests(healthy.vocab_size, allowance=certified["rounding_allowed_tv"])
         sizes: list[Tensor] = []
         for answers in scored_answers(
@@ -409,20 +396,16 @@ def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Samplin
     return settings
 
 
-def _drafted_by_itself(stack: Stack, params: SamplingParams) -> _Setting:
-    itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
-    return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
-
-
 def _best_setting(control: Fault, settings: Sequence[_Setting], stack: Stack, params: SamplingParams) -> _Setting:
     """The setting with room for a fault: the user's own stack if possible."""
     if control.form is None:
-        return _drafted_by_itself(stack, params)
+        itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
+        return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
     own, best = (
-        max((each for each in settings if each.own is is_own), key=lambda setting: setting.worth(control))
+        max((each for each in settings if each.own is is_own), key=lambda setting: setting.evidence(control))
         for is_own in (True, False)
     )
-    return own if _OWN_IS_BETTER * own.worth(control) >= best.worth(control) else best
+    return own if _OWN_IS_BETTER * own.evidence(control) >= best.evidence(control) else best
 
 
 def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
@@ -448,30 +431,30 @@ def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
 
 @dataclass(slots=True)
 class _Counted:
-    beside: Comparison = field(default_factory=Comparison)
+    comparison: Comparison = field(default_factory=Comparison)
     others: int = 0
     out_of_time: bool = False
 
     @property
     def size(self) -> float:
-        return self.others / max(1, self.beside.compared)
+        return self.others / max(1, self.comparison.compared)
 
     @property
     def detectable(self) -> float:
         """Share of wrong tokens at which one of them would have occurred with probability `POWER`."""
-        return min(1.0, -math.log(1.0 - POWER) / max(1, self.beside.compared))
+        return min(1.0, -math.log(1.0 - POWER) / max(1, self.comparison.compared))
 
     @property
     def strong(self) -> bool:
         return self.size >= TIMES_DETECTABLE * self.detectable
 
     def finding(self, control: Fault) -> Finding:
-        caught = self.strong and self.beside.untraced > 0
-        said = f"{self.size:.1%} of {self.beside.compared} tokens are not the target's choice, {control.detail}"
+        caught = self.strong and self.comparison.untraced > 0
+        said = f"{self.size:.1%} of {self.comparison.compared} tokens are not the target's choice, {control.detail}"
         if caught:
             status = Status.HOLDS
-            verdict = f"found, as it must be: {self.beside.untraced} of {self.beside.answers} answers differ"
-        elif self.beside.untraced:
+            verdict = f"found, as it must be: {self.comparison.untraced} of {self.comparison.answers} answers differ"
+        elif self.comparison.untraced:
             status, verdict = Status.NOT_ENOUGH, "found, but too small to count: give more prompts"
         elif self.out_of_time:
             status, verdict = Status.NOT_ENOUGH, "not found in time: give more minutes"
@@ -480,9 +463,9 @@ class _Counted:
         facts = {
             "total_variation": self.size,
             "smallest_detectable_tv": self.detectable,
-            "tokens": self.beside.compared,
-            "answers": self.beside.answers,
-            "differing_answers": self.beside.untraced,
+            "tokens": self.comparison.compared,
+            "answers": self.comparison.answers,
+            "differing_answers": self.comparison.untraced,
             "setting": control.detail,
         }
         return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)

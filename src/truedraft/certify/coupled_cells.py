@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +86,11 @@ def judged_cases() -> list[JudgedCase]:
             noise = KeyedNoise(number, position=7 + extra, step=extra)
             single = Case(case.probability, case.proposal, case.probs.float())
             found.append(_judged(single if extra % 2 else case, noise))
-            found += [_judged(each, noise) for each in _coupled(world, noise, number + extra)]
-        found += [_judged(each, None) for each in (case, *_as_logits(case))]
+            if (number + extra) % 3 == 0 and world.plans:  # a chain and a tree drafted under the noise that judges
+                found += [_judged(drafted_with_noise(world, noise, *size), noise) for size in ((3, 1), (2, 2))]
+        logits = torch.log(case.probs) * 3 + 1  # a greedy request depends only on the argmax; exact ties stay ties
+        for probs in (case.probs, logits.float(), logits.bfloat16()):
+            found.append(_judged(Case(case.probability, case.proposal, probs), None))
     return found
 
 
@@ -131,19 +134,6 @@ def _listed() -> list[World]:
         build(3, [_REMOVED, _DRAWN[:1]], "dense", "dense", largest=2),
         *(build(3, [_FIXED] * 2, "dense", "dense", largest=most) for most in (1, 2, 9)),
     ]
-
-
-def _as_logits(case: Case) -> list[Case]:
-    """The case with raw logits in two dtypes: a greedy request depends only on the argmax."""
-    logits = torch.log(case.probs) * 3 + 1  # exact ties stay ties
-    return [Case(case.probability, case.proposal, logits.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
-
-
-def _coupled(world: World, noise: KeyedNoise, number: int) -> Iterator[Case]:
-    """A chain and a tree drafted under the noise that will judge them, for every third number."""
-    if number % 3 == 0 and world.plans:
-        yield drafted_with_noise(world, noise, depth=3, width=1)
-        yield drafted_with_noise(world, noise, depth=2, width=2)
 
 
 def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Case:
@@ -197,7 +187,7 @@ class _LineNoise:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _Interval:
     """A cell of the line of differences: its probability, and places near its ends and in its middle."""
 
     width: float
@@ -210,7 +200,7 @@ class CoupledAnswers:
 
     Attributes:
         proposals: all those drafted under the same noise count as one.
-        cells: number of cells, each probed at three places.
+        cells: each is probed at three places.
         distance: largest total variation of answers from the target's distribution.
         moved: largest probability of cells in which the answer is not the same everywhere.
     """
@@ -256,7 +246,7 @@ def _answers(
     """
     tables = [world.target] if case is not None else [world.target, world.drafters[0]]
     lines = [
-        _stretches([_edge(table.probs(path)) for path in itertools.product(range(2), repeat=depth) for table in tables])
+        _intervals([_edge(table.probs(path)) for path in itertools.product(range(2), repeat=depth) for table in tables])
         for depth in range(world.length)
     ]
     boxes = list(itertools.product(*lines))
@@ -290,10 +280,10 @@ def _edge(p: Tensor) -> float:
     return math.inf if p1 == 0 else -math.inf if p0 == 0 else math.log(p0) - math.log(p1)
 
 
-def _stretches(edges: Sequence[float]) -> list[_Stretch]:
+def _intervals(edges: Sequence[float]) -> list[_Interval]:
     ends = [-math.inf, *sorted({edge for edge in edges if math.isfinite(edge)}), math.inf]
     return [
-        _Stretch(_logistic(high) - _logistic(low), _places(low, high))
+        _Interval(_logistic(high) - _logistic(low), _places(low, high))
         for low, high in itertools.pairwise(ends)
         if high - low > 4 * _MARGIN
     ]

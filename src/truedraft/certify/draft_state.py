@@ -48,36 +48,26 @@ _PLACES = 12
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One proposal after `text`; `asked` is whether the drafter was called for it, which a controller may skip."""
+    """One proposal after `text`; `called` is whether the drafter was called for it, which a controller may skip."""
 
     text: tuple[int, ...]
     tree: TokenTree
-    asked: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CacheDifference:
-    """Largest absolute difference of a draft model's cache from a fresh forward, and the one that rounding allows."""
-
-    largest: float
-    allowed: float
+    called: bool
 
 
 class Guesses:
     """Records what a drafter proposes. Engines get `drafter`, by itself or as a member of a portfolio.
 
-    Args:
-        checks_caches: whether a draft model's caches are compared with fresh forwards.
-
     Attributes:
         of: the proposals of each request, by id, in order.
-        caches: of a draft model, after each step in which it had drafted.
+        caches: the largest difference of a draft model's cache from a fresh forward, and whether it is more than
+            rounding, after each step in which it had drafted.
     """
 
     def __init__(self, drafter: Drafter, *, checks_caches: bool = False) -> None:
         self.of: dict[int, list[Guess]] = {}
-        self.caches: list[CacheDifference] = []
-        self._asked: set[int] = set()
+        self.caches: list[tuple[float, bool]] = []
+        self._called: set[int] = set()
         self._models = drafter.held.models[:1] if checks_caches else ()
 
         def begin(request: DraftRequest) -> None:
@@ -85,7 +75,7 @@ class Guesses:
             drafter.begin(request)
 
         def propose(batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
-            self._asked.update(request.id for request in batch)
+            self._called.update(request.id for request in batch)
             return drafter.propose(batch, budgets, noise)
 
         def observe(batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
@@ -93,7 +83,7 @@ class Guesses:
             for request, outcome in zip(batch, outcomes, strict=True):
                 if outcome.tokens:  # otherwise a part of a prompt, or an answer that ended at once
                     self._note(request, outcome)
-            self._asked.clear()
+            self._called.clear()
 
         # The given drafter's own `check` needs the target that it is checked against.
         self.drafter = altered(
@@ -102,7 +92,7 @@ class Guesses:
 
     def _note(self, request: DraftRequest, outcome: StepOutcome) -> None:
         before = len(request.tokens) - len(outcome.tokens)
-        requested = request.id in self._asked
+        requested = request.id in self._called
         guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, requested)
         self.of[request.id].append(guess)
         # A draft made of the target has none of its own; a draft in another process has it there.
@@ -114,11 +104,10 @@ class Guesses:
 class DraftState(Check):
     """Compares proposals of a drafter after many steps with those of a fresh drafter on the same text.
 
-    Greedy answers are generated in batches and verified by comparison, whatever the stack's rules are. Then,
-    at some positions of each answer, a new request with the text so far as its prompt must get the same proposed tree.
-    A draft model's cache is also compared with a forward over the same tokens. Members of a portfolio answer together
-    and draft in turn with their full budget; each is then compared with a fresh one that drafts by itself. The time may
-    be exceeded several times until one answer was compared.
+    Greedy answers are generated in batches and verified by comparison, whatever the stack's rules are. Then, at some
+    positions of each answer, a new request with the text so far as its prompt must get the same proposed tree. A draft
+    model's cache is also compared with a forward over the same tokens. Members of a portfolio answer together and draft
+    in turn with their full budget; each is then compared with a fresh one that drafts by itself.
 
     One finding per drafter: HOLDS if all proposals are equal; MEASURED if not, because answers stay exact;
     DOES_NOT_APPLY if nothing was proposed; NOT_ENOUGH if nothing could be compared in time.
@@ -158,13 +147,7 @@ class DraftState(Check):
 
 
 def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[None]:
-    """Generate answers to the prompts in one batch, then compare one answer after another; yields after each.
-
-    Results for member `name` are added to `found`.
-
-    Raises:
-        OutOfTimeError: earlier results are kept.
-    """
+    """Generate answers to the prompts in one batch, then compare one answer after another; yields after each."""
     stack, group, options = context.stack, context.prompts, as_greedy(context.params)
     members = stack.drafter.members
     original = Guesses(members[name], checks_caches=True)
@@ -178,7 +161,7 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
     for number, (prompt, own) in enumerate(zip(group, sorted(original.of), strict=False)):
         text = [*prompt, *answers[number].token_ids]
         limit = len(prompt) + options.max_tokens
-        for guess in _some([each for each in original.of[own] if each.asked and len(each.text) > len(prompt)]):
+        for guess in _some([each for each in original.of[own] if each.called and len(each.text) > len(prompt)]):
             found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options, deadline), text)
         yield
 
@@ -199,11 +182,7 @@ def _fresh_guess(
 ) -> Guess | None:
     """What a new request proposes for a text; None if its first token is not the last token of the text.
 
-    `text` has at least 2 tokens: a prompt, and the token that its prefill must choose. `limit` is the total length of
-    the original request, near which proposals are cut.
-
-    Raises:
-        OutOfTimeError: the deadline is over.
+    `limit` is the total length of the original request, near which proposals are cut.
     """
     prompt = list(text[:-1])
     request = engine.submit(prompt, replace(options, max_tokens=limit - len(prompt)))
@@ -232,27 +211,27 @@ class _Comparison:
     compared: int = 0
     different: int = 0
     skipped: int = 0
-    nodes: tuple[int, int] = (0, 0)
-    accepted: tuple[int, int] = (0, 0)
+    nodes: list[int] = field(default_factory=lambda: [0, 0])
+    accepted: list[int] = field(default_factory=lambda: [0, 0])
     examples: list[dict[str, Any]] = field(default_factory=list)
-    caches: list[CacheDifference] = field(default_factory=list)
+    caches: list[tuple[float, bool]] = field(default_factory=list)
     out_of_time: bool = False
 
-    def add(self, lived: Guess, fresh: Guess | None, text: Sequence[int]) -> None:
+    def add(self, original: Guess, fresh: Guess | None, text: Sequence[int]) -> None:
         """Compare two proposals for one text; `text` is the whole answer with its prompt."""
         if fresh is None:
             self.skipped += 1
             return
-        trees = lived.tree, fresh.tree
-        on_the_way = [len(tree.along(text[len(lived.text) :])) for tree in trees]
+        trees = original.tree, fresh.tree
         self.compared += 1
-        self.nodes = (self.nodes[0] + len(trees[0]), self.nodes[1] + len(trees[1]))
-        self.accepted = (self.accepted[0] + on_the_way[0], self.accepted[1] + on_the_way[1])
+        for number, tree in enumerate(trees):
+            self.nodes[number] += len(tree)
+            self.accepted[number] += len(tree.along(text[len(original.text) :]))
         if trees[0].host_ids != trees[1].host_ids or trees[0].shape != trees[1].shape:
             self.different += 1
             if len(self.examples) < 3:
                 kinds = {"lived": trees[0].host_ids, "fresh": trees[1].host_ids}
-                self.examples.append({"position": len(lived.text), **kinds})
+                self.examples.append({"position": len(original.text), **kinds})
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -262,7 +241,7 @@ class _Comparison:
 
     @property
     def broken_caches(self) -> int:
-        return sum(each.largest > each.allowed for each in self.caches)
+        return sum(beyond_rounding for _, beyond_rounding in self.caches)
 
     def finding(self, drafter: str) -> Finding:
         original, fresh = self.rates
@@ -277,35 +256,41 @@ class _Comparison:
             "draft_acceptance_rate_fresh": fresh,
             "caches_compared": len(self.caches),
             "caches_different": self.broken_caches,
-            "largest_cache_difference": max((each.largest for each in self.caches), default=None),
+            "largest_cache_difference": max((largest for largest, _ in self.caches), default=None),
             "examples": self.examples,
         }
-        name = f"drafter {drafter!r} after many steps"
+        return Finding(Part.DRAFT_STATE, f"drafter {drafter!r} after many steps", *self._verdict(stale), facts)
+
+    def _verdict(self, stale: bool) -> tuple[Status, str]:
         if self.out_of_time:
-            summary = "No proposal could be compared in the time there was; give more minutes."
-            return Finding(Part.DRAFT_STATE, name, Status.NOT_ENOUGH, summary, facts)
-        if not self.nodes[0] and not self.nodes[1]:
-            return Finding(Part.DRAFT_STATE, name, Status.DOES_NOT_APPLY, "Nothing was proposed.", facts)
+            return Status.NOT_ENOUGH, "No proposal could be compared in the time there was; give more minutes."
+        if not any(self.nodes):
+            return Status.DOES_NOT_APPLY, "Nothing was proposed."
+        original, fresh = self.rates
         summary = f"{self.different} of {self.compared} proposals differ from a fresh drafter's"
         costs = f"acceptance {'falls' if fresh > original else 'goes'} from {fresh:.3f} to {original:.3f}"
         if stale:
             caches = f", and {self.broken_caches} of {len(self.caches)} caches from a fresh forward's"
             summary = f"Stale: {summary}{caches if self.caches else ''}; answers stay exact, {costs}."
-            return Finding(Part.DRAFT_STATE, name, Status.MEASURED, summary, facts)
+            return Status.MEASURED, summary
         agree = f", and {len(self.caches)} caches agree with fresh forwards" if self.caches else ""
         if self.different:
-            summary = f"{summary}{agree} up to rounding, so the draft's own near ties fell otherwise; {costs}."
-            return Finding(Part.DRAFT_STATE, name, Status.MEASURED, summary, facts)
-        summary = f"{self.compared} proposals equal a fresh drafter's{agree}; draft acceptance rate {original:.3f}."
-        return Finding(Part.DRAFT_STATE, name, Status.HOLDS, summary, facts)
+            return (
+                Status.MEASURED,
+                f"{summary}{agree} up to rounding, so the draft's own near ties fell otherwise; {costs}.",
+            )
+        return (
+            Status.HOLDS,
+            f"{self.compared} proposals equal a fresh drafter's{agree}; draft acceptance rate {original:.3f}.",
+        )
 
 
 @torch.inference_mode()
-def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> CacheDifference:
+def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> tuple[float, bool]:
     """Compare a cache with a forward over the tokens that it should hold.
 
-    Entries after the last token but one are not compared, because the next proposal cuts them. States that layers carry
-    are compared only if they are those after that token.
+    Entries after the last token but one are not compared, because the next proposal cuts them, nor are states that
+    layers carry beyond it.
     """
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()
@@ -329,6 +314,6 @@ def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequenc
             largest = max(largest, float(difference.max()))
             size = max(size, float(b.double().abs().max()))
         dtype = next((a.dtype for a, _ in pairs if a.is_floating_point()), model.dtype)
-        return CacheDifference(largest, relative_limit(dtype) * size)
+        return largest, largest > relative_limit(dtype) * size
     finally:
         model.release_cache(other)

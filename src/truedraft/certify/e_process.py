@@ -1,4 +1,4 @@
-"""E-processes over a stream of tokens: tests of events fixed beforehand, valid at any stopping time.
+"""Evidence against "tokens follow the target", valid at any stopping time: e-processes over streams and over counts.
 
 For sets S_1, S_2, ... of tokens, each fixed before its token is seen, let X_i = 1 if token i is in S_i, and p_i the
 target's probability of S_i after the text before it. If the tokens follow the target, then for every l
@@ -9,6 +9,10 @@ is a martingale that starts at 1: the likelihood ratio of an excess (l > 0) or a
 mean over several l, the e-process. By Ville's inequality it ever reaches 1/a with probability at most a, whatever the
 distributions, the number of tokens and the stopping time: 1 over it is a p-value, without any approximation. If token i
 may be off by rounding, |true p_i - p_i| <= e, ratios for p_i + e (or p_i - e) keep that true.
+
+Counts of outcomes are compared in the same way with a known distribution p: for any other distribution r, fixed
+beforehand, the product over outcomes of r(outcome) / p(outcome) is a martingale. Averaged over Dirichlet priors around
+p it has a closed form in the counts, and finds a deviation in any direction.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,11 +50,9 @@ class TestResult:
     """Result of one test.
 
     Attributes:
-        tokens: number of tested tokens.
         expected: sum of the event's probabilities.
         observed: number of tokens with the event.
         variance: sum of p_i (1 - p_i).
-        p_value: of "all tokens follow the target's distribution", for this test by itself.
         allowance: largest error of a token's distribution by rounding (total variation).
     """
 
@@ -91,8 +94,6 @@ class TestResult:
 class EProcess:
     """Combined evidence of several e-processes: their weighted mean is an e-process, too.
 
-    `shares` are the weights of the sources by name, which are normalized.
-
     Attributes:
         most: the logarithm of the maximum of the mean so far, to which Ville's inequality applies.
         reached: those of `ALARM` and `CERTAIN` that were reached, with the count by then.
@@ -133,7 +134,6 @@ class EventTests:
     """Several tests over one stream of tokens.
 
     Args:
-        names: of the tests.
         allowance: e, the largest error of a token's distribution by rounding (total variation). If it is a mean over
             tokens and not a bound for each, the p-values hold to first order in l.
         log_ratio: largest error of each log-probability; an event's odds are then off by at most twice as much.
@@ -191,7 +191,6 @@ class TokenTests:
     """Tests of the tokens of answers, one for each of `Events`; `allowance` and `log_ratio` are as in `EventTests`.
 
     Attributes:
-        tokens: number of tested tokens.
         impossible: number of tokens with target probability 0.
         judged: number of tokens at nodes with a draft.
     """
@@ -356,3 +355,88 @@ class Events:
                 all_chances.append(chances[:, by_place] if selected else torch.full_like(chances[:, by_place], -1.0))
                 all_hits.append(hits[:, by_place])
         return torch.cat(all_chances, dim=1), torch.cat(all_hits, dim=1)
+
+
+FLOOR = 2.0**-22
+"""Minimum probability of a cell: of the size of a rounding of float32."""
+_CONCENTRATIONS = (4.0, 32.0, 256.0, 2048.0, 16384.0)
+_ELSEWHERE = 0.05  # the share of a prior that is uniform over cells, including those without probability
+_MISSED = 4  # expected number of samples without detection when measuring power
+_HALVINGS = 9
+
+
+def log_dirichlet(counts: Tensor, probs: Tensor) -> float:
+    """The logarithm of the averaged likelihood ratio of counts `[cells]` against a distribution `[cells]`, float64.
+
+    The prior is a mean of Dirichlet distributions with parameters c b, b nearly `probs`, for several c. With n rows,
+    n_i of them in cell i, one c gives
+
+        Gamma(c) / Gamma(c + n) times the product over i of Gamma(c b_i + n_i) / (Gamma(c b_i) p_i^n_i).
+
+    Where p is 0, `FLOOR` replaces it, which only makes the ratio smaller if p is right: one token from a number that
+    was rounded to 0 is no strong evidence, a few are.
+    """
+    return float(log_dirichlets(counts[None], probs)[0])
+
+
+def log_dirichlets(counts: Tensor, probs: Tensor) -> Tensor:
+    """`log_dirichlet` of several counts `[samples, cells]`: `[samples]`."""
+    base = (1.0 - _ELSEWHERE) * probs + _ELSEWHERE / len(probs)
+    rows = counts.sum(-1)
+    against = counts @ probs.clamp_min(FLOOR).log()
+    logs = []
+    for c in _CONCENTRATIONS:
+        prior = c * base
+        inside = (torch.lgamma(prior + counts) - torch.lgamma(prior)).sum(-1)
+        logs.append(math.lgamma(c) - torch.lgamma(rows + c) + inside - against)
+    return torch.logsumexp(torch.stack(logs), 0) - math.log(len(logs))
+
+
+def total_variation(counts: Tensor, probs: Tensor) -> float:
+    """Between frequencies `[cells]` and probabilities `[cells]`."""
+    return float((counts / counts.sum().clamp_min(1.0) - probs).abs().sum()) / 2.0
+
+
+def variation_by_chance(rows: int, probs: Tensor) -> float:
+    """Mean total variation between `rows` draws and their distribution, by the normal approximation."""
+    return float((2.0 * probs * (1.0 - probs) / (math.pi * max(rows, 1))).sqrt().sum()) / 2.0
+
+
+def smallest_detectable(probs: Tensor, rows: int, log_needed: float, power: float = 0.9) -> float:
+    """The least total variation that `rows` draws detect with probability about `power`, for any kind of fault.
+
+    Mass is moved from one half of the outcomes to the other, which is the hardest to detect; samples of the result are
+    given to the same test, which needs an e-value of `exp(log_needed)`.
+    """
+    low, high = 1e-4, 1.0
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        if _found(probs, middle, rows, log_needed, round(_MISSED / (1.0 - power))) >= power:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _found(probs: Tensor, variation: float, rows: int, log_needed: float, samples: int) -> float:
+    """Fraction of samples with a detected deviation."""
+    planted = _moved(probs, variation)
+    counts = np.random.default_rng(0).multinomial(rows, planted.numpy() / float(planted.sum()), samples)
+    return float((log_dirichlets(torch.from_numpy(counts).double(), probs) >= log_needed).double().mean())
+
+
+def _moved(probs: Tensor, variation: float) -> Tensor:
+    """A distribution at this distance: about half of the mass loses some to the other half, or to empty cells."""
+    order = probs.argsort(descending=True)
+    gains = torch.zeros_like(probs, dtype=torch.bool)
+    mass = 0.0
+    for cell in order.tolist():
+        if mass + float(probs[cell]) <= 0.5 or (mass == 0.0 and float(probs[cell]) < 1.0):
+            gains[cell] = True
+            mass += float(probs[cell])
+    if not 0.0 < mass < 1.0:  # only one outcome
+        gains, mass = probs == 0.0, 0.0
+    share = probs / mass if mass > 0.0 else gains.double() / gains.sum()
+    variation = min(variation, 1.0 - mass)
+    left = probs * ~gains
+    return torch.where(gains, probs + variation * share, probs - variation * left / left.sum()).clamp_min(0.0)

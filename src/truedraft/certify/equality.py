@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,10 +82,9 @@ class Equality(Check):
         findings: list[Finding] = []
         texts: list[list[int]] = []
         for number, (kind, options) in enumerate(kinds.items()):
-            answers = _Answers(replace(context, params=options))
-            answers.compare(
-                share, share_of(lambda done: context.tell(done * (1.0 - _ROUNDING_SHARE)), number, len(kinds))
-            )
+            tell = share_of(lambda done: context.tell(done * (1.0 - _ROUNDING_SHARE)), number, len(kinds))
+            comparisons, some = _compared(replace(context, params=options), share, tell)
+            texts += some
             findings += [
                 comparison.finding(
                     self.part,
@@ -94,9 +94,8 @@ class Equality(Check):
                     least=size,  # fewer answers are no evidence
                     dtype=label,
                 )
-                for size, comparison in answers.comparisons.items()
+                for size, comparison in comparisons.items()
             ]
-            texts += answers.texts
         if texts:
             findings.insert(0, self._rounding(context, texts, label))
         context.tell(1.0)
@@ -119,7 +118,7 @@ class Equality(Check):
 
 
 class EqualityInFloat32(Check):
-    """The same comparison for the stack in float32, where rounding is smallest. Omitted for a float32 stack.
+    """The same comparison for the stack in float32, where rounding is smallest; omitted for a float32 stack.
 
     Args:
         load: makes that stack.
@@ -133,7 +132,7 @@ class EqualityInFloat32(Check):
     def __init__(self, load: Callable[[], Stack], takes_s: float = 0.0, whole_s: float = math.inf) -> None:
         self._load = load
         self._takes_s = takes_s
-        self.apart_s = takes_s if takes_s <= _MOST_LOADING * whole_s else 0.0
+        self.extra_s = takes_s if takes_s <= _MOST_LOADING * whole_s else 0.0
 
     def run(self, context: Context) -> list[Finding]:
         if context.end_s < self._takes_s:
@@ -162,40 +161,39 @@ def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[in
     return found
 
 
-class _Answers:
-    def __init__(self, context: Context) -> None:
-        self._context, self._batch = context, context.batch
-        self._prompts = enough_prompts(context.prompts, context.batch)
-        self._each = [numbered(context.params, number) for number in range(len(self._prompts))]
-        self._plain = context.stack.plain(1)
-        self._engines = {size: context.stack.engine(size) for size in sorted({1, context.batch})}
-        self.comparisons = {size: Comparison() for size in self._engines}
-        self.texts: list[list[int]] = []
+def _compared(context: Context, share: float, tell: ReportProgress) -> tuple[dict[int, Comparison], list[list[int]]]:
+    """Answers in batches of 1 and of the context's compared with plain ones, by batch size; and the plain texts."""
+    prompts = enough_prompts(context.prompts, context.batch)
+    each = [numbered(context.params, number) for number in range(len(prompts))]
+    plain = context.stack.plain(1)
+    engines = {size: context.stack.engine(size) for size in sorted({1, context.batch})}
+    comparisons = {size: Comparison() for size in engines}
+    texts: list[list[int]] = []
 
-    def compare(self, share: float, tell: ReportProgress) -> None:
-        numbers = range(len(self._prompts))
-        groups = [numbers[i : i + self._batch] for i in numbers[:: self._batch]]
-        one_by_one(groups, self._context, share, self._compare_group, tell)
-
-    def _compare_group(self, group: Sequence[int], deadline: Deadline) -> None:
+    def compare_group(group: Sequence[int], deadline: Deadline) -> None:
         """Compare each prompt by itself, then all of them in one batch."""
 
         def answers(engine: Engine, numbers: Sequence[int]) -> list[Answer]:
-            prompts, each = [self._prompts[i] for i in numbers], [self._each[i] for i in numbers]
-            return answers_in_time(engine, prompts, each, deadline)
+            return answers_in_time(engine, [prompts[i] for i in numbers], [each[i] for i in numbers], deadline)
+
+        def compare(size: int, numbers: Sequence[int], expected: Sequence[Answer]) -> None:
+            found = answers(engines[size], numbers)
+            for number, one, other in zip(numbers, expected, found, strict=True):
+                own = replace(context, prompts=[prompts[number]], params=each[number], batch=size)
+                comparisons[size].add(one, other, own, number)
 
         expected: list[Answer] = []
         for number in group:
-            expected += answers(self._plain, [number])
-            self.texts.append([*self._prompts[number], *expected[-1].token_ids])
-            self._compare(1, [number], expected[-1:], answers(self._engines[1], [number]))
-        if self._batch > 1:
-            self._compare(self._batch, group, expected, answers(self._engines[self._batch], group))
+            expected += answers(plain, [number])
+            texts.append([*prompts[number], *expected[-1].token_ids])
+            compare(1, [number], expected[-1:])
+        if context.batch > 1:
+            compare(context.batch, group, expected)
 
-    def _compare(self, size: int, group: Sequence[int], expected: Sequence[Answer], found: Sequence[Answer]) -> None:
-        for number, plain, other in zip(group, expected, found, strict=True):
-            context = replace(self._context, prompts=[self._prompts[number]], params=self._each[number], batch=size)
-            self.comparisons[size].add(plain, other, context, number)
+    numbers = range(len(prompts))
+    groups = [numbers[i : i + context.batch] for i in numbers[:: context.batch]]
+    one_by_one(groups, context, share, compare_group, tell)
+    return comparisons, texts
 
 
 def _count(number: int, what: str) -> str:
@@ -211,7 +209,6 @@ class Comparison:
 
     Attributes:
         compared: tokens of the references.
-        points: traced divergences.
         untraced: number of divergences that were not traced, after several faults or because answers have no margins.
     """
 
@@ -227,18 +224,13 @@ class Comparison:
         """Divergences that rounding does not explain."""
         return [point for point in self.points if point.fault]
 
-    @property
-    def near_ties(self) -> list[DivergencePoint]:
-        return [point for point in self.points if not point.fault]
-
-    def add(self, expected: Answer, found: Answer, asked: Context, number: int, *, has_margins: bool = True) -> None:
+    def add(self, expected: Answer, found: Answer, request: Context, number: int, *, has_margins: bool = True) -> None:
         """Compare an answer with its reference.
 
         Args:
-            asked: the prompt, the request's own options and the batch size of the found answer.
+            request: the prompt, the request's own options and the batch size of the found answer.
             number: of the prompt.
-            has_margins: whether the request is greedy or seeded, without stop texts; for others a divergence is only
-                counted.
+            has_margins: whether the request is greedy or seeded; for others a divergence is only counted.
         """
         self.answers += 1
         self.compared += len(expected.token_ids)
@@ -247,22 +239,21 @@ class Comparison:
         if expected.token_ids == found.token_ids and expected.finish_reason == found.finish_reason:
             return
         if has_margins and len(self.faults) < _MOST_FAULTS:
-            self.points.append(divergence_point(expected, found, asked, number))
+            self.points.append(divergence_point(expected, found, request, number))
         else:
             self.untraced += 1
 
     def finding(
         self, part: Part, name: str, stack: Stack, others: str, *, least: int = 1, explained: float = 0.0, **facts: Any
     ) -> Finding:
-        """The finding for all comparisons.
+        """The finding for all comparisons with `others`.
 
         Args:
-            others: what the answers were compared with, in words.
             least: with fewer answers, or no token at all, there is not enough evidence.
             explained: number of untraced divergences that rounding explains at most, where answers have no margins.
             facts: further facts.
         """
-        faults, near = self.faults, self.near_ties
+        faults, near = self.faults, len(self.points) - len(self.faults)
         failures = [*self.warnings, *recovered(self.stats, stack.drafter.name)]
         too_few = self.answers < least or not self.compared
         # A drafter that gave up leaves plain decoding, which equals itself.
@@ -278,7 +269,7 @@ class Comparison:
         elif too_few:
             summary = f"{compared}, which says too little; give more minutes"
         elif near:
-            summary = f"{compared}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
+            summary = f"{compared}: {_count(near, 'near tie')} and no fault; the first at {self.points[0].describe()}"
         else:
             summary = f"{compared}: bit for bit equal"
         if failures:
@@ -292,7 +283,7 @@ class Comparison:
             "draft_tokens": self.stats.draft_tokens,
             "accepted_tokens": self.stats.accepted_tokens,
             "identical": not self.points and not self.untraced,
-            "near_ties": [point.as_dict() for point in self.near_ties],
+            "near_ties": [point.as_dict() for point in self.points if not point.fault],
             "faults": [point.as_dict() for point in self.faults],
             "untraced": self.untraced,
             "recoveries": self.stats.recoveries,
@@ -314,7 +305,6 @@ class DivergencePoint:
         found: token of the other answer there; None if it had ended.
         best: the two tokens with the largest logits there, and these logits.
         margin: how far logits must move for the other token to be chosen; infinite if no move suffices.
-        rounding: measured there; None if it was not measured.
         fault: whether rounding does not explain it.
     """
 
@@ -355,46 +345,45 @@ class DivergencePoint:
         }
 
 
-def divergence_point(expected: Answer, found: Answer, asked: Context, number: int) -> DivergencePoint:
+def divergence_point(expected: Answer, found: Answer, request: Context, number: int) -> DivergencePoint:
     """Find and judge the first position where an answer differs from the reference; they must differ.
 
     Arguments are those of `Comparison.add`; the target must decode plainly as it did for the reference.
     """
-    target, params, prompt = asked.stack.target, asked.params, asked.prompts[0]
+    target, params, prompt = request.stack.target, request.params, request.prompts[0]
     answers = expected, found
-    place = _first_difference(expected.token_ids, found.token_ids)
-    ids = _token_at(expected, place), _token_at(found, place)
-    texts = _shown(target, expected, ids[0]), _shown(target, found, ids[1])
-
-    def fault(why: str) -> DivergencePoint:
-        return DivergencePoint(number, place, *ids, texts, (), math.inf, None, True, why)
+    shortest = min(len(answer.token_ids) for answer in answers)
+    place = next((i for i in range(shortest) if expected.token_ids[i] != found.token_ids[i]), shortest)
+    first, second = (each.token_ids[place] if place < len(each.token_ids) else None for each in answers)
+    texts = _shown(target, expected, first), _shown(target, found, second)
+    fault = partial(DivergencePoint, number, place, first, second, texts, (), math.inf, None, True)
 
     failed = next((answer for answer in answers if answer.error is not None), None)
     if failed is not None:
         return fault(f"the request failed ({failed.error})")
-    if any(token is None and answer.finish_reason != "stop" for token, answer in zip(ids, answers, strict=True)):
+    if any(
+        token is None and answer.finish_reason != "stop" for token, answer in zip((first, second), answers, strict=True)
+    ):
         return fault("no token was chosen there, so no logits decided where the answer ends")
     before = [*prompt, *expected.token_ids[:place]]
     near = max(len(prompt), len(before) - _NEAR + 1)
-    limits = asked.stack.drafter.limits
-    logits, rounding = compare_shapes(target, [*before, 0], len(prompt), near, asked.batch, params, limits)
+    limits = request.stack.drafter.limits
+    logits, rounding = compare_shapes(target, [*before, 0], len(prompt), near, request.batch, params, limits)
     row = logits[-1]
     order = row.double().topk(min(2, len(row)))
     best = tuple(zip(order.indices.tolist(), order.values.tolist(), strict=True))
     choose = chooser(params, len(before), row)
-    choices = [_stops(target, params) if token is None else {token} for token in ids]
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)}
+    choices = [stops if token is None else {token} for token in (first, second)]
     margin = max(lead_needed(row, choose, tokens) for tokens in choices)
-    return DivergencePoint(number, place, *ids, texts, best, margin, rounding, *_judged(margin, rounding))
+    return DivergencePoint(number, place, first, second, texts, best, margin, rounding, *_judged(margin, rounding))
 
 
 def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection[int]) -> float:
     """The smallest amount that must be added to the logits `[vocab]` of some tokens until one of them is chosen.
 
-    `choose` maps logits `[vocab]` in float64 to a token.
-
-    Returns:
-        0 if one of them is chosen already; infinite if no amount suffices. Found by bisection, so that it is right also
-        if top-k, top-p or min-p removes a token.
+    It is found by bisection of `choose`, from logits to a token, so that it is right also if top-k, top-p or min-p
+    removes a token: 0 if one of them is chosen already, infinite if no amount suffices.
     """
     logits = row.double()
     places = torch.tensor(sorted(tokens), dtype=torch.int64, device=row.device)
@@ -444,19 +433,6 @@ def _judged(margin: float, rounding: Rounding) -> tuple[bool, str]:
         f"the margin {margin:.4g} is not above {2.0 * allowed:.4g}: rounding moves a logit there by up to "
         f"{allowed:.4g}, and a margin by twice that"
     )
-
-
-def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int:
-    shortest = min(len(expected), len(found))
-    return next((i for i in range(shortest) if expected[i] != found[i]), shortest)
-
-
-def _token_at(answer: Answer, place: int) -> int | None:
-    return answer.token_ids[place] if place < len(answer.token_ids) else None
-
-
-def _stops(target: LanguageModel, params: SamplingParams) -> set[int]:
-    return set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_token_ids))
 
 
 def _shown(target: LanguageModel, answer: Answer, token: int | None) -> str:

@@ -96,6 +96,8 @@ def _kernel(rule: Rule, worlds: Sequence[World], report: ReportProgress, prefix:
 
 @dataclass(slots=True)
 class _Largest:
+    """The largest of some distances, and its world."""
+
     distance: float = 0.0
     world: World | None = None
 
@@ -249,13 +251,17 @@ def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: Re
 
 def _coupled(rule: Rule, device: torch.device, report: ReportProgress) -> list[Finding]:
     """Compare the rule with argmax(log p + G), case by case and in distribution, and with argmax without noise."""
-    sampled, greedy = _Followed("coupled walks"), _Followed("greedy walks")
-    for number, cases in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch
-        found = disagreements(rule, cases, device)
-        for followed, is_greedy in ((sampled, False), (greedy, True)):
-            followed.cases += sum(case.greedy is is_greedy for case in cases)
-            followed.otherwise += [each for each in found if each[0].greedy is is_greedy]
+    cases, otherwise = [], []
+    for number, some in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch
+        cases += some
+        otherwise += disagreements(rule, some, device)
         report((number + 1) / 4)
+    sampled, greedy = (
+        _followed(
+            name, sum(each.greedy is own for each in cases), [each for each in otherwise if each[0].greedy is own]
+        )
+        for name, own in (("coupled walks", False), ("greedy walks", True))
+    )
     answers = answer_probs(rule, device)
     largest = max(answers.distance, answers.moved)
     facts = {
@@ -266,30 +272,21 @@ def _coupled(rule: Rule, device: torch.device, report: ReportProgress) -> list[F
     }
     summary = f"{answers.proposals:,} proposals, {answers.cells:,} cells, largest distance {largest:.1e}"
     dist = Finding(Part.EXACT, "coupled distribution, every cell", _status(largest), summary, facts)
-    return [sampled.finding, dist, greedy.finding]
+    return [sampled, dist, greedy]
 
 
-@dataclass(slots=True)
-class _Followed:
-    """Number of judged cases, and those with a verdict other than plain Python's."""
-
-    name: str
-    cases: int = 0
-    otherwise: list[tuple[JudgedCase, Verdict]] = field(default_factory=list)
-
-    @property
-    def finding(self) -> Finding:
-        facts: dict[str, Any] = {"walks": self.cases, "otherwise": len(self.otherwise)}
-        if not self.otherwise:
-            return Finding(Part.EXACT, self.name, Status.HOLDS, f"{self.cases:,} walks, every one as it must be", facts)
-        case, verdict = self.otherwise[0]
-        facts |= {"expected": list(case.expected.tokens), "emitted": list(verdict.tokens)}
-        summary = (
-            f"{len(self.otherwise):,} of {self.cases:,} walks are judged otherwise; the first emits "
-            f"{facts['emitted']} and must emit {facts['expected']}, "
-            f"{len(verdict.path)} and {len(case.expected.path)} of them accepted"
-        )
-        return Finding(Part.EXACT, self.name, Status.FAILS, summary, facts)
+def _followed(name: str, cases: int, otherwise: Sequence[tuple[JudgedCase, Verdict]]) -> Finding:
+    """The finding on cases, of which some were given another verdict than plain Python's."""
+    facts: dict[str, Any] = {"walks": cases, "otherwise": len(otherwise)}
+    if not otherwise:
+        return Finding(Part.EXACT, name, Status.HOLDS, f"{cases:,} walks, every one as it must be", facts)
+    case, verdict = otherwise[0]
+    facts |= {"expected": list(case.expected.tokens), "emitted": list(verdict.tokens)}
+    summary = (
+        f"{len(otherwise):,} of {cases:,} walks are judged otherwise; the first emits {facts['emitted']} and must emit "
+        f"{facts['expected']}, {len(verdict.path)} and {len(case.expected.path)} of them accepted"
+    )
+    return Finding(Part.EXACT, name, Status.FAILS, summary, facts)
 
 
 def _status(distance: float) -> Status:

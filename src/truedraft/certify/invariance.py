@@ -23,7 +23,7 @@ from truedraft.certify.checks import (
 )
 from truedraft.certify.equality import Comparison, enough_prompts
 from truedraft.certify.rounding import measure_rounding
-from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.budget import NO_DRAFT
 from truedraft.core.params import SamplingParams
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.policy import Controller, Decision, FixedBudget, RequestView
@@ -71,12 +71,12 @@ class AlternatingBudget(Controller):
     """Cycles through no draft, one token and the drafter's own limits, by the request's own number of target calls."""
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        return [_alternating(view) for view in views]
-
-
-def _alternating(view: RequestView) -> Decision:
-    (drafter, limits), *_ = view.limits.items()
-    return Decision(drafter, (NO_DRAFT, limits.cut(1), limits)[view.counters.target_calls % 3])
+        decisions = []
+        for view in views:
+            (drafter, limits), *_ = view.limits.items()
+            budget = (NO_DRAFT, limits.cut(1), limits)[view.counters.target_calls % 3]
+            decisions.append(Decision(drafter, budget))
+        return decisions
 
 
 class _Asking:
@@ -90,26 +90,27 @@ class _Asking:
         self._ways: dict[str, Way] = {
             "streamed": self._streamed,
             "cancelled and asked again": self._cancelled,
-            f"in a batch of {self._batch}": self._beside,
+            f"in a batch of {self._batch}": self._with_neighbours,
         }
         if self._has_margins:
-            for name, controller in _controllers(self._limits).items():
-                self._ways[name] = partial(self._ask, self._stack.but(controller=controller))
+            controllers = {
+                "without drafting": FixedBudget(NO_DRAFT),
+                "one drafted token at most on a path": FixedBudget(self._limits.cut(1)),
+                "drafting now and then": AlternatingBudget(),
+            }
+            for name, controller in controllers.items():
+                self._ways[name] = partial(self._single, self._stack.but(controller=controller))
         self._comparisons = {name: Comparison() for name in self._ways}
         self._texts: list[list[int]] = []
         self._largest: float | None = None  # difference between logits of one text, once measured
         self._deadline = Deadline(math.inf)
 
     def compare(self, number: int, deadline: Deadline) -> None:
-        """Run one prompt in all ways.
-
-        Raises:
-            OutOfTimeError: earlier results are kept.
-        """
+        """Run one prompt in all ways; if the time is over, earlier results are kept."""
         self._deadline = deadline
         prompt = self._prompts[number]
         own = numbered(self._params, number)
-        expected = self._ask(self._stack, prompt, own, number)
+        expected = self._single(self._stack, prompt, own, number)
         self._texts.append([*prompt, *expected.token_ids])
         context = Context(self._stack, [prompt], own, self._batch)
         for name, way in self._ways.items():
@@ -120,7 +121,7 @@ class _Asking:
         """A new engine; a prompt's number fixes the noise of its first request without a seed."""
         return stack.engine(batch, stack.entropy + number)
 
-    def _ask(self, stack: Stack, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
+    def _single(self, stack: Stack, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         engine = self._engine(stack, 1, number)
         request = _prepared(engine, prompt, own)
         with _queue(engine) as queue:
@@ -136,7 +137,7 @@ class _Asking:
             )
             queue(_prepared(engine, self._prompts[(number + 1 + place) % len(self._prompts)], options))
 
-    def _beside(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
+    def _with_neighbours(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Some neighbours run before the request, others come later."""
         half, engine = self._batch // 2, self._engine(self._stack, self._batch, number)
         request = _prepared(engine, prompt, own)
@@ -212,14 +213,6 @@ class _Asking:
             self._largest = max(rounding.largest_difference for rounding in measured)
         expected = tokens * _DECISIONS * 2.0 * self._largest / (self._params.temperature or 1.0)
         return expected + 6.0 * math.sqrt(expected) + 3.0 if expected else 0.0
-
-
-def _controllers(limits: Budget) -> dict[str, Controller]:
-    return {
-        "without drafting": FixedBudget(NO_DRAFT),
-        "one drafted token at most on a path": FixedBudget(limits.cut(1)),
-        "drafting now and then": AlternatingBudget(),
-    }
 
 
 def _other_options(params: SamplingParams, *, lossless: bool) -> list[SamplingParams]:

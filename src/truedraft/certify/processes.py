@@ -58,8 +58,7 @@ def certify_process(
 
     Args:
         states: initial states `[chains, ...]`.
-        windows: drafted steps per round, one run for each, with its own seed.
-        seed: of the first run.
+        windows: drafted steps per round, one run for each, with its own seed from `seed` on.
 
     Raises:
         OptionError: no windows.

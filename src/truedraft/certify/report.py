@@ -31,7 +31,6 @@ class Report:
     """Findings on a stack, an engine or a sampler, with a verdict.
 
     Attributes:
-        findings: of all checks, in order of their parts.
         options: what was certified, and with which options, in words.
         notes: sentences on the scope of the result.
         facts: further facts for the record; plain values, lists and dictionaries.
@@ -123,8 +122,7 @@ class Report:
         }
 
     def page(self, circumstances: Mapping[str, Any]) -> str:
-        """A page in Markdown; `circumstances` (model, drafter, rule, dtype, device, machine and so on) are shown as
-        they are."""
+        """A page in Markdown; `circumstances` (model, drafter, rule, machine and so on) are shown as they are."""
         lines = [f"# {self.title}", "", f"**{self.verdict}**", "", *(f"- {note}" for note in self.notes), ""]
         for part, own in by_part(self.findings).items():
             lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]

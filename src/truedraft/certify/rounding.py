@@ -30,7 +30,6 @@ from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.cache import RequestCache
 from truedraft.models.cache.family import PIECE
 
 _LEEWAY = 2.0
@@ -58,8 +57,8 @@ class Spread:
         different: rows with any bit that differs.
         logits: largest absolute difference of two logits.
         mean_tv: mean total variation of the distributions under the sampling options.
-        apart: for a drafted shape, the largest absolute difference of two logits between a row and the nearest plain
-            one of any shape; 0 for a plain shape.
+        off_plain: for a drafted shape, the largest absolute difference of two logits between a row and the nearest one
+            of any plain shape; 0 for a plain shape.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Spread:
     logits: float
     mean_tv: float
     largest_tv: float
-    apart: float = 0.0
+    off_plain: float = 0.0
 
     def __add__(self, other: Spread) -> Spread:
         positions = self.positions + other.positions
@@ -80,7 +79,7 @@ class Spread:
             max(self.logits, other.logits),
             summed / max(positions, 1),
             max(self.largest_tv, other.largest_tv),
-            max(self.apart, other.apart),
+            max(self.off_plain, other.off_plain),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +90,7 @@ class Spread:
             "largest_logit_difference": self.logits,
             "mean_total_variation": self.mean_tv,
             "largest_total_variation": self.largest_tv,
-            "from_nearest_plain": self.apart,
+            "from_nearest_plain": self.off_plain,
         }
 
 
@@ -100,7 +99,6 @@ class Rounding:
     """Differences between shapes of the same computation on the same texts.
 
     Attributes:
-        dtype: of the target's weights.
         largest_logit: largest absolute value of a finite logit.
         drafted: speculation's shapes; empty if nothing is drafted.
     """
@@ -130,9 +128,9 @@ class Rounding:
         return max((spread.logits for spread in self.drafted), default=0.0)
 
     @property
-    def apart(self) -> float:
+    def off_plain(self) -> float:
         """Largest distance of a drafted row from the nearest plain one."""
-        return max((spread.apart for spread in self.drafted), default=0.0)
+        return max((spread.off_plain for spread in self.drafted), default=0.0)
 
     @property
     def limit(self) -> float:
@@ -146,7 +144,7 @@ class Rounding:
         Plain shapes must not differ by more than `limit`. Drafted rows may be at most `_LEEWAY` times as far from plain
         ones as those are from each other, so if plain ones are bitwise equal, nothing is allowed.
         """
-        return self.plain_difference <= self.limit and self.apart <= _LEEWAY * self.plain_difference
+        return self.plain_difference <= self.limit and self.off_plain <= _LEEWAY * self.plain_difference
 
     @property
     def largest_difference(self) -> float:
@@ -196,8 +194,8 @@ class Rounding:
             )
         text = (
             f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
-            f"{self.drafted_difference:.3g} in drafted ones, whose rows lie up to {self.apart:.3g} from the nearest "
-            f"plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
+            f"{self.drafted_difference:.3g} in drafted ones, whose rows lie up to {self.off_plain:.3g} from the "
+            f"nearest plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
             f"{self.largest_total_variation:.2g} at most, over {self.positions} places"
         )
         return text if self.is_rounding else f"{text}; that is more than rounding in {dtype_name(self.dtype)} does"
@@ -211,7 +209,7 @@ class Rounding:
             "largest_logit": self.largest_logit,
             "plain_difference": self.plain_difference,
             "drafted_difference": self.drafted_difference,
-            "from_nearest_plain": self.apart,
+            "from_nearest_plain": self.off_plain,
             "mean_total_variation": self.mean_total_variation,
             "largest_total_variation": self.largest_total_variation,
             "shapes": [spread.as_dict() for spread in self._all],
@@ -263,15 +261,12 @@ def compare_shapes(
     params: SamplingParams,
     limits: Budget,
 ) -> tuple[Tensor, Rounding]:
-    """Logits of one text under plain decoding, and their differences from other shapes.
+    """Logits `[len(text) - start, vocab]` of one text under plain decoding, and the rounding of other shapes.
 
     Args:
         text: token ids; the last is never fed.
         start: tokens of the prompt, at least 1; plain decoding starts after it.
         near: other shapes start at this position, from `start` to the last token.
-
-    Returns:
-        Logits `[len(text) - start, vocab]` of plain decoding, and the rounding at the positions from `near` on.
     """
     baseline = fed_logits(target, text, start, ALONE)
     rows = baseline[near - start :]
@@ -321,7 +316,7 @@ class Feeding:
         depth: tokens of the text after the last known one in a forward, as if all had been drafted and accepted; 0 is
             plain decoding.
         siblings: wrong guesses next to each of them, which make the chain a tree.
-        beside: new tokens of each neighbour in the same forward, all with logits.
+        neighbours: new tokens of each neighbour in the same forward, all with logits.
         at_once: the whole text is one prompt; nothing is decoded.
         rejected: wrong guesses in a chain after them. With routed experts, tokens of the same forward may move a row.
     """
@@ -329,7 +324,7 @@ class Feeding:
     name: str
     depth: int = 0
     siblings: int = 0
-    beside: tuple[int, ...] = ()
+    neighbours: tuple[int, ...] = ()
     at_once: bool = False
     rejected: int = 0
 
@@ -352,10 +347,10 @@ def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
     return [
         Feeding("as one prompt", at_once=True),
         *(
-            Feeding(f"one token at a time, {count} requests", beside=(1,) * (count - 1))
+            Feeding(f"one token at a time, {count} requests", neighbours=(1,) * (count - 1))
             for count in sorted({2, *single, max(2, batch)})
         ),
-        Feeding(f"one token at a time beside a prompt of {rows}", beside=(rows,)),
+        Feeding(f"one token at a time beside a prompt of {rows}", neighbours=(rows,)),
     ]
 
 
@@ -375,7 +370,8 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
         found.append(Feeding(f"trees of {depth} x {width}", depth, width - 1, rejected=1))
     if batch > 1:
         found += [
-            replace(own, name=f"{own.name}, {batch} requests", beside=(1 + nodes,) * (batch - 1)) for own in list(found)
+            replace(own, name=f"{own.name}, {batch} requests", neighbours=(1 + nodes,) * (batch - 1))
+            for own in list(found)
         ]
     return found
 
@@ -388,67 +384,54 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
     Wrong guesses after it are dropped.
 
     Returns:
-        `[len(text) - start, vocab]` in the model's dtype: row i is the logits that `text[start + i]` is chosen from.
+        `[len(text) - start, vocab]`: row i is the logits that `text[start + i]` is chosen from.
     """
-    caches = [target.new_cache() for _ in range(1 + len(feeding.beside))]
-    try:
-        return torch.cat(_Fed(target, text, caches, feeding).rows(start))
-    finally:
-        for cache in caches:
-            target.release_cache(cache)
+    text = list(text)
+    cache, *others = caches = [target.new_cache() for _ in range(1 + len(feeding.neighbours))]
 
-
-class _Fed:
-    def __init__(
-        self, target: LanguageModel, text: Sequence[int], caches: Sequence[RequestCache], feeding: Feeding
-    ) -> None:
-        self._target = target
-        self._text = list(text)
-        self._cache, *self._others = caches
-        self._feeding = feeding
-
-    def rows(self, start: int) -> list[Tensor]:
-        prefilled = len(self._text) - 1 if self._feeding.at_once else start
-        found: list[Tensor] = []
-        for first in range(0, prefilled, PIECE):
-            ids = self._text[first : min(first + PIECE, prefilled)]
-            rows = [row for row in range(len(ids)) if first + row >= start - 1] if first + len(ids) >= start else []
-            logits = self._forward(ids, chain_shape(len(ids)), rows, range(len(ids)))
-            found += [logits] if rows else []
-        while self._cache.length < len(self._text) - 1:
-            ids, shape, path = self._drafted(self._cache.length)
-            found.append(self._forward(ids, shape, range(len(ids)), path)[path])
-        return found
-
-    def _drafted(self, place: int) -> tuple[list[int], TreeShape, list[int]]:
-        """The token at a position and the tree below it: ids, shape, and the nodes of the text."""
-        path = self._text[place : min(place + 1 + self._feeding.depth, len(self._text) - 1)]
-        ids, parents, nodes = [path[0]], [-1], [0]
-        for token in path[1:]:
-            # Wrong guesses come first, so that keeping the path moves cache entries.
-            ids += [self._other(token, number) for number in range(self._feeding.siblings)] + [token]
-            parents += [nodes[-1]] * (self._feeding.siblings + 1)
-            nodes.append(len(ids) - 1)
-        for number in range(self._feeding.rejected):
-            parents.append(len(ids) - 1)
-            ids.append(self._other(ids[-1], number))
-        return ids, TreeShape(tuple(parents)), nodes
-
-    def _other(self, token: int, number: int) -> int:
-        return (token + 1 + number) % self._target.vocab_size
-
-    def _forward(self, ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
+    def forward(ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
         """Run one forward with the neighbours, commit the path, and return the logits of some rows."""
         segments = []
-        for number, (cache, count) in enumerate(zip(self._others, self._feeding.beside, strict=True), 1):
-            cache.rollback(0)
-            tokens = [self._text[(7 * number + i) % len(self._text)] for i in range(count)]
-            segments.append(_chain(cache, tokens[: self._target.context_length]))
-        segments.append(Segment(self._cache, torch.tensor(list(ids)), shape, rows))
-        logits = self._target.forward(segments).logits
-        self._cache.commit(path)
+        for number, (other, count) in enumerate(zip(others, feeding.neighbours, strict=True), 1):
+            other.rollback(0)
+            tokens = [text[(7 * number + i) % len(text)] for i in range(count)][: target.context_length]
+            segments.append(Segment(other, torch.tensor(tokens), chain_shape(len(tokens)), range(len(tokens))))
+        segments.append(Segment(cache, torch.tensor(list(ids)), shape, rows))
+        logits = target.forward(segments).logits
+        cache.commit(path)
         return logits[len(logits) - len(rows) :].clone()
 
+    try:
+        prefilled = len(text) - 1 if feeding.at_once else start
+        found: list[Tensor] = []
+        for first in range(0, prefilled, PIECE):
+            ids = text[first : min(first + PIECE, prefilled)]
+            rows = [row for row in range(len(ids)) if first + row >= start - 1] if first + len(ids) >= start else []
+            logits = forward(ids, chain_shape(len(ids)), rows, range(len(ids)))
+            found += [logits] if rows else []
+        while cache.length < len(text) - 1:
+            ids, shape, path = _drafted(text[cache.length : -1], feeding, target.vocab_size)
+            found.append(forward(ids, shape, range(len(ids)), path)[path])
+        return torch.cat(found)
+    finally:
+        for each in caches:
+            target.release_cache(each)
 
-def _chain(cache: RequestCache, tokens: Sequence[int]) -> Segment:
-    return Segment(cache, torch.tensor(list(tokens)), chain_shape(len(tokens)), range(len(tokens)))
+
+def _drafted(text: Sequence[int], feeding: Feeding, vocab: int) -> tuple[list[int], TreeShape, list[int]]:
+    """The first token of a text and the tree below it: ids, shape, and the nodes of the text."""
+
+    def other(token: int, number: int) -> int:
+        return (token + 1 + number) % vocab
+
+    first, *drafted = text[: 1 + feeding.depth]
+    ids, parents, nodes = [first], [-1], [0]
+    for token in drafted:
+        # Wrong guesses come first, so that keeping the path moves cache entries.
+        ids += [other(token, number) for number in range(feeding.siblings)] + [token]
+        parents += [nodes[-1]] * (feeding.siblings + 1)
+        nodes.append(len(ids) - 1)
+    for number in range(feeding.rejected):
+        parents.append(len(ids) - 1)
+        ids.append(other(ids[-1], number))
+    return ids, TreeShape(tuple(parents)), nodes

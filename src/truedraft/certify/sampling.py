@@ -43,7 +43,7 @@ class Decision:
     Attributes:
         depth: tokens that the step emitted before it.
         q: `[vocab]`: the distribution of the first draw there; None if nothing was drawn.
-        candidates: deterministic candidates there, in order; empty if there were none, or if q is set.
+        candidates: deterministic candidates there, in order; empty if q is set.
         used: `[vocab]`: the target's distribution there as the rule received it, if recorded.
     """
 
@@ -54,11 +54,7 @@ class Decision:
 
 
 class Recorder:
-    """Records the draft's information at each emitted token, and the rule's input.
-
-    Engines get the recorder's `drafter` and `rule`; the given ones are not changed. With `rule` None no input is
-    recorded.
-    """
+    """Records the draft's information at each token that its `drafter` emits, and the input of its `rule`, if given."""
 
     def __init__(self, drafter: Drafter, rule: Rule | None = None) -> None:
         self._given: list[Tensor] = []  # `[rows, vocab]` of each request of the step, in order
@@ -113,7 +109,6 @@ class Scored:
     Attributes:
         probs: `[tokens, vocab]`: by a plain forward over the text.
         before: the prompt.
-        decisions: one for each token.
         place: the request's number in its batch.
         coupled: whether the drafter may have seen the noise that decides.
         divergence: for a lossy rule, that of its verdicts.
@@ -187,8 +182,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 def plain_logits(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
     """The target's logits after every prefix that ends in a prompt's last token or later, without drafted tokens.
 
-    Returns:
-        For each text `[tokens after the prompt, vocab]`: row i is the target's output before token i.
+    For each text `[tokens after the prompt, vocab]`: row i is the target's output before token i.
     """
     found: list[Tensor] = []
     for group in _groups(texts, target.vocab_size):

@@ -53,10 +53,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One planned draw.
+    """One planned draw, from the world's drafter of this number.
 
     Attributes:
-        drafter: index of the world's drafter.
         kind: how its token is chosen; coupled draws depend on noise and are not listed here.
         rank: a deterministic draw takes the token of this rank, the most likely first.
     """
@@ -99,10 +98,9 @@ class _Drafted:
 
 @dataclass(frozen=True)
 class World:
-    """A target, drafters, and one plan for each depth of the tree.
+    """A target, drafters, and one plan for each depth of the tree; the name is for reports.
 
     Attributes:
-        name: for reports.
         plans: the draws at each node of each depth.
         bare: a token without drafts below it, which makes trees uneven; -1 is none.
     """
@@ -226,8 +224,6 @@ def build(vocab: int, plans: Sequence[Plan], p: str, q: str, bare: int = -1, lar
     Args:
         p: style of the target's distributions.
         q: style of the drafters'; "equal" drafts from the target's own.
-        bare: see `World`.
-        largest: see `Table`.
     """
     words = [" ".join(f"{choice.kind.value} {'ab'[choice.drafter]}" for choice in plan) for plan in plans]
     name = f"{vocab} tokens, {' then '.join(f'({each})' for each in words) or 'nothing drafted'}, {p} and {q} laws"

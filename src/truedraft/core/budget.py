@@ -154,7 +154,6 @@ class Decision:
     """The drafter of a request in the next step, and its budget; `NO_DRAFT` makes it plain decoding.
 
     Attributes:
-        drafter: name.
         merged: further drafters, with proposals merged into the first one's tree in this order.
         reason: a word or two, for `--explain`.
         expected_tokens: estimate of the tokens that the step emits for the request; None without an estimate.
@@ -187,11 +186,7 @@ class Decision:
 
 
 def check_nodes(option: str, value: int) -> None:
-    """Refuse a number of drafted tokens below 1 or above `MOST_NODES`.
-
-    Raises:
-        OptionError: names the option and its value.
-    """
+    """Refuse a number of drafted tokens below 1 or above `MOST_NODES` with an OptionError that names the option."""
     if not 1 <= value <= MOST_NODES:
         raise OptionError(f"{option} must be 1 or more and at most {MOST_NODES}, got {value}")
 

@@ -61,7 +61,6 @@ def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int
     Args:
         probs: at least one `[rows, vocab]`, float32 or float64, all on one device.
         places: the noise of each row, over all of `probs`.
-        count: tokens to choose, at least 1.
 
     Returns:
         Token ids `[total rows, count]`, int64, on the device of the distributions. Entries are the vocabulary size

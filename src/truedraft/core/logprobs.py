@@ -16,7 +16,6 @@ class TokenLogprobs:
     """Log probabilities at one token.
 
     Attributes:
-        logprob: natural logarithm of its probability.
         rank: 1 for the likeliest.
         top: the likeliest tokens with log probabilities, in descending order, as many as requested.
     """
@@ -28,13 +27,7 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of one token per row.
-
-    Args:
-        logits: `[rows, vocab]`, or log probabilities; not NaN.
-        tokens: one for each of the first rows; further rows are ignored.
-        count: number of likeliest tokens to return, at most the vocabulary.
-    """
+    """Log probabilities of one token per row of `[rows, vocab]`, not NaN; rows beyond the tokens are ignored."""
     if not tokens:
         return ()
     rows = logits[: len(tokens)]

@@ -112,7 +112,7 @@ class KeyedNoise:
 
     @property
     def key(self) -> NoiseKey:
-        """The key of all numbers."""
+        """The key of all its numbers."""
         return self._root, self._position & _MASK, self._step & _MASK, self._member, self._shared_root
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
@@ -199,12 +199,7 @@ def open_unit(bits: int) -> float:
 
 
 def gumbel_of(key: int | Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise of tokens, float64.
-
-    Args:
-        key: 64 bits, or several keys as the int64 with the same bits, in a shape that broadcasts with `tokens`.
-        tokens: ids, int64.
-    """
+    """Standard Gumbel noise of tokens, float64, under one key of 64 bits, or keys as int64 that broadcast."""
     return open_unit_of(mixed(tokens, signed(key) if isinstance(key, int) else key)).log_().neg_().log_().neg_()
 
 

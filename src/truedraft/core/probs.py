@@ -34,11 +34,11 @@ once."""
 def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution of logits under `params`, in the order of Hugging Face: temperature, top-k, top-p, min-p.
 
-    A row's distribution does not depend on the other rows.
+    A row's distribution does not depend on the other rows. At temperature 0 it is one-hot at the lowest id among the
+    largest logits.
 
     Args:
         logits: `[rows, vocab]`, any floating dtype; a row may contain -inf, but not NaN, +inf, or only -inf.
-        params: at temperature 0 the distribution is one-hot at the lowest id among the largest logits.
 
     Returns:
         Distributions `[rows, vocab]` in float32, or float64 when the logits are float64, without gradient. Invalid rows
@@ -92,12 +92,11 @@ def most_likely(scores: Tensor) -> Tensor:
 def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
     """Distributions of a packed batch: consecutive groups of rows, each with its own options.
 
+    Neighbouring groups with equal distributions share one computation.
+
     Args:
         logits: `[total_rows, vocab]`, the groups' rows in order.
         rows: for each group its options and its number of rows; with None its logits are returned unchanged.
-
-    Returns:
-        `[rows of the group, vocab]` each. Neighbouring groups with equal distributions share one computation.
     """
     probs: list[Tensor] = []
     start = 0
@@ -112,12 +111,7 @@ def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]
 
 
 def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Call a function on a few rows at a time; its rows must depend only on the same rows of its arguments.
-
-    Args:
-        function: maps tensors `[some, ...]` to tensors `[some, ...]`.
-        tensors: `[rows, ...]` each, the first one `[rows, vocab]`.
-    """
+    """Call a function of tensors `[rows, ...]`, the first `[rows, vocab]`, on a few of their rows at a time."""
     rows, vocab = tensors[0].shape
     # Never a single row: several threads sum it in another order than among other rows.
     blocks = min(-(-rows * vocab // _AT_ONCE), rows // 2)

@@ -94,8 +94,7 @@ class Proposal:
 
 @lru_cache(maxsize=1024)
 def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> frozenset[DrawKind]:
-    """Check the draws of each tree row against a shape and a number of distributions; returns their kinds. Cached,
-    because shapes recur at every step.
+    """Check the draws of each tree row against a shape and a number of distributions; returns their kinds.
 
     Raises:
         ValueError: a tree row's draws have other nodes than its children, or a distribution that does not exist.
@@ -113,10 +112,6 @@ def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: in
 
 def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozenset[DrawKind], vocab: int) -> None:
     """Refuse a proposal that a rule would judge wrongly, or that exceeds a budget; `check_ids` checks the ids.
-
-    Args:
-        judged: the kinds of draws that the rule verifies.
-        vocab: size of the verifier's vocabulary.
 
     Raises:
         DrafterError: describes the problem.

@@ -25,12 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core.budget import nodes_of
-from truedraft.core.tree import TreeShape
+from truedraft.core.tree import TreeShape, shape_of
 from truedraft.errors import OptionError
 
 RankPath = tuple[int, ...]
 Numbers: TypeAlias = NDArray[Any]
-_SHAPES = 1024
 
 
 @dataclass(frozen=True)
@@ -196,10 +195,6 @@ class CandidatePaths:
     Worked example: with 2 heads, 3 ranks and 3 nodes the candidates are (0), (1), (2), (0, 0) and (0, 1); (1, 0) is
     none, because (0), (1) and (0, 0) come first.
 
-    Args:
-        depth: number of heads.
-        ranks: guesses of each head.
-
     Attributes:
         nodes: limited to the number of candidates.
         paths: the candidates: shorter ones first, then those of lower ranks. So a child comes after its parent.
@@ -257,7 +252,7 @@ class CandidatePaths:
         node_of[:, -1] = -1  # the entry of a parent of -1
         node_of[rows, chosen] = np.arange(self.nodes)
         parents = node_of[rows, self.parents[chosen]]
-        return ChosenPaths(self.places[chosen], [_shape(tuple(each)) for each in parents.tolist()])
+        return ChosenPaths(self.places[chosen], [shape_of(tuple(each)) for each in parents.tolist()])
 
     def find(self, ranks: Numbers) -> Numbers:
         """The candidates that are the first 1, 2, ... of the ranks: `[rows, depth]`, int64, like `ranks`; -1 for
@@ -296,8 +291,7 @@ def _candidates(depth: int, ranks: int, nodes: int) -> tuple[list[tuple[int, ...
 
 @lru_cache(maxsize=64)
 def candidate_paths(depth: int, ranks: int, nodes: int) -> CandidatePaths:
-    """The candidates for trees of `nodes` nodes, cached because they recur at every step. Arguments as in
-    `CandidatePaths`."""
+    """The candidates for trees of `nodes` nodes, cached because they recur at every step."""
     return CandidatePaths(depth, ranks, nodes)
 
 
@@ -321,8 +315,3 @@ def likeliest_paths(log_probs: Numbers, nodes: int) -> ChosenPaths:
     """
     depth, _, ranks = log_probs.shape
     return candidate_paths(depth, ranks, nodes).trees(log_probs)
-
-
-@lru_cache(maxsize=_SHAPES)
-def _shape(parents: tuple[int, ...]) -> TreeShape:
-    return TreeShape(parents)

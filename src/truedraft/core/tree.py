@@ -238,7 +238,7 @@ def narrowed(tree: TokenTree, width: int) -> TokenTree:
 
 
 def likeliest_tree(root: Path, following: Callable[[Path], Sequence[tuple[int, float, Path]]], nodes: int) -> TokenTree:
-    """The likeliest nodes of a tree, in descending order, equally likely ones in order of discovery.
+    """The at most `nodes` likeliest nodes of a tree, in descending order, equally likely ones in order of discovery.
 
     Worked example: 5 has 0.6 and 6 has 0.3, and after 5 come 7 with 0.54 and 8 with 0.06. The three likeliest nodes are
     5, 5 7 and 6.
@@ -247,7 +247,6 @@ def likeliest_tree(root: Path, following: Callable[[Path], Sequence[tuple[int, f
         root: the empty path.
         following: for a path its next tokens in any order, each with the probability of the extended path and that path
             itself; empty where nothing is drafted below.
-        nodes: at most.
     """
     order = count()
     waiting: list[tuple[float, int, int, int, Path]] = []  # -likely, order, parent, token, path

@@ -17,7 +17,6 @@ class Divergence:
     Of one token, or the sums over all tokens of a lossy rule, the prefill's token included.
 
     Attributes:
-        tokens: number of tokens.
         total_variation: half the L1 distance of the two distributions, a fraction.
         kl: KL(emitted distribution || p), in nats.
         total_variation_greedy: total variation of greedy decoding, with its one-hot distribution: 1 - max p.

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from truedraft.kinds.block.drafter import DFlash as DFlash
     from truedraft.kinds.block.drafter import DSpark as DSpark
     from truedraft.kinds.eagle.drafter import Eagle3 as Eagle3
+    from truedraft.kinds.eagle.drafter import PEagle as PEagle
     from truedraft.kinds.medusa.drafter import Medusa as Medusa
     from truedraft.kinds.mtp.drafter import Mtp as Mtp
-    from truedraft.kinds.p_eagle.drafter import PEagle as PEagle
     from truedraft.kinds.redrafter.drafter import Redrafter as Redrafter
 
 _MODULES = {
@@ -54,10 +54,9 @@ _MODULES = {
     "truedraft.drafters.cascade": ("Cascade",),
     "truedraft.drafters.draft_model": ("DraftModel",),
     "truedraft.kinds.block.drafter": ("DFlash", "DSpark"),
-    "truedraft.kinds.eagle.drafter": ("Eagle3",),
+    "truedraft.kinds.eagle.drafter": ("Eagle3", "PEagle"),
     "truedraft.kinds.medusa.drafter": ("Medusa",),
     "truedraft.kinds.mtp.drafter": ("Mtp",),
-    "truedraft.kinds.p_eagle.drafter": ("PEagle",),
     "truedraft.kinds.redrafter.drafter": ("Redrafter",),
     "truedraft.drafters.lookahead": ("Lookahead",),
     "truedraft.drafters.ngram": ("NgramDrafter",),

@@ -1,4 +1,4 @@
-"""The interface of a drafter, and the drafter that never drafts."""
+"""The interface of a drafter, the base of those that choose tokens without drawing, and the one that never drafts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.shaping import Shaping
+from truedraft.core.tree import TokenTree
 from truedraft.drafters.held import Held
 from truedraft.errors import DrafterError
 from truedraft.models.base import LanguageModel
@@ -32,8 +33,8 @@ class DraftRequest:
         tokens: prompt and answer so far, read-only; all but the last are in the target's cache.
         prediction: tokens that the answer is expected to repeat in large parts.
         scope: prefixes may be shared between requests of the same scope.
-        shaping: how its options change logits before sampling; None if they do not. A draft that does the same is
-            accepted more often, and verification is exact without it too.
+        shaping: how its options change logits before sampling; None if they do not. A draft that ignores them is
+            accepted less often, and verification stays exact.
         inputs: further inputs of its prompt, such as pictures.
         kept: whether a drafter may keep its text for later requests; False for synthetic requests of measurements.
         cache: the target's cache, while the request runs in an engine, for drafts made by the target itself. They roll
@@ -63,7 +64,7 @@ class Features:
             the last token and of accepted tokens of any drafter. For a part of a prompt these are its last row. "kept":
             as "accepted", and all rows of a part of a prompt. "all": all rows that were fed.
         logits: whether the logits of these rows are required, too.
-        layers: numbers of layers, from 0, with outputs at these rows that are required, too.
+        layers: layers, from 0, with outputs at these rows that are required, too.
     """
 
     rows: Literal["last", "tree", "accepted", "kept", "all"] = "last"
@@ -101,8 +102,8 @@ class StepOutcome:
 class CutShortError(DrafterError):
     """A drafter failed for a single request after it had drawn; what it drew is still verified.
 
-    Whether it fails may depend on what it drew, so dropping the draws would bias the answer. The cause says how it
-    failed. A drafter that drew nothing, or was called for several requests, raises any other error.
+    Whether it fails may depend on what it drew, so dropping the draws would bias the answer. A drafter that drew
+    nothing, or was called for several requests, raises any other error.
     """
 
     def __init__(self, proposal: Proposal) -> None:
@@ -139,12 +140,11 @@ class Drafter(ABC):
     with all requests of the step; then `end`. A part of a prompt is a step with an empty proposal, and `observe`
     follows it too.
 
-    An exception does not end an answer: the request continues without a draft. If the drafter had already drawn, it
-    must raise a `CutShortError` with its draws; otherwise the request ends with an error, because its answer would be
-    biased. If `propose` fails for several requests together, it is called for each one separately, with the same budget
-    and noise, and draws the same. If `observe` fails, its state for these requests is unknown. Then `end` and `begin`
-    are called for each of them, `begin` with prompt and answer so far in `request.tokens`, and then `observe` with the
-    step's outcome. So `begin` may come in the middle of an answer, and earlier observations are lost.
+    After an exception the request continues without a draft. If the drafter had already drawn, it must raise a
+    `CutShortError` with its draws; otherwise the request ends with an error, because its answer would be biased. If
+    `propose` fails for several requests together, it is called for each one separately, with the same budget and noise.
+    If `observe` fails, `end` and `begin` are called for each of these requests, and then `observe` with the step's
+    outcome. So `begin` may come in the middle of an answer, and earlier observations are lost.
 
     Attributes:
         limits: upper limits of its proposals; a controller decides within them.
@@ -222,10 +222,8 @@ class Drafter(ABC):
         """Draft for each request, within its budget; at budget zero the proposal is empty and no work is done.
 
         Whether a draw exists may depend on earlier tokens of the proposal, never on its own (docs/concepts.md,
-        predictable choice).
-
-        Distributions of draws must be finite, not negative, of sum 1, and positive at each drawn token; other draws are
-        not verified, and their request continues without a draft. A distribution without a draw may hold any values.
+        predictable choice). Distributions of draws must be finite, not negative, of sum 1, and positive at each drawn
+        token; other draws are not verified.
         """
 
     def along(
@@ -243,9 +241,8 @@ class Drafter(ABC):
         """
 
     def rewind(self, request: DraftRequest) -> None:
-        """The text in `request.tokens` lost tokens at its end, as rejected ones do in a cascade; nothing was added yet.
-
-        Observations after the cut are void. By default the request ends and begins again.
+        """The text in `request.tokens` lost tokens at its end, as rejected ones do in a cascade; observations after the
+        cut are void.
         """
         self.end(replace(request, kept=False))
         self.begin(request)
@@ -269,3 +266,26 @@ class NoDrafter(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         return [Proposal.empty() for _ in batch]
+
+
+class CandidateDrafter(Drafter):
+    """Proposes trees of deterministic candidates, which every rule verifies exactly at every temperature."""
+
+    observes_lazily = True
+
+    @abstractmethod
+    def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
+        """The tree of a request; may be empty.
+
+        Args:
+            budget: of this step, within the drafter's limits; not zero.
+        """
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        proposals = []
+        for request, budget in zip(batch, budgets, strict=True):
+            tree = TokenTree.empty() if budget.is_zero else self.candidates(request, budget.within(self.limits))
+            proposals.append(Proposal.deterministic(tree) if len(tree) else Proposal.empty())
+        return proposals

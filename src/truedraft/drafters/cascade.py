@@ -34,10 +34,8 @@ _MEMORY, _OWN_MEMORY = 2000.0, 64.0  # in tokens: for all requests, and for one
 class _Guessed:
     """The share of the middle model's tokens that come from accepted guesses, without each chain's first, which cannot.
 
-    The prior is a third, so that the first chains are long enough to measure: a chain of one token has no guess.
-
-    Args:
-        memory: number of tokens after which a token's weight is 1 / e.
+    The prior is a third, so that the first chains are long enough to measure: a chain of one token has no guess. After
+    `memory` tokens a token's weight is 1 / e.
     """
 
     def __init__(self, memory: float) -> None:
@@ -54,12 +52,7 @@ class _Guessed:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A request as its drafters see it: committed tokens, then what the middle model wrote in this step.
-
-    Attributes:
-        request: with `tokens` as its text.
-        guessed: share of this request's tokens that came from guesses.
-    """
+    """A request as its drafters see it: committed tokens, then what the middle model wrote in this step."""
 
     tokens: list[int]
     request: DraftRequest
@@ -69,12 +62,8 @@ class _Text:
 
 @dataclass(slots=True, eq=False)
 class _Chain:
-    """The chain of one request while it is drafted.
-
-    Attributes:
-        first: tokens in that cache before the chain.
-        shaping: of the request, for its committed tokens.
-        probs: `[tokens of a round, vocab]` per round: the distributions that its tokens were drawn from.
+    """The chain of one request while it is drafted, after the `first` tokens of its cache; `probs` has per round the
+    distributions `[tokens, vocab]` that its tokens were drawn from.
     """
 
     text: _Text
@@ -111,14 +100,11 @@ class Cascade(Drafter):
     In each step the middle model writes a chain in rounds: the inner drafter guesses, one forward of the middle model
     verifies, and a lossless rule preserves the middle model's distribution. So the chain is distributed as if the
     middle model had drawn it token by token, and the target verifies it like any draft. The inner drafter may be a
-    cascade.
+    cascade. The chain's length is fixed before the first round; a round guesses at most one token less than are
+    missing. Each round draws with its own noise, one level below that of the step.
 
-    The chain's length is fixed before the first round; a round guesses at most one token less than are missing. Each
-    round draws with its own noise, one level below that of the step.
-
-    A chain takes one forward per round. The share of tokens from guesses is counted per request, and for all requests
-    with `kept`; a controller estimates the cost of chains from it (`Hint.guessed`), because measured times depend on
-    the lengths of the measured chains.
+    The share of tokens from guesses is counted per request, and for all requests with `kept`; a controller estimates
+    the cost of chains from it (`Hint.guessed`), because measured times depend on the lengths of the measured chains.
 
     Args:
         middle: a drafter with a model that can verify: a draft model, or the target with fewer bits. Its method
@@ -158,7 +144,7 @@ class Cascade(Drafter):
         self._caught_up: Callable[[Sequence[DraftRequest]], list[RequestCache]] = caught_up
         self._sampling, self._coupled, self._argmax = SpeculativeSampling(), CoupledSampling(), ArgmaxRule()
         self._sampling.check(drafter.kinds, drafter.name)
-        self._hears = middle.model.opening_inputs is not None
+        self._reads_inputs = middle.model.opening_inputs is not None
         self._texts: dict[int, _Text] = {}
         ahead = self.limits.depth + drafter.limits.nodes
         self.held = Held(
@@ -302,10 +288,9 @@ class Cascade(Drafter):
         self.levels = turn
 
     def _write_one(self, chain: _Chain, missed: Sequence[int], guess: Proposal, noise: Noise) -> None:
-        """Write the next token in a separate forward, after the middle model failed with guesses below the text.
+        """Write the next token in a separate forward, after the middle model failed, maybe because of the guesses.
 
-        The failure may depend on the guesses. The token is still that of the round: whether the first guess is
-        accepted, and what replaces it, depends only on the tokens before it.
+        Whether the first guess is accepted, and what replaces it, depends only on the tokens before it.
         """
         chain.cache.rollback(chain.cache.length)
         (own,) = self._forward([chain], [missed], [Proposal.empty()])
@@ -323,11 +308,7 @@ class Cascade(Drafter):
     def _checked(
         self, chains: Sequence[_Chain], budgets: Sequence[Budget], guesses: Sequence[Proposal]
     ) -> list[Proposal]:
-        """The guesses, without invalid draws: these would bias the middle model's tokens.
-
-        Raises:
-            DrafterError: a guess is not a proposal, or exceeds its budget.
-        """
+        """The guesses, without invalid draws, which would bias the middle model's tokens; refuses invalid proposals."""
         if len(guesses) != len(chains):
             raise DrafterError(
                 f"drafter {self.drafter.name!r} made {len(guesses)} proposals for {len(chains)} requests"
@@ -344,11 +325,9 @@ class Cascade(Drafter):
     def _forward(
         self, chains: Sequence[_Chain], missed: Sequence[Sequence[int]], guesses: Sequence[Proposal]
     ) -> list[Tensor]:
-        """One forward of the middle model over the tokens that it has not read (`missed`), and the guesses below them.
-
-        Returns:
-            Distributions `[rows, vocab]` per chain, row 0 after the text and row i + 1 after node i; for greedy
-            requests logits, because only their order matters.
+        """One forward of the middle model over the tokens that it has not read (`missed`), and the guesses below them:
+        distributions `[rows, vocab]` per chain, row 0 after the text and row i + 1 after node i; for greedy requests
+        logits, because only their order matters.
         """
         segments = [
             Segment(
@@ -356,7 +335,7 @@ class Cascade(Drafter):
                 torch.tensor([*fed, *guess.tree.host_ids]),
                 _below(len(fed), guess.tree.shape),
                 range(len(fed) - 1, len(fed) + len(guess.tree)),
-                inputs=chain.text.request.inputs if self._hears and not chain.cache.length else None,
+                inputs=chain.text.request.inputs if self._reads_inputs and not chain.cache.length else None,
             )
             for chain, fed, guess in zip(chains, missed, guesses, strict=True)
         ]

@@ -15,14 +15,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.held import Held, ModelCaches
-from truedraft.drafters.sibling_chains import SiblingChains
-from truedraft.drafters.tree_builder import (
-    TreeBuilder,
-    chain_numbers_of,
-    chains_alike,
-    draw_level,
-    judged_if_it_fails,
-)
+from truedraft.drafters.tree_builder import SiblingChains, TreeBuilder, draw_chains, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
 from truedraft.models.base import Choose, LanguageModel, Segment
 from truedraft.models.cache import FEW, PrefixCache, RequestCache
@@ -33,11 +26,10 @@ _PREFILL_TOKENS = 512
 class DraftModel(Drafter):
     """Drafts with a smaller model that shares the target's tokenizer (Leviathan et al. 2211.17192).
 
-    A level of the tree is one packed forward over the nodes of the previous level, for all requests at once. A chain is
-    a tree with one draw per node. With several chains, sampled requests get chains drawn in parallel (`SiblingChains`),
-    and others the likeliest first tokens with a chain below each. On a device, the host does not wait while a chain is
-    drafted. It waits once per level of a tree with several draws per node, or with `min_probability`, because their
-    shapes depend on the draws.
+    A level of the tree is one packed forward over the nodes of the previous level, for all requests at once. With
+    several chains, sampled requests get chains drawn in parallel (`SiblingChains`), and others the likeliest first
+    tokens with a chain below each. On a device, the host does not wait while a chain is drafted. It waits once per
+    level of a tree with several draws per node, or with `min_probability`, because their shapes depend on the draws.
 
     Args:
         num_speculative_tokens: length of a chain; ignored when `branching` is given.
@@ -74,7 +66,7 @@ class DraftModel(Drafter):
         self.caches: dict[int, RequestCache] = {}
         self.prefixes = PrefixCache()
         self.held = Held([ModelCaches(model, self.caches, self.prefixes, self.limits.nodes)])
-        self._hears = model.opening_inputs is not None
+        self._reads_inputs = model.opening_inputs is not None
 
     def resized(self, **sizes: Any) -> DraftModel:
         """A drafter with the same model and other sizes, parameters of this class; it takes over no requests."""
@@ -137,7 +129,7 @@ class DraftModel(Drafter):
             builder.cache.rollback(min(builder.cache.length, len(builder.request.tokens) - 1))
         self._share([builder.request for builder in level])
         if self.model.records_chains:
-            level = self._draft_chains(level)
+            level = draw_chains(level, self.model.device, self._run_chains)
         logits = self._catch_up([builder.request for builder in level]) if level else None
         with judged_if_it_fails(builders):
             while logits is not None:
@@ -145,26 +137,19 @@ class DraftModel(Drafter):
                 logits = self._forward_level(level) if level else None
         return [builder.proposal() for builder in builders]
 
-    def _draft_chains(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
-        """Draft whole chains of fixed length, in one recorded graph per way of drawing; returns the other builders."""
-        for choose, chains in chains_alike(builders).items():
-            self._draft_alike(choose, *zip(*chains, strict=True))
-        return [builder for builder in builders if builder.grows]
-
-    def _draft_alike(
-        self, choose: Choose, builders: Sequence[TreeBuilder], numbers: Sequence[Sequence[Sequence[float]]]
-    ) -> None:
-        batch = [builder.request for builder in builders]
+    def _run_chains(
+        self, choose: Choose, chains: Sequence[TreeBuilder], levels: int, numbers: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft whole chains in one recorded graph."""
+        batch = [chain.request for chain in chains]
         while any(self._missed(request) > FEW for request in batch):
             self._read(batch, whole=False)
-        levels = max(builder.length for builder in builders)
-        by_kind = chain_numbers_of(numbers, levels, self.model.device)
         segments = self._segments(batch, whole=True)
-        tokens, probs = self.model.forward_chains(segments, levels, choose, by_kind)
-        for row, (builder, segment) in enumerate(zip(builders, segments, strict=True)):
+        drafted = self.model.forward_chains(segments, levels, choose, numbers)
+        for segment in segments:
             segment.cache.commit(range(len(segment.shape)))
             segment.cache.reserve(levels - 1)  # written after it, for `observe` to keep
-            builder.take_chain(tokens[row], None if probs is None else probs[row])
+        return drafted
 
     def _builder(self, request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:
         cache, device = self.caches[request.id], self.model.device
@@ -197,10 +182,8 @@ class DraftModel(Drafter):
             self.prefixes.fill(request.id)
 
     def _catch_up(self, batch: Sequence[DraftRequest]) -> Tensor:
-        """Read the committed tokens that the draft has not read; logits `[requests, vocab]` at the last of each.
-
-        After full acceptance these are two, because the last drafted token was never fed. All last tokens wait for the
-        last forward, so that all logits are computed together.
+        """Read the committed tokens that the draft has not read; logits `[requests, vocab]` at the last of each, all
+        computed in the last forward. After full acceptance these are two, as the last drafted token was never fed.
         """
         while any(self._missed(request) > _PREFILL_TOKENS for request in batch):
             self._read(batch, whole=False)
@@ -220,7 +203,7 @@ class DraftModel(Drafter):
             cache = self.caches[request.id]
             ids = request.tokens[cache.length : len(request.tokens) - (not whole)][:_PREFILL_TOKENS]
             if ids:
-                inputs = request.inputs if self._hears and not cache.family.memory else None
+                inputs = request.inputs if self._reads_inputs and not cache.family.memory else None
                 rows = (len(ids) - 1,) if whole else ()
                 prompt = len(ids) if len(ids) > FEW else 0  # a draft need not be bitwise reproducible
                 shape = chain_shape(len(ids))

@@ -27,7 +27,7 @@ class ModelCaches:
     per_token: int = 1
 
     def most(self, tokens: int) -> int:
-        """Maximum number of tokens in the cache of a request with `tokens` tokens, including drafted ones."""
+        """Maximum length of the cache of a request with `tokens` tokens, drafted ones included."""
         return min(self.per_token * tokens, self.model.context_length) + self.drafted
 
     def ahead(self, tokens: int) -> ModelCaches:
@@ -37,11 +37,7 @@ class ModelCaches:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCaches:
-    """The caches of a head, all in one block.
-
-    Attributes:
-        drafted: maximum number of tokens in a cache beyond those of a request.
-    """
+    """The caches of a head, all in one block; `drafted` as of `ModelCaches`."""
 
     pool: CachePool
     caches: Mapping[int, RequestCache]

@@ -7,17 +7,16 @@ value `MODULE:NAME` is a mapping with a `Kind` under that name.
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.errors import CompositionError
 from truedraft.files import object_of
-from truedraft.models.embedded import embedded_heads
 from truedraft.options import Words, called
 
 if TYPE_CHECKING:
@@ -26,16 +25,16 @@ if TYPE_CHECKING:
 
 _GROUP = "truedraft.kinds"
 _OWN = "truedraft.drafters.specs:OWN"
-_BLOCK = "truedraft.kinds.block:KINDS"
+_BLOCK, _EAGLE = "truedraft.kinds.block:KINDS", "truedraft.kinds.eagle:KINDS"
 _TABLE = {
     **dict.fromkeys(("none", "prompt-lookup", "suffix", "lookahead", "draft", "self", "reencoded", "ngram"), _OWN),
     "cascade": _OWN,
     "medusa": "truedraft.kinds.medusa:KINDS",
     "redrafter": "truedraft.kinds.redrafter:KINDS",
-    "eagle": "truedraft.kinds.eagle:KINDS",
+    "eagle": _EAGLE,
     "dflash": _BLOCK,
     "dspark": _BLOCK,
-    "p-eagle": "truedraft.kinds.p_eagle:KINDS",
+    "p-eagle": _EAGLE,
     "mtp": "truedraft.kinds.mtp:KINDS",
 }
 _TRAINED = ("draft", "eagle", "p-eagle", "dspark", "dflash", "redrafter", "medusa", "ngram")
@@ -60,6 +59,7 @@ class Kind:
         widest: options that leave a controller the most choice, for `auto`.
         paths: paths that a plan tries if none is given.
         members: the drafters in parentheses after its name, as "A;B"; "" if it takes none.
+        head: class of its heads, `truedraft.drafters.heads.head.Head`, loaded for a parameter `head` of `made`.
         trains: options of `truedraft train`, `truedraft.training.options.Trains`; needs no torch.
         training: the configuration of its training, `truedraft.training.head_config.HeadTrainingConfig`.
         exports: its exports to other engines, `truedraft.drafters.exporting.Exports`.
@@ -85,8 +85,10 @@ class Kind:
     def make(self, words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path] = ()) -> Drafter:
         """Make the drafter, from a specification with checked options; members may be in `drafters_dir`."""
         given = {"words": words, "path": words.path, "target": target, "drafters_dir": drafters_dir}
-        parts = {name: dotted(part) for name, part in self.parts.items()}
-        drafter: Drafter = called(dotted(self.made), words.options, given, parts)
+        made, parts = dotted(self.made), {name: dotted(part) for name, part in self.parts.items()}
+        if self.head and "head" not in parts and "head" in inspect.signature(made).parameters:
+            parts["head"] = dotted(self.head).for_target
+        drafter: Drafter = called(made, words.options, given, parts)
         return drafter
 
     def typed(self, word: str) -> str:
@@ -142,34 +144,6 @@ def kind_in(path: Path) -> str | None:
     found = next((kind for each in readers if (kind := dotted(each)(path)) is not None), None)
     own = object_of(path / "config.json").get("kind")
     return found or (own if isinstance(own, str) else None)
-
-
-def head_of(kind: str) -> Callable[[str | None, LanguageModel], Any]:
-    """A function that loads a head of a kind from a path, with the layers that it reads of a target set.
-
-    Raises:
-        CompositionError: there is no path, because none was trained for the target.
-    """
-
-    def load(path: str | None, target: LanguageModel) -> Any:
-        return dotted(KINDS[kind].head).load(folder_of(kind, path, target)).reading(target.shown_layers)
-
-    return load
-
-
-def folder_of(kind: str, path: str | None, target: LanguageModel) -> str | Path:
-    """The folder of a kind's heads; the embedded ones are `embedded:` and their kind.
-
-    Raises:
-        CompositionError: there is no path, because none was trained for the target.
-    """
-    if path is None:
-        raise CompositionError(
-            f"no {kind!r} drafter was trained for {target.name!r}; train one by truedraft train {kind} --model "
-            f"{target.name}, look elsewhere by --drafters-dir DIR, or name one as {kind}:DIR"
-        )
-    prefix = "embedded:"
-    return embedded_heads(path.removeprefix(prefix)) if path.startswith(prefix) else path
 
 
 OF_LEVELS = {"num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"}

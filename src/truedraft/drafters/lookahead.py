@@ -12,8 +12,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import MOST_NODES, Budget, Hint
 from truedraft.core.probs import most_likely
 from truedraft.core.tree import TokenTree, merged_paths
-from truedraft.drafters.base import DraftRequest, Features, StepOutcome
-from truedraft.drafters.candidates import CandidateDrafter
+from truedraft.drafters.base import CandidateDrafter, DraftRequest, Features, StepOutcome
 from truedraft.drafters.held import Held
 from truedraft.errors import OptionError
 
@@ -117,10 +116,8 @@ class _State:
     """The state of a request.
 
     Attributes:
-        window: None before the first proposal.
         known: number of text tokens with n-grams in the pool.
         ends: nodes of the current proposal at which columns end; None if it has no window.
-        nodes: number of nodes of that proposal.
     """
 
     pool: NgramPool
@@ -135,12 +132,10 @@ class Lookahead(CandidateDrafter):
     """Lookahead decoding (Fu et al. 2402.02057): no training and no second model, but more rows in each forward.
 
     A proposal is a tree of the latest n-grams that begin with the text's last token, and of a window in which the
-    target guesses ahead by Jacobi iteration. The predictions after the window's columns make new n-grams; those of the
-    text enter the pool too. A column is a path of a token tree, so the ordinary mask and positions are the paper's. Its
-    tokens are verified too: they are candidates, at no extra cost.
-
-    Candidates are chosen, not drawn, so every rule verifies them exactly. The window guesses by argmax at any
-    temperature. It is included only if all of it fits the budget. On a device the host waits once more per step.
+    target guesses ahead by Jacobi iteration, by argmax at any temperature. The predictions after the window's columns
+    make new n-grams; those of the text enter the pool too. A column is a path of a token tree, so the ordinary mask and
+    positions are the paper's, and its tokens are candidates at no extra cost. The window is included only if all of it
+    fits the budget. On a device the host waits once more per step.
 
     Args:
         window: number of columns; 0 for none, and then the pool has only n-grams of the text.

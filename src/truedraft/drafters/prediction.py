@@ -12,8 +12,7 @@ from typing import ClassVar
 
 from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import Drafter, DraftRequest
-from truedraft.drafters.candidates import CandidateDrafter
+from truedraft.drafters.base import CandidateDrafter, Drafter, DraftRequest
 from truedraft.drafters.held import Held
 from truedraft.drafters.portfolio import Portfolio
 

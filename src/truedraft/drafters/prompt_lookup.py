@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.candidates import CandidateDrafter
+from truedraft.drafters.base import CandidateDrafter, DraftRequest
 from truedraft.errors import OptionError
 
 _FOUND = tuple(Hint(kind) for kind in range(33))

@@ -18,7 +18,7 @@ from truedraft.drafters.held import Held
 from truedraft.errors import VocabularyMismatchError
 from truedraft.models.base import LanguageModel
 from truedraft.models.translated import translation_between
-from truedraft.text.reencoding import Encoding, FollowedText, whole_characters
+from truedraft.text.translation import Encoding, FollowedText, whole_characters
 
 _GREEDY = SamplingParams()
 _MOST_PER_TOKEN = 4  # draft ids per target id that its cache has room for
@@ -28,13 +28,10 @@ class ReencodedDraft(Drafter):
     """Drafts the likeliest text of a model with another tokenizer.
 
     The text so far is encoded with the draft's tokenizer, the draft writes a few of its own tokens, and these are
-    encoded with the target's tokenizer. The result is deterministic, so verification is exact at every temperature: a
-    drafted token is accepted with the probability that the target gives it. `TranslatedModel` instead draws from the
-    vocabulary that both models share, token by token.
+    encoded with the target's tokenizer. The result is deterministic, so verification is exact at every temperature.
+    `TranslatedModel` instead draws from the vocabulary that both models share, token by token.
 
     Args:
-        model: with a tokenizer.
-        target: with a tokenizer.
         num_speculative_tokens: number of the draft's own tokens per step.
 
     Raises:

@@ -78,22 +78,27 @@ class TrainedDrafter:
         """The drafter in a folder; None if there is none, or if it does not name its target."""
         config, record = object_of(folder / _CONFIG), object_of(folder / RECORD)
         about = record or config
-        target = about.get("target")
-        kind, target = about.get("kind"), target if isinstance(target, dict) else {}
-        name, fingerprint, sample = (target.get(each) for each in ("name", "fingerprint", "sample"))
+        kind, target = about.get("kind"), about.get("target")
+        named = target if isinstance(target, dict) else {}
+        name, fingerprint, sample = (named.get(each) for each in ("name", "fingerprint", "sample"))
         if kind not in trained_kinds() or not isinstance(fingerprint, str):
             return None
         if not ((folder / TABLE).is_file() if kind == "ngram" else config or any(folder.glob("*.gguf"))):
             return None
-        sizes = config or record
-        vocab, width = (
-            each if isinstance(each, int) else None for each in (sizes.get("vocab_size"), sizes.get("width"))
+        vocab, width = map((config or record).get, ("vocab_size", "width"))
+        figures = record.get("figures") if record else _figures(folder)
+        return cls(
+            folder,
+            kind,
+            str(name or ""),
+            fingerprint,
+            figures if isinstance(figures, dict) else {},
+            source,
+            vocab_size=vocab if isinstance(vocab, int) else None,
+            width=width if isinstance(width, int) else None,
+            modified=(folder / (RECORD if record else _CONFIG)).stat().st_mtime,
+            sample=sample if isinstance(sample, str) else None,
         )
-        figures = _figures(folder) if not record else record.get("figures")
-        figures = figures if isinstance(figures, dict) else {}
-        written = (folder / (RECORD if record else _CONFIG)).stat().st_mtime
-        sample = sample if isinstance(sample, str) else None
-        return cls(folder, kind, str(name or ""), fingerprint, figures, source, vocab, width, written, sample)
 
     @property
     def tokens_per_call(self) -> dict[float, float]:
@@ -101,9 +106,8 @@ class TrainedDrafter:
         served = self.figures.get("served")
         best: dict[float, float] = {}
         for each in served if isinstance(served, list) else ():
-            found = [each.get(name) for name in _ROUND] if isinstance(each, dict) else []
-            temperature, tokens = found if all(isinstance(x, int | float) for x in found) and found else (None, None)
-            if temperature is not None and tokens is not None:
+            temperature, tokens = map(each.get, _ROUND) if isinstance(each, dict) else (None, None)
+            if isinstance(temperature, int | float) and isinstance(tokens, int | float):
                 best[temperature] = max(tokens, best.get(temperature, 0.0))
         return best
 
@@ -151,7 +155,6 @@ class Registry:
     """Folders of the drafters that this user trained, listed in a file in the user's cache folder."""
 
     def __init__(self, file: Path | None = None) -> None:
-
         self.file = cache_folder() / _REGISTRY if file is None else file
 
     def drafters(self) -> list[TrainedDrafter]:

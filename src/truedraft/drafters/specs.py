@@ -5,6 +5,7 @@ Imports nothing heavy before a drafter is made.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truedraft.core.budget import Budget
 from truedraft.drafters.kinds import KINDS, Kind, trained_kinds
 from truedraft.drafters.registry import find_drafters
 from truedraft.errors import (
     CompositionError,
     ModelNotFoundError,
     OptionError,
+    TruedraftError,
     UnknownOptionError,
     UnsupportedModelError,
     errors_about,
 )
 from truedraft.files import refuse_lost_model, user_path
-from truedraft.options import Words, called, read_whole
+from truedraft.options import Words, called, imported_module, read_whole
 
 if TYPE_CHECKING:
     from truedraft.drafters.base import Drafter
@@ -52,11 +55,9 @@ def from_spec(
 ) -> Drafter:
     """Make a drafter from a specification, as `--drafter` takes it: `KIND[:PATH][,option=value]...`.
 
-    `KINDS` has the kinds with their options. `auto` is prompt lookup, `self:int4` and the drafters trained for the
-    target, see `auto_members`. `portfolio(A;B;...)` names the drafters; a controller chooses among them at each step.
-    `cascade(A;B)` drafts with B, which A drafts for. `MODULE:CLASS` is a user's own drafter, see
-    `truedraft.drafters.own`. Double quotes protect commas, semicolons and parentheses in a path or a value:
-    `draft:"a,b",num_speculative_tokens=3`.
+    `KINDS` has the kinds with their options, `auto_members` those of `auto`. A controller chooses among the drafters of
+    `portfolio(A;B;...)` at each step. `cascade(A;B)` drafts with B, which A drafts for. `MODULE:CLASS` is a user's own
+    drafter. Double quotes protect commas, semicolons and parentheses: `draft:"a,b",num_speculative_tokens=3`.
 
     Args:
         drafters_dir: further folders in which `auto`, and kinds without a path, search for drafters.
@@ -71,8 +72,10 @@ def from_spec(
     with errors_about("drafter"):
         words = Words.parse("drafter", spec)
         if words.kind == _AUTO:
+            from truedraft.drafters.portfolio import Portfolio
+
             words.check(())
-            return _auto(target, drafters_dir, tell)
+            return Portfolio([drafter for _, drafter in auto_members(target, drafters_dir, tell)])
         made = _portfolio if words.kind == _PORTFOLIO else _made
         drafter = made(words, target, drafters_dir)
         drafter.check(target)
@@ -86,13 +89,9 @@ def draft_from_spec(
     *,
     tell: Callable[[str], None] = warnings.warn,
 ) -> DraftModel | None:
-    """The draft model of a specification, for methods that need one, such as beam search.
+    """The draft model of a specification, for methods that need one, such as beam search; arguments as of `from_spec`.
 
     `none` is None; `auto` is the newest one that was trained for the target, or None.
-
-    Args:
-        drafters_dir: further folders in which `auto`, and `draft` without a path, search for drafters.
-        tell: called with a sentence if the target's fingerprint cannot be computed.
 
     Raises:
         OptionError: another kind of drafter, or options for other ways of drafting.
@@ -111,20 +110,20 @@ def draft_from_spec(
             return None
         elif words.kind != "draft":
             raise OptionError(f"must be draft:MODEL, none or auto for a beam search, got {spec!r}", field="drafter")
-        _unbranched(words)
+        _refuse_branched(words)
         drafter = _draft_model(_with_trained(words, target, drafters_dir), target)
         drafter.check(target)
     return drafter
 
 
-def _unbranched(words: Words) -> None:
+def _refuse_branched(words: Words) -> None:
     words.check(KINDS["draft"].options, takes_path=True)
     if "async" in words.options:
-        raise OptionError("async is of drafts that are judged as chains, and a beam search has none; leave it out")
+        raise OptionError("async is for drafts that are verified as chains, and a beam search has none; leave it out")
     for name in ("branching", "chains", "min_probability"):
         if name in words.options:
             raise OptionError(
-                f"{name} is of drafted trees, and a beam search drafts by beams of its own; leave it out and give "
+                f"{name} is for drafted trees, and a beam search drafts by beams of its own; leave it out and give "
                 "num_speculative_tokens"
             )
 
@@ -197,12 +196,6 @@ def _unknown(words: Words) -> UnknownOptionError:
     return UnknownOptionError.nearest("drafter", words.kind, valid, also)
 
 
-def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], notify: Callable[[str], None]) -> Portfolio:
-    from truedraft.drafters.portfolio import Portfolio
-
-    return Portfolio([drafter for _, drafter in auto_members(target, drafters_dir, notify)])
-
-
 def auto_members(
     target: LanguageModel,
     drafters_dir: Sequence[str | Path] = (),
@@ -216,8 +209,7 @@ def auto_members(
     lookup.
 
     Args:
-        drafters_dir: further folders to search for drafters.
-        tell: called with a sentence for each drafter that is unusable, or has too low a measured gain.
+        most: drafters of one kind.
     """
     members: list[tuple[Words, Drafter]] = []
     taken: Counter[str] = Counter()
@@ -228,8 +220,7 @@ def auto_members(
             drafter = KINDS[words.kind].make(words, target)
             drafter.check(target)
         except Exception as error:  # a failing drafter must not prevent the others
-            named = words.kind if words.path is None else f"{words.kind}:{words.path}"
-            tell(f"the drafter {named} is left out: {' '.join(str(error).split())}")
+            tell(_left_out(words, error))
             continue
         taken[words.kind] += 1
         members.append((words, drafter))
@@ -238,6 +229,11 @@ def auto_members(
     own = _own_member(target, tell) if target.weight_bytes >= least else []
     lookup = Words("drafter", "prompt-lookup", None, KINDS["prompt-lookup"].widest)
     return [*own, *members, (lookup, KINDS["prompt-lookup"].make(lookup, target))]
+
+
+def _left_out(words: Words, error: Exception) -> str:
+    named = words.kind if words.path is None else f"{words.kind}:{words.path}"
+    return f"the drafter {named} is left out: {' '.join(str(error).split())}"
 
 
 def _own_member(target: LanguageModel, notify: Callable[[str], None]) -> list[tuple[Words, Drafter]]:
@@ -250,7 +246,7 @@ def _own_member(target: LanguageModel, notify: Callable[[str], None]) -> list[tu
     except UnsupportedModelError:
         return []  # such a target has no quantized copy, and none was requested
     except Exception as error:
-        notify(f"the drafter self:int4 is left out: {' '.join(str(error).split())}")
+        notify(_left_out(words, error))
         return []
 
 
@@ -322,8 +318,8 @@ def _written_by(middle: Words) -> dict[str, int]:
     for name in middle.options:
         if name != "num_speculative_tokens":
             raise OptionError(
-                f"{name} of {middle.kind!r} does nothing behind the first member of a cascade, which writes one chain "
-                "there; leave it out"
+                f"{name} of {middle.kind!r} has no effect after the first member of a cascade, where it writes one "
+                "chain; leave it out"
             )
     return {name: read_whole(name, value) for name, value in middle.options.items()}
 
@@ -331,14 +327,54 @@ def _written_by(middle: Words) -> dict[str, int]:
 def _made(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Drafter:
     kind = KINDS.get(words.kind)
     if kind is None:
-        from truedraft.drafters.own import own_drafter
-
         own = None if words.members else own_drafter(words.kind, words.path, words.options, target)
         if own is None:
             raise _unknown(words)
         return own
     words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
     return kind.make(_with_trained(words, target, drafters_dir), target, drafters_dir)
+
+
+def own_drafter(module: str, name: str | None, options: Mapping[str, str], target: LanguageModel) -> Drafter | None:
+    """A user's own drafter, of a class in a module, which may be in the working directory: `MODULE:CLASS`.
+
+    Options are passed to its constructor by name, parsed by their annotations (whole number, number, boolean, whole
+    numbers or text), otherwise as Python literals. A parameter called `target` receives the target.
+
+    Returns:
+        The drafter; None if there is no such module.
+
+    Raises:
+        UnknownOptionError: the constructor has no such option.
+        OptionError: the module cannot be imported, has no such drafter, or its constructor failed.
+    """
+    from truedraft.drafters.base import Drafter
+
+    if name is None or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        return None
+    found = imported_module(module, "of a drafter")
+    if found is None:
+        return None
+    spec = f"{module}:{name}"
+    made = getattr(found, name, None)
+    if not isinstance(made, type) or not issubclass(made, Drafter):
+        what = "has no such name" if made is None else f"has {name} as a {type(made).__name__}"
+        raise OptionError(f"drafter {spec!r}: the module {what}; name a class that extends truedraft.drafters.Drafter")
+    parameters = inspect.signature(made).parameters
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        known = [each for each in parameters if each != "target"] or ["(none)"]
+        for option in options:
+            if option not in known:
+                raise UnknownOptionError.nearest(f"option of drafter {spec!r}", option, known)
+    try:
+        drafter = called(made, options, {"target": target})
+    except TruedraftError:
+        raise
+    except Exception as error:
+        raise OptionError(f"drafter {spec!r} cannot be made ({type(error).__name__}: {error})") from error
+    if not isinstance(getattr(drafter, "name", None), str) or not isinstance(getattr(drafter, "limits", None), Budget):
+        raise OptionError(f"drafter {spec!r} needs a name (a text) and limits (a Budget); see docs/adding_a_drafter.md")
+    return drafter
 
 
 def _with_trained(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Words:

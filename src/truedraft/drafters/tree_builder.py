@@ -1,11 +1,13 @@
-"""The draft tree builder: trees and chains that a draft model draws level by level, on the host or on a device."""
+"""Draft trees of requests, which grow level by level, on the host or on a device: drawn, likeliest, or along a text."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +16,66 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
+from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import Draw, Proposal
 from truedraft.core.rank_tree import RankPath, RankTree
+from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree, chain_shape, path_to, shape_of
 from truedraft.drafters.base import CutShortError, DraftRequest
-from truedraft.drafters.draws import DraftIds, OpenNode, drawing_for, existing, fetch_children
+from truedraft.drafters.draws import INDEPENDENT_DRAWS, DraftIds, OpenNode, drawing_for, existing, fetch_children
 from truedraft.models.base import Choose, Segment
 from truedraft.models.cache import RequestCache
 
 
-class TreeBuilder:
+class DraftTree:
+    """The tree of one request while it grows level by level.
+
+    Attributes:
+        cache: of the request; nodes are fed after its text. Not of trees that are drawn without a cache.
+        tokens: of the nodes; tensors `[1]` if `on_device`.
+        parents: of the nodes, -1 for the root.
+        open: nodes with children still to add; -1 is the root.
+    """
+
+    on_device = False
+    cache: RequestCache
+
+    def __init__(self, request: DraftRequest, budget: Budget) -> None:
+        self.request, self.budget = request, budget
+        self.tokens: list[Any] = []
+        self.parents: list[int] = []
+        self.open: Sequence[int] = [-1]
+
+    @property
+    def levels(self) -> int:
+        """Maximum depth of the tree."""
+        return min(self.budget.depth, self.budget.nodes)
+
+    @property
+    def unfed_parents(self) -> Sequence[int]:
+        """The parents of the nodes of the next `segment`."""
+        return [self.parents[node] for node in self.open]
+
+    def open_paths(self) -> list[tuple[int, ...]]:
+        """The tokens from the root to each open node; on a device only their number is correct."""
+        paths = (path_to(node, self.parents) for node in self.open)
+        return [tuple(0 if self.on_device else self.tokens[node] for node in path) for path in paths]
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """Logits `[open nodes, vocab]` after the request's options, each for its node's path."""
+        shaping = self.request.shaping
+        return logits if shaping is None else shaping.of_paths(logits, self.open_paths())
+
+    def segment(self) -> Segment:
+        """The nodes to feed next, with the rows of the open ones."""
+        raise NotImplementedError
+
+    def proposal(self) -> Proposal:
+        """What was drafted so far."""
+        raise NotImplementedError
+
+
+class TreeBuilder(DraftTree):
     """Builds the draft tree of one request, level by level, which is also the order of its nodes.
 
     The number of children and the nodes that grow may depend on the draws; then the host reads each level. A chain
@@ -36,7 +88,6 @@ class TreeBuilder:
         ranks: the draws by their ranks at their node, the best ones first; a budget of n nodes gets the first n.
 
     Attributes:
-        on_device: whether the tokens stay on the device.
         draws_alike: builders with equal values share one computation.
     """
 
@@ -51,50 +102,38 @@ class TreeBuilder:
         behind: int = 0,
         ranks: RankTree | None = None,
     ) -> None:
+        super().__init__(request, budget.cut(len(branching)))
         self.cache = cache
-        self.request = request
-        self.budget = budget
         self.drawing = drawing_for(request.params, max(branching))
-        self.on_device = transfers.waits(device) and is_fixed_chain(budget, branching) and not _reads_paths(request)
+        reads_paths = request.shaping is not None and request.shaping.reads_paths
+        self.on_device = transfers.waits(device) and is_fixed_chain(budget, branching) and not reads_paths
         self.draws_alike = (self.on_device, *request.params.probs_key, request.params.seeded)
         self._noise = noise
         self._branching = branching
         self._counts = None if ranks is None else ranks.first(budget.nodes).children
         self._ranks: list[RankPath] = [()]  # by tree row
         self._depth = 0
-        self._tokens: list[Any] = []  # ids; tensors [1] where they stay on the device
-        self._parents: list[int] = []
         self._draws: list[tuple[Draw, ...]] = [()]  # by tree row
         self._confidence: list[float] = []  # the drafter's probabilities of the tokens
         self._survival = [1.0]  # by tree row
         self._probs: list[Tensor] = []  # [nodes of a level, vocab]
         self._dists = 0  # nodes with drawn children
-        self._open = [-1]  # nodes with children still to draw; -1 is the root
         self._fed = 0
         self._behind = behind
         self._whole: Proposal | None = None
 
     @property
     def grows(self) -> bool:
-        return bool(self._open)
-
-    @property
-    def open(self) -> Sequence[int]:
-        """Nodes with children still to draw; -1 is the root."""
-        return self._open
+        return bool(self.open)
 
     @property
     def unfed_parents(self) -> Sequence[int]:
-        return self._parents[self._fed :]
-
-    def keep_open(self, nodes: Sequence[int]) -> None:
-        """Close all open nodes except these; the choice may depend only on what was drawn so far."""
-        self._open = list(nodes)
+        return self.parents[self._fed :]
 
     def open_nodes(self) -> list[OpenNode]:
         """The next draws; the node budget cuts in node order, so before anything is drawn."""
-        first, found, most = len(self._tokens), [], self.budget.nodes
-        for node in self._open:
+        first, found, most = len(self.tokens), [], self.budget.nodes
+        for node in self.open:
             width = max(0, min(self._width(node), self.budget.width, most - first))
             found.append(OpenNode(self._noise, self._depth, first, width))
             first += width
@@ -102,18 +141,6 @@ class TreeBuilder:
 
     def _width(self, node: int) -> int:
         return self._branching[self._depth] if self._counts is None else self._counts[self._ranks[node + 1]]
-
-    def shaped(self, logits: Tensor) -> Tensor:
-        """Logits `[open nodes, vocab]` after the request's options, each for its node's path."""
-        shaping = self.request.shaping
-        if shaping is None:
-            return logits
-        return shaping.of_paths(logits, self.open_paths())
-
-    def open_paths(self) -> list[tuple[int, ...]]:
-        """The tokens from the root to each open node; on a device only their number is correct."""
-        paths = (path_to(node, self._parents) for node in self._open)
-        return [tuple(0 if self.on_device else self._tokens[node] for node in path) for path in paths]
 
     def add(self, children: Sequence[Sequence[tuple[int | Tensor, float]]], probs: Tensor | None) -> None:
         """Add children below the open nodes; those that may grow become open.
@@ -125,10 +152,10 @@ class TreeBuilder:
         if probs is not None:
             self._probs.append(probs)
         opened: list[int] = []
-        for dist, (parent, own) in enumerate(zip(self._open, children, strict=True), self._dists):
+        for dist, (parent, own) in enumerate(zip(self.open, children, strict=True), self._dists):
             draws = []
             for rank, (token, probability) in enumerate(own):
-                first = len(self._tokens)
+                first = len(self.tokens)
                 node = self._child(parent, token)
                 if node == first:
                     self._ranks.append((*self._ranks[parent + 1], rank))
@@ -137,18 +164,18 @@ class TreeBuilder:
                 if node == first and (not self.budget.looks or self._continues(parent, probability)):
                     opened.append(node)
             self._draws[parent + 1] = tuple(draws)
-        self._dists += len(self._open)
+        self._dists += len(self.open)
         self._depth += 1
         if self._counts is not None:
             opened = [node for node in opened if self._counts[self._ranks[node + 1]]]
-        grows = self._depth < self.budget.depth and len(self._tokens) < self.budget.nodes
-        self._open = opened if grows else []
+        grows = self._depth < self.budget.depth and len(self.tokens) < self.budget.nodes
+        self.open = opened if grows else []
 
     def _child(self, parent: int, token: int | Tensor) -> int:
-        self._tokens.append(token)
-        self._parents.append(parent)
+        self.tokens.append(token)
+        self.parents.append(parent)
         self._draws.append(())
-        return len(self._tokens) - 1
+        return len(self.tokens) - 1
 
     def _continues(self, parent: int, probability: float) -> bool:
         survival = self._survival[parent + 1] * self.budget.chance(probability)
@@ -157,21 +184,17 @@ class TreeBuilder:
         return self.budget.continues(probability, survival)
 
     def segment(self) -> Segment:
-        written, self._fed = self._fed, len(self._tokens)
-        rows = [node - written for node in self._open]
+        written, self._fed = self._fed, len(self.tokens)
+        rows = [node - written for node in self.open]
         pending = self._behind
-        parents = (*range(-1, pending - 1), *(pending + parent for parent in self._parents))
+        parents = (*range(-1, pending - 1), *(pending + parent for parent in self.parents))
         return Segment(self.cache, self._ids(written), shape_of(parents), rows, pending + written)
 
     def chain_numbers(self) -> Sequence[Sequence[float]] | None:
         """The numbers that draw its tokens, if the whole chain can be drafted at once; otherwise None."""
         if not self.on_device or self.request.shaping is not None or self.drawing.choose(self.request.params) is None:
             return None
-        return self.drawing.chain_numbers(self.request.params, self._noise, self.length)
-
-    @property
-    def length(self) -> int:
-        return min(self.budget.depth, self.budget.nodes, len(self._branching))
+        return self.drawing.chain_numbers(self.request.params, self._noise, self.levels)
 
     def take_chain(self, tokens: Tensor, probs: Tensor | None) -> None:
         """Take a drafted chain of tokens `[levels]` on the device, at least as long as its budget.
@@ -179,53 +202,231 @@ class TreeBuilder:
         Args:
             probs: `[levels, vocab]` that they were drawn from; None: one-hot distributions.
         """
-        depth, kind = self.length, self.drawing.kind
+        depth, kind = self.levels, self.drawing.kind
         draws = [(Draw(node, -1 if probs is None else node, kind),) for node in range(depth)]
         tree = TokenTree(tokens[:depth], chain_shape(depth))
         self._whole = Proposal(tree, (*draws, ()), None if probs is None else probs[:depth], ())
-        self._open = []
+        self.open = []
 
     def proposal(self) -> Proposal:
         if self._whole is not None:
             return self._whole
-        if not self._tokens:
+        if not self.tokens:
             return Proposal.empty()
-        tree = TokenTree(self._ids(0), shape_of(tuple(self._parents)))
+        tree = TokenTree(self._ids(0), shape_of(tuple(self.parents)))
         if not self.on_device:
-            tree.keep_host_ids(self._tokens)
+            tree.keep_host_ids(self.tokens)
         probs = torch.cat(self._probs) if self._probs else None
         return Proposal(tree, tuple(self._draws), probs, tuple(self._confidence))
 
     def _ids(self, first: int) -> Tensor:
         """Tokens `[nodes]` of the nodes from `first` on, on the device if `on_device`."""
-        tokens = self._tokens[first:]
+        tokens = self.tokens[first:]
         if not self.on_device:
             return torch.tensor(tokens)
         return torch.cat(tokens) if len(tokens) > 1 else tokens[0]
 
 
-def chains_alike(
+class SiblingChains(TreeBuilder):
+    """Builds the tree of several chains, each drawn from the draft independently (SpecTr, Sun et al. 2310.15141).
+
+    Equal prefixes are one path, so a node on m chains has m independent draws; two of them may have one child, and both
+    count. If the draft is sure, the chains stay together with several draws per node; otherwise they separate. The
+    number of draws at a node depends on the tokens above it, so it is known before the first is drawn.
+
+    Worked example: three chains 5 7, 5 8 and 5 7 are node 0 = 5 with three draws at the root that all name it, and its
+    children 1 = 7, named by two of the three draws there, and 2 = 8.
+
+    Args:
+        request: sampled, without a seed.
+        budget: its width limits the number of chains.
+    """
+
+    def __init__(
+        self,
+        cache: RequestCache,
+        request: DraftRequest,
+        budget: Budget,
+        noise: Noise,
+        chains: int,
+        device: torch.device,
+    ) -> None:
+        count = min(chains, budget.width)
+        super().__init__(cache, request, budget, noise, (max(1, count),) * max(1, budget.depth), device)
+        self.drawing = INDEPENDENT_DRAWS
+        self._passing = {-1: count}  # by node: number of chains through it; -1 is the root
+        self._known: dict[tuple[int, int | Tensor], int] = {}  # children by parent and token
+
+    def open_nodes(self) -> list[OpenNode]:
+        """As many draws at each node as chains through it; the node budget cuts as if no two of them agreed."""
+        widths = [self._passing[node] for node in self.open]
+        first, left = len(self.tokens), self.budget.nodes - len(self.tokens)
+        return [
+            OpenNode(self._noise, self._depth, first + before, max(0, min(width, left - before)))
+            for before, width in zip(itertools.accumulate(widths, initial=0), widths, strict=False)
+        ]
+
+    def _child(self, parent: int, token: int | Tensor) -> int:
+        """The node below `parent` with a drawn token; counts its draws."""
+        key = parent, token
+        if key not in self._known:
+            self._known[key] = super()._child(parent, token)
+        node = self._known[key]
+        self._passing[node] = self._passing.get(node, 0) + 1
+        return node
+
+
+class ScoredTree(DraftTree):
+    """A tree of which the nodes with the best scores are kept; no node has a better score than its parent."""
+
+    def __init__(self, request: DraftRequest, budget: Budget) -> None:
+        super().__init__(request, budget)
+        self.scores: list[float] = []
+        self.depths: list[int] = []
+
+    def add(self, parent: int, token: int, score: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+        self.depths.append(self.depths[parent] + 1 if parent >= 0 else 1)
+
+    def best(self) -> tuple[list[int], TokenTree]:
+        """As many of the best nodes as the budget allows, and their tree; of equal scores the shallower, then first."""
+        order = sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], self.depths[node]))
+        kept = order[: self.budget.nodes]
+        place = {node: number for number, node in enumerate(kept)} | {-1: -1}
+        shape = shape_of(tuple(place[self.parents[node]] for node in kept))
+        return kept, TokenTree.of_ids([self.tokens[node] for node in kept], shape)
+
+
+class LikeliestTree(ScoredTree):
+    """The nodes with the largest products of probabilities, found by a beam search.
+
+    EAGLE-2 (Li et al., arXiv 2406.16858), section 4: each open node proposes its likeliest tokens, the best of all of
+    them are opened next, and at the end the best nodes of all levels are kept. A node is never likelier than its
+    parent, so these nodes form a tree. They are deterministic candidates, which every rule verifies exactly.
+
+    Worked example, two open nodes per level: the root proposes a with 0.6 and b with 0.3, a proposes c with 0.4 and d
+    with 0.2, b proposes e with 0.9 and f with 0.1. The products are 0.24, 0.12, 0.27 and 0.03, so c and e are opened,
+    and the best four nodes are a, b, e and c.
+
+    Args:
+        budget: its width is the number of open nodes, and of tokens that each proposes.
+    """
+
+    def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget) -> None:
+        super().__init__(request, budget)
+        self.cache = cache
+        self._fed: list[int] = []
+        self._whole: TokenTree | None = None
+
+    def grow(self, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> None:
+        first = len(self.tokens)
+        for parent, tokens, logs in zip(self.open, ids, log_probs, strict=True):
+            above = self.scores[parent] if parent >= 0 else 0.0
+            for token, log in zip(tokens, logs, strict=True):
+                if log > -math.inf:
+                    self.add(parent, token, above + log)
+        best = sorted(range(first, len(self.tokens)), key=lambda node: -self.scores[node])[: self.budget.width]
+        grows = best and self.depths[best[0]] < self.budget.depth
+        self.open = sorted(best) if grows else ()
+
+    def segment(self) -> Segment:
+        written = len(self._fed)
+        self._fed += self.open
+        place = {node: number for number, node in enumerate(self._fed)} | {-1: -1}
+        shape = shape_of(tuple(place[self.parents[node]] for node in self._fed))
+        tokens = torch.tensor([self.tokens[node] for node in self.open])
+        return Segment(self.cache, tokens, shape, range(len(self.open)), written)
+
+    def take_tree(self, tree: TokenTree) -> None:
+        """Take a tree that was found at once; its first nodes are those of a smaller budget."""
+        self._whole, self.open = tree.first(self.budget.nodes), ()
+
+    def proposal(self) -> Proposal:
+        return Proposal.deterministic(self.best()[1] if self._whole is None else self._whole)
+
+
+def grow_likeliest(
+    trees: Sequence[LikeliestTree], logits: Tensor, ids: DraftIds | None, likeliest: Callable[[Tensor, int], TopK]
+) -> list[LikeliestTree]:
+    """Grow trees by one level; returns those that continue.
+
+    Args:
+        logits: `[nodes, guessed]`, the open nodes of all trees in order.
+        ids: the token ids of the logits' columns; None for the whole vocabulary.
+    """
+    counts = [len(tree.open) for tree in trees]
+    if any(tree.request.shaping is not None for tree in trees):
+        logits, ids, likeliest = _shaped(trees, logits if ids is None else ids.whole(logits), counts), None, TopK.of
+    top = likeliest(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
+    tokens = top.ids if ids is None else ids.ids[top.ids]
+    start = 0
+    for tree, count in zip(trees, counts, strict=True):
+        here = slice(start, start + count), slice(tree.budget.width)
+        tree.grow(tokens[here].tolist(), top.log_probs[here].tolist())
+        start += count
+    return [tree for tree in trees if tree.open]
+
+
+class TextPath(LikeliestTree):
+    """A chain along a given text, with the distributions that its tokens would have been drawn from.
+
+    Args:
+        budget: its depth limits the chain, as does the length of the text.
+        text: tokens after the request's own.
+
+    Attributes:
+        probs: `[vocab]` per token.
+    """
+
+    def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget, text: Sequence[int]) -> None:
+        super().__init__(cache, request, replace(budget.cut(len(text)), width=1))
+        self._text = text
+        self.probs: list[Tensor] = []
+
+
+def follow_texts(paths: Sequence[TextPath], logits: Tensor, ids: DraftIds | None = None) -> list[TextPath]:
+    """Extend paths by one token, with distributions from logits `[paths, guessed]`; returns those that continue."""
+    for path, own in zip(paths, (logits if ids is None else ids.whole(logits)).split(1), strict=True):
+        path.probs.append(probs_from_logits(path.shaped(own), path.request.params)[0])
+        path.grow([[path._text[len(path.probs) - 1]]], [[0.0]])
+    return [path for path in paths if path.open]
+
+
+def _shaped(trees: Sequence[DraftTree], logits: Tensor, counts: Sequence[int]) -> Tensor:
+    """Logits `[nodes, vocab]` of the open nodes of trees, `counts` of each, after the requests' options."""
+    return torch.cat([tree.shaped(own) for tree, own in zip(trees, logits.split(list(counts)), strict=True)])
+
+
+def draw_chains(
     builders: Sequence[TreeBuilder],
-) -> dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]]:
-    """Chains that can be drafted at once, and the numbers that draw them, by way of drawing."""
+    device: torch.device,
+    run: Callable[[Choose, Sequence[TreeBuilder], int, Sequence[Tensor]], tuple[Tensor, Tensor | None]],
+) -> list[TreeBuilder]:
+    """Draw whole chains of fixed length, one call per way of drawing; returns the builders that cannot be drawn so.
+
+    Args:
+        run: called with a way of drawing, chains, a number of levels and for each kind of numbers that draw their
+            tokens a tensor `[chains, levels]`; returns tokens `[chains, levels]` and the distributions `[chains,
+            levels, vocab]` that they were drawn from, None for one-hot ones.
+    """
     alike: dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]] = {}
     for builder in builders:
         choose, numbers = builder.drawing.choose(builder.request.params), builder.chain_numbers()
         if choose is not None and numbers is not None:
             alike.setdefault(choose, []).append((builder, numbers))
-    return alike
-
-
-def chain_numbers_of(numbers: Sequence[Sequence[Sequence[float]]], levels: int, device: torch.device) -> list[Tensor]:
-    """Numbers `[kinds, depth]` of chains as one tensor `[chains, levels]` per kind; shorter chains are padded."""
-    return [
-        transfers.upload(np.array([[*own, *own[-1:] * (levels - len(own))] for own in kind]), device)
-        for kind in zip(*numbers, strict=True)
-    ]
-
-
-def _reads_paths(request: DraftRequest) -> bool:
-    return request.shaping is not None and request.shaping.reads_paths
+    for choose, group in alike.items():
+        chains = [chain for chain, _ in group]
+        levels = max(chain.levels for chain in chains)
+        by_kind = [
+            transfers.upload(np.array([[*own, *own[-1:] * (levels - len(own))] for own in kind]), device)
+            for kind in zip(*(numbers for _, numbers in group), strict=True)
+        ]
+        tokens, probs = run(choose, chains, levels, by_kind)
+        for row, chain in enumerate(chains):
+            chain.take_chain(tokens[row], None if probs is None else probs[row])
+    return [builder for builder in builders if builder.grows]
 
 
 def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
@@ -234,17 +435,8 @@ def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
     return not budget.looks and all(min(width, budget.width) == 1 for width in widths)
 
 
-class Growing(Protocol):
-    """A tree that is drafted level by level."""
-
-    cache: RequestCache
-
-    def proposal(self) -> Proposal:
-        """What was drafted so far."""
-
-
 @contextmanager
-def judged_if_it_fails(trees: Sequence[Growing]) -> Iterator[None]:
+def judged_if_it_fails(trees: Sequence[DraftTree]) -> Iterator[None]:
     """If a single tree fails after its first level, what was drafted is still verified.
 
     A level may fail because of tokens of earlier levels, never because of its own, which are not drawn yet. So which
@@ -291,12 +483,12 @@ def _draw_alike(
     if ids is not None and (shaped or first.drawing.by_ids):
         logits, ids = ids.whole(logits), None
     if shaped:
-        parts = logits.split(list(map(len, nodes)))
-        logits = torch.cat([builder.shaped(own) for builder, own in zip(builders, parts, strict=True)])
+        logits = _shaped(builders, logits, list(map(len, nodes)))
     tokens, probs = first.drawing.draw(logits, first.request.params, together)  # [nodes, draws], [nodes, vocab]
     children: Sequence[Sequence[tuple[int | Tensor, float]]]
     if first.on_device:
-        children = _unread_children(tokens, probs, logits.shape[-1])
+        unread = existing(tokens[:, 0], probs, logits.shape[-1])[0]  # [nodes]; changes `probs`
+        children = [[(token, 1.0)] for token in unread.split(1)]
     else:
         looked_at = None
         if any(builder.budget.looks for builder in builders):
@@ -311,8 +503,3 @@ def _draw_alike(
         rows = slice(start, start + len(own))
         builder.add(children[rows], None if probs is None else probs[rows])
         start = rows.stop
-
-
-def _unread_children(tokens: Tensor, probs: Tensor | None, vocab: int) -> list[list[tuple[Tensor, float]]]:
-    """The one child of each node, `[1]` on the device, from tokens `[nodes, 1]`; changes `probs`, see `existing`."""
-    return [[(token, 1.0)] for token in existing(tokens[:, 0], probs, vocab)[0].split(1)]

@@ -1,7 +1,4 @@
-"""The engine: requests, one speculative step for a batch, a scheduler, generate and stream.
-
-Each name loads on first use.
-"""
+"""The engine: requests, one speculative step for a batch, a scheduler, generate and stream."""
 
 from __future__ import annotations
 
@@ -21,15 +18,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "truedraft.core.stats": ("StepRecord",),
-    "truedraft.engine.answer": (
-        "Answer",
-        "Piece",
-    ),
-    "truedraft.engine.beam_search": (
-        "Beam",
-        "BeamAnswer",
-        "BeamSearch",
-    ),
+    "truedraft.engine.answer": ("Answer", "Piece"),
+    "truedraft.engine.beam_search": ("Beam", "BeamAnswer", "BeamSearch"),
     "truedraft.engine.engine": ("Engine",),
     "truedraft.engine.request": ("Request",),
 }

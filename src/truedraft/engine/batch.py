@@ -13,6 +13,7 @@ from truedraft.core.budget import Budget, Decision
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import Proposal
+from truedraft.core.shaping import Form
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.core.verdict import Verdict
 from truedraft.drafters.base import Features, StepOutcome
@@ -25,54 +26,33 @@ NOTHING_DRAFTED = MergedProposal.of({})
 
 @dataclass(slots=True, eq=False)
 class StepItem:
-    """One request's part of a step.
+    """One request's part of a step; the request has a cache.
 
-    Attributes:
-        request: it has a cache.
-        fed: number of its own tokens, not yet in its cache, that the target computes; the rest is the proposal.
-        context: tokens in its cache before the step.
-        prefill: whether the fed tokens are from its prompt, or from the answer before a preemption.
-        judged: whether a token is drawn after the fed ones; False for a part of a prompt that is not the last.
-        drafted: all drafts with their drafters.
-        proposal: the drafts to verify, without draws that prove invalid.
-        kept: nodes of the proposal that the forward computes; None is all of them. Nodes that violate the form of a
-            structured answer, and their descendants, are verified but not computed; if one is accepted, the verdict
-            ends with it.
-        decision: what to draft; None during the prompt, and if its drafters failed.
-        logits: `[tree rows, vocab]`, the target's own, while the proposal is verified.
-        shaped: `[tree rows, vocab]`, logits after the request's options.
-        probs: `[tree rows, vocab]`, the distributions for its rule, or logits if they suffice.
-        broken_rows: tree rows with NaN or infinite logits.
-        verdict: the accepted path and one more token, cut before the first row without a distribution; None if nothing
-            is verified, and before.
-        broken: whether there was such a row on its path.
-        banned: whether the request's options left no token there.
-        logprobs: of each token of the verdict, if the request has them enabled.
-        outcome: result of the proposal, without features of the forward; set after the step.
-        shown: output of the step's forward, while drafters may still read features of it.
+    Nodes of its proposal that violate the form of a structured answer, and their descendants, are verified but not
+    computed; if one is accepted, the verdict ends with it.
     """
 
     request: Request
-    fed: int
+    fed: int  # own tokens, not yet in the cache, that the target computes; the rest is the proposal
     noise: KeyedNoise = field(init=False)
-    context: int = field(init=False)
-    prefill: bool = field(init=False)
-    judged: bool = field(init=False)
-    drafted: MergedProposal = NOTHING_DRAFTED
-    proposal: Proposal = NOTHING_DRAFTED.proposal
-    kept: list[int] | None = None
-    rows: slice = field(init=False)
-    decision: Decision | None = None
-    logits: Tensor = field(init=False)
-    shaped: Tensor = field(init=False)
-    probs: Tensor = field(init=False)
-    broken_rows: frozenset[int] = frozenset()
-    verdict: Verdict | None = None
-    broken: bool = False
-    banned: bool = False
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    outcome: StepOutcome | None = None
-    shown: ForwardOutput | None = None
+    context: int = field(init=False)  # tokens in the cache before the step
+    prefill: bool = field(init=False)  # whether the fed tokens are from the prompt, or from before a preemption
+    judged: bool = field(init=False)  # whether a token is drawn after them; False for a part but the last of a prompt
+    drafted: MergedProposal = NOTHING_DRAFTED  # all drafts with their drafters
+    proposal: Proposal = NOTHING_DRAFTED.proposal  # the drafts to verify, without draws that prove invalid
+    kept: list[int] | None = None  # nodes of the proposal that the forward computes; None is all of them
+    rows: slice = field(init=False)  # of the forward's output
+    decision: Decision | None = None  # what to draft; None during the prompt, and if its drafters failed
+    logits: Tensor = field(init=False)  # [tree rows, vocab], the target's own, while the proposal is verified
+    shaped: Tensor = field(init=False)  # [tree rows, vocab], after the request's options
+    probs: Tensor = field(init=False)  # [tree rows, vocab], the distributions for its rule, or logits if they suffice
+    broken_rows: frozenset[int] = frozenset()  # tree rows with NaN or infinite logits
+    verdict: Verdict | None = None  # cut before the first row without a distribution; None if nothing is verified
+    broken: bool = False  # whether there was such a row on its path
+    banned: bool = False  # whether the request's options left no token there
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token of the verdict, if enabled
+    outcome: StepOutcome | None = None  # set after the step, without features of the forward
+    shown: ForwardOutput | None = None  # of the step's forward, while drafters may still read features of it
 
     def __post_init__(self) -> None:
         assert self.request.cache is not None
@@ -85,8 +65,9 @@ class StepItem:
     def hold(self, drafted: MergedProposal) -> None:
         """Set the drafts; nodes that violate the form of a structured answer are left out of the forward."""
         self.drafted, self.proposal = drafted, drafted.proposal
-        if self.request.shaping is not None:
-            self._keep_legal()
+        shaping = self.request.shaping
+        if shaping is not None and shaping.form is not None and len(self.proposal.tree):
+            self._keep_legal(shaping.form)
 
     def budget(self, drafter: str) -> Budget:
         assert self.decision is not None
@@ -105,17 +86,15 @@ class StepItem:
         places = list(path) if self.kept is None else [self.kept.index(node) for node in path]
         return [self.fed + place for place in places]
 
-    def _keep_legal(self) -> None:
-        shaping, tree = self.request.shaping, self.proposal.tree
-        if shaping is None or shaping.form is None or not len(tree):
-            return
+    def _keep_legal(self, form: Form) -> None:
+        tree = self.proposal.tree
         legal: set[int] = set()
         illegal: set[int] = set()
         for node in reversed(range(len(tree))):
             if node in legal or node in illegal:
                 continue
             path = tree.shape.path(node)
-            count = shaping.form.legal(tree.path_tokens(node))
+            count = form.legal(tree.path_tokens(node))
             legal.update(path[:count])
             illegal.update(path[count:])
         if illegal - legal:
@@ -146,10 +125,7 @@ class Batch:
         return [Batch(half) for half in (items[:middle], items[middle:]) if half]
 
     def segments(self, target: LanguageModel, features: Features | None) -> list[Segment]:
-        """Input of the target: for each request its last token and the tree below it, or a part of its prompt.
-
-        With `features` None, a part of a prompt has output rows only where a token is drawn.
-        """
+        """Input of the target: for each request its last token and the tree below it, or a part of its prompt."""
         waits = transfers.waits(target.device)
         on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
         drafted = iter(_tokens_on_device(on_device, target))
@@ -164,15 +140,9 @@ class Batch:
                 required = fed if all_rows else int(features is not None)
                 computed = max(required, int(item.judged))
                 prompt = max(0, min(fed, request.prompt_tokens - 1 - item.context))
-                output_rows = range(fed - computed, fed)
+                inputs, rows = None if item.context else request.inputs, range(fed - computed, fed)
                 own = Segment(
-                    request.cache,
-                    torch.tensor(ids),
-                    chain_shape(fed),
-                    output_rows,
-                    prompt=prompt,
-                    adapter=request.params.adapter,
-                    inputs=None if item.context else request.inputs,
+                    request.cache, torch.tensor(ids), chain_shape(fed), rows, 0, prompt, request.params.adapter, inputs
                 )
             else:
                 own = _tree_segment(item, ids, next(drafted) if waits and tree.on_device else None)
@@ -182,9 +152,8 @@ class Batch:
         return segments
 
     def whole_rows(self, output: ForwardOutput) -> ForwardOutput:
-        """The output with a row for every node, including nodes that were not computed.
-
-        These get the row of the last token: anything verified there follows a token of target probability 0.
+        """The output with a row for every node. One that was not computed gets the row of the last token: anything
+        verified there follows a token of target probability 0.
         """
         if all(item.kept is None for item in self.items):
             return output
@@ -202,10 +171,8 @@ class Batch:
 
 
 def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) -> Segment:
-    """The last token of a request and the tree below it, without nodes that the forward skips.
-
-    Args:
-        drafted: the last token and the tree's ids on the device, if the ids are only there.
+    """The last token of a request and the tree below it, without nodes that the forward skips; `drafted` has the ids if
+    they are only on the device.
     """
     tree, cache, adapter = item.proposal.tree, item.request.cache, item.request.params.adapter
     assert cache is not None
@@ -220,9 +187,8 @@ def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) ->
 
 
 def _tokens_on_device(items: Sequence[StepItem], target: LanguageModel) -> list[Tensor]:
-    """Last token and drafted tokens on the device, for items with ids only there.
-
-    They are views of one tensor, so that the number of kernels does not depend on the number of requests.
+    """Last token and drafted tokens on the device, for items with ids only there: views of one tensor, so that the
+    number of kernels does not depend on the number of requests.
     """
     if not items:
         return []

@@ -1,13 +1,9 @@
-"""Speculative beam search (Leviathan et al. 2211.17192, appendix A.4): several steps of beam search per forward.
-
-The draft continues the running beams with a wider beam search of its own. One forward of the target reads running and
-drafted beams as one tree, and the target's search steps as long as its beams are among the drafted ones. If one is not,
-the last step is still valid, because its distributions were computed. So the beams are those of plain beam search,
-whatever was drafted. The common prefix of all beams is committed; the rest of the tree is read again with the next
-forward.
-
-The search follows transformers' `generate(num_beams=...)` exactly: float32 scores, the order of candidates, separate
-finished beams, length penalty and early stopping.
+"""Speculative beam search (Leviathan et al. 2211.17192, appendix A.4): several steps of beam search per forward. The
+draft continues the running beams by a wider search of its own; one forward of the target reads all as one tree, and
+its search steps as long as its beams are among the drafted ones. The last step is still valid if one is not, because
+its distributions were computed, so the beams are those of plain search. The search follows transformers'
+`generate(num_beams=...)` exactly: float32 scores, the order of candidates, separate finished beams, length penalty
+and early stopping.
 """
 
 from __future__ import annotations
@@ -47,12 +43,8 @@ class Beam:
 
 @dataclass
 class BeamAnswer:
-    """The result of a beam search.
-
-    Attributes:
-        beams: the best first.
-        steps: of the search; plain beam search needs a target call for each.
-        target_calls: forwards of the target after the prompt.
+    """The result of a beam search: the best beams first, and the steps of the search, for each of which plain beam
+    search needs one of the `target_calls`.
     """
 
     beams: list[Beam] = field(default_factory=list)
@@ -220,10 +212,8 @@ class _Reader:
         return min(self._model.most_drafted([*prompt, *beam]) for beam in beams)
 
     def read(self, tree: GrowingTree, fed: int, nodes: Sequence[int]) -> Tensor:
-        """Logits `[nodes, vocab]` after nodes of a tree, of which earlier calls read the first `fed`.
-
-        Worked example: with two tokens of the text not read yet, the tree (-1, -1, 0) is read as (-1, 0, 1, 1, 2), and
-        the row of its root is that of id 1.
+        """Logits `[nodes, vocab]` after nodes of a tree, of which earlier calls read the first `fed`; with two tokens
+        of the text not read yet, the tree (-1, -1, 0) is read as (-1, 0, 1, 1, 2).
         """
         if not fed:
             self._read_prompt()
@@ -253,17 +243,7 @@ class _Reader:
 
 
 class _Search:
-    """The state of one beam search, as in transformers.
-
-    Args:
-        ends: ids that end a beam.
-        most: limit of an answer's tokens.
-
-    Attributes:
-        running: tokens of each running beam.
-        scores: `[1, beams]`, float32, log probabilities.
-        parents: for each running beam its index before the last step.
-    """
+    """The state of one beam search, as in transformers."""
 
     def __init__(
         self, width: int, ends: Sequence[int], most: int, length_penalty: float, early_stopping: bool | str
@@ -283,11 +263,7 @@ class _Search:
         self._improves = torch.ones(1, 1, dtype=torch.bool)
 
     def step(self, logits: Tensor) -> None:
-        """Extend the beams by one token.
-
-        Args:
-            logits: `[beams, vocab]`, float32, after each running beam.
-        """
+        """Extend the beams by one token, by float32 logits `[beams, vocab]` after each running beam."""
         vocab = logits.shape[1]
         likely = (torch.log_softmax(logits.cpu(), dim=-1)[None] + self.scores[:, :, None]).reshape(1, -1)
         count = min(max(2, 1 + len(self.ends)) * self.width, likely.shape[1])

@@ -16,8 +16,7 @@ from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.drafters.base import Drafter, Features, StepOutcome
 from truedraft.drafters.portfolio import MergedProposal, joint_features
 from truedraft.engine.batch import Batch, StepItem
-from truedraft.engine.failures import Failures, told
-from truedraft.engine.guarded import GuardedDrafter, disowned
+from truedraft.engine.failures import Failures, GuardedDrafter, invalid_draws, summary
 from truedraft.engine.policy import Controller
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError, UnknownOptionError
@@ -57,19 +56,20 @@ class Drafting:
         self._kept = [each.features for each in watched.values() if each.observes_lazily and each.features]
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
         self._eager = [member for member in self._members.values() if not member.drafter.observes_lazily]
-        self._asked: dict[str, list[StepItem]] = {}  # items of the running step, by drafter
-        self._resting = False  # whether the controller is not called in this step
-        self._rests = 0  # number of such steps left, this one included
-        self._resting_plain = False  # whether nothing is drafted in those
+        self._proposing: dict[str, list[StepItem]] = {}  # items of the running step, by drafter
+        # The controller's last call, and the steps for which its decisions hold without another one.
+        self._rests = 0  # number of steps left, the running one included
+        self._resting = False  # whether the running step is one of them
+        self._resting_plain = False  # whether nothing is drafted in them
         self._seen: set[tuple[int, int]] = set()  # hints found while nothing was drafted
-        self._last: tuple[list[Request], list[Decision | None]] = [], []  # requests and decisions of its last call
+        self._last: tuple[list[Request], list[Decision | None]] = [], []  # its requests and decisions
         self._controller = controller
         self._failures = failures
 
     @property
     def spent(self) -> tuple[DraftTime, ...]:
         """Time that each drafter's proposals took in this step."""
-        spent = ((self._members[name].spent, len(items)) for name, items in self._asked.items())
+        spent = ((self._members[name].spent, len(items)) for name, items in self._proposing.items())
         # Requests that were drafted one after another do not show the time of a batch.
         return tuple(each for each, count in spent if each is not None and each.requests == count)
 
@@ -84,37 +84,36 @@ class Drafting:
         Raises:
             UnknownOptionError: there is no such drafter; names the nearest.
         """
-        request.excluded.update(
-            name for name, member in self._members.items() if not member.drafter.serves(request.draft)
-        )
+        own = request.drafting
+        own.excluded.update(name for name, each in self._members.items() if not each.drafter.serves(request.draft))
         if speculation is not None:
             for name in speculation.drafters or ():
                 if name not in self._limits:
                     raise UnknownOptionError.nearest("drafter", name, self._limits)
             if speculation.drafters is not None:
-                request.excluded.update(name for name in self._limits if name not in speculation.drafters)
+                own.excluded.update(name for name in self._limits if name not in speculation.drafters)
             if speculation.num_speculative_tokens is not None:
-                request.most_depth = speculation.num_speculative_tokens
-        request.no_room |= request.excluded
+                own.most_depth = speculation.num_speculative_tokens
+        own.no_room |= own.excluded
 
     def begin(self, request: Request) -> None:
         for name, member in self._members.items():
-            if name not in request.no_room:
+            if name not in request.drafting.no_room:
                 member.begin(request)
 
     def release_cache(self, request: Request, name: str) -> None:
         """Release what a drafter holds for a request; the other drafters continue."""
         self._members[name].end(request)
-        request.no_room.add(name)
+        request.drafting.no_room.add(name)
 
     def restore_cache(self, request: Request, name: str) -> None:
         """Let a drafter draft for a request again, as if it were new with the answer so far."""
-        request.no_room.discard(name)
+        request.drafting.no_room.discard(name)
         self._begin_anew(request, name)
 
     def renew(self, name: str, change: Callable[[], None], requests: Sequence[Request]) -> None:
         """Change a drafter between two steps, such as its weights, and rebuild its state for the running requests."""
-        own = [each for each in requests if each.cache is not None and name not in each.undrafted_by]
+        own = [each for each in requests if each.cache is not None and name not in each.drafting.unavailable]
         for request in own:
             self._members[name].end(request)
         try:
@@ -126,23 +125,23 @@ class Drafting:
 
     def _begin_anew(self, request: Request, name: str) -> None:
         self._members[name].begin(request)
-        request.told.pop(name, None)
+        request.drafting.reported.pop(name, None)
         if request.last_step is not None:
-            self._tell(self._members[name], [request.last_step])
+            self._report(self._members[name], [request.last_step])
 
     def explain(self, request: Request) -> None:
         """Record, for a finished request, why little or nothing was drafted, if more could have been."""
         counters = request.counters
-        could = any(not each.is_zero for name, each in self._limits.items() if name not in request.undrafted_by)
+        could = any(not each.is_zero for each in self._limits_for(request).values())
         if could and counters.target_calls and counters.drafted_calls < _FEW_CALLS * counters.target_calls:
             counters.undrafted = self._controller.undrafted(request.id)
 
     def decide(self, batch: Batch) -> None:
         """Set each item's decision: which drafters draft how much."""
         for item, decision in zip(batch, self._decisions(batch), strict=True):
-            item.decision = decision
+            item.decision = decision if decision is None or decision.is_zero else self._within_limits(item, decision)
 
-    def _decisions(self, batch: Batch) -> list[Decision | None]:
+    def _decisions(self, batch: Batch) -> Sequence[Decision | None]:
         decisions: list[Decision | None] = [None] * len(batch)
         if not self._drafts:
             return decisions
@@ -151,12 +150,12 @@ class Drafting:
             self._rests = self._rests if self._found(batch) <= self._seen else 0
         self._resting = self._rests > 0
         if self._resting:
-            return self._last[1] if self._resting_plain else self._fitted(batch, self._last[1])
+            return self._last[1]
         numbers = [number for number, item in enumerate(batch) if not item.prefill and self._limits_for(item.request)]
         if not numbers:
             return decisions
         items = [batch.items[number] for number in numbers]
-        decided = self._failures.together("the controller", items, self._decided, self._give_up)
+        decided = self._failures.run_or_split("the controller", items, self._decided, self._give_up)
         for number, decision in zip(numbers, decided, strict=True):
             decisions[number] = decision
         if self._controller.rests and len(numbers) == len(batch):
@@ -168,21 +167,29 @@ class Drafting:
             self._resting_plain = plain
             if plain:
                 self._seen |= self._found(batch)
-        return self._fitted(batch, decisions)
+        return decisions
 
-    def _fitted(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[Decision | None]:
-        """Decisions restricted to available drafters, the tokens that answers have left, and the memory."""
-        fitted: list[Decision | None] = []
-        for item, decision in zip(batch, decisions, strict=True):
-            request = item.request
-            if decision is not None and not decision.is_zero:
-                # A step emits one token more than it accepts, so the last draft is cut to fit.
-                depth = max(min(request.remaining - 1, request.most_depth), 0)
-                most = request.most_positions
-                nodes = None if most is None else max(most - item.context - 1, 0)
-                decision = _fitted(decision, self._limits_for(request), depth, nodes)
-            fitted.append(decision)
-        return fitted
+    def _within_limits(self, item: StepItem, decision: Decision) -> Decision:
+        """A decision cut to the available drafters, the tokens that the answer has left, and the memory; earlier parts
+        get nodes first. It may be of an earlier step, before a drafter failed or lost its memory.
+        """
+        request, limits = item.request, self._limits_for(item.request)
+        # A step emits one token more than it accepts, so the last draft is cut to fit.
+        depth = max(min(request.remaining - 1, request.drafting.most_depth), 0)
+        most = request.drafting.most_positions
+        nodes = None if most is None else max(most - item.context - 1, 0)
+        parts, budgets = (decision, *decision.merged), []
+        for part in parts:
+            budget = part.budget.cut(depth) if part.drafter in limits else NO_DRAFT
+            if nodes is not None:
+                own = min(budget.nodes, limits.get(part.drafter, NO_DRAFT).nodes)
+                budget = replace(budget, nodes=nodes) if own > nodes else budget
+                nodes -= min(own, nodes)
+            budgets.append(budget)
+        if all(budget is part.budget for budget, part in zip(budgets, parts, strict=True)):
+            return decision
+        merged = tuple(replace(part, budget=budget) for part, budget in zip(decision.merged, budgets[1:], strict=True))
+        return replace(decision, budget=budgets[0], merged=merged)
 
     def _found(self, batch: Batch) -> set[tuple[int, int]]:
         """Places and kinds of hints, found while nothing is drafted; the hints may disappear later."""
@@ -190,14 +197,16 @@ class Drafting:
         return {(place, hint.kind) for place, hint in enumerate(hints) if hint.finds}
 
     def _limits_for(self, request: Request) -> Mapping[str, Budget]:
-        out = request.undrafted_by
+        out = request.drafting.unavailable
         return {name: limits for name, limits in self._limits.items() if name not in out} if out else self._limits
 
     def _view(self, item: StepItem) -> RequestView:
-        request, view = item.request, item.request.view
+        request, view = item.request, item.request.drafting.view
         if view is None:
             hints = {name: partial(member.hint, request) for name, member in self._members.items()}
-            view = request.view = RequestView(request.id, request.params, 0, 0, self._limits, request.counters, hints)
+            view = request.drafting.view = RequestView(
+                request.id, request.params, 0, 0, self._limits, request.counters, hints
+            )
         view.context, view.remaining = item.context, request.remaining
         view.limits = self._limits_for(request)
         return view
@@ -216,14 +225,14 @@ class Drafting:
 
     def propose(self, batch: Batch) -> None:
         """Give each item its drafts as decided; nothing from a drafter that failed."""
-        self._asked = {}
+        self._proposing = {}
         for item in batch:
             for part in () if item.decision is None else item.decision.parts:
-                self._asked.setdefault(part.drafter, []).append(item)
-        for name, items in self._asked.items():
+                self._proposing.setdefault(part.drafter, []).append(item)
+        for name, items in self._proposing.items():
             if self._members[name].drafter.observes_lazily:
-                self._tell(self._members[name], items)
-        made = {name: self._members[name].propose(items) for name, items in self._asked.items()}
+                self._report(self._members[name], items)
+        made = {name: self._members[name].propose(items) for name, items in self._proposing.items()}
         for item in batch if made else ():
             parts = () if item.decision is None else item.decision.parts
             own = {part.drafter: made[part.drafter].get(item.request.id) for part in parts}
@@ -241,14 +250,11 @@ class Drafting:
         return True
 
     def drop_invalid_draws(self, item: StepItem, rows: Collection[int]) -> Proposal:
-        """Remove draws that do not match the proposal's probabilities; their drafters no longer draft for this request.
-
-        Earlier levels of the tree are kept: dropping them because of later draws would bias the answer's distribution.
-
-        Args:
-            rows: tree rows with such draws.
+        """Remove draws below some tree rows that do not match the proposal's probabilities; their drafters no longer
+        draft for this request. Earlier levels are kept: dropping them because of later draws would bias the answer's
+        distribution.
         """
-        error = disowned(rows, item.proposal)
+        error = invalid_draws(rows, item.proposal)
         for name in item.drafted.parts:
             self._members[name].give_up(item.request, error)
         return item.proposal.without_draws(rows)
@@ -263,25 +269,25 @@ class Drafting:
                 item.request.last_step.shown = None  # frees a large tensor
             item.shown, item.request.last_step = output if self._shows else None, item
         for member in self._eager:
-            self._tell(member, batch.items)
-        for name in self._asked:
+            self._report(member, batch.items)
+        for name in self._proposing:
             if self._members[name].drafter.observes_lazily:
-                self._tell(self._members[name], [item for item in batch if name in item.drafted.parts])
+                self._report(self._members[name], [item for item in batch if name in item.drafted.parts])
         if self._whole is not None:
             outcomes = [item.outcome for item in batch if item.outcome is not None]
             self._whole.observe([item.request.draft for item in batch], outcomes)
 
-    def _tell(self, member: GuardedDrafter, items: Sequence[StepItem]) -> None:
+    def _report(self, member: GuardedDrafter, items: Sequence[StepItem]) -> None:
         """Report the last step of these items' requests to a drafter, unless it was reported already."""
         seen = []
         for request in (item.request for item in items):
-            step = request.last_step
+            step, own = request.last_step, request.drafting
             if (
                 step is not None
-                and member.name not in request.undrafted_by
-                and request.told.get(member.name) != step.context
+                and member.name not in own.unavailable
+                and own.reported.get(member.name) != step.context
             ):
-                request.told[member.name] = step.context
+                own.reported[member.name] = step.context
                 seen.append((request, _outcome_for(member.name, step, member.drafter.features, self._layers)))
         if seen:
             member.observe(seen)
@@ -298,42 +304,18 @@ class Drafting:
 
     def end(self, request: Request) -> None:
         for name, member in self._members.items():
-            if name not in request.no_room:
+            if name not in request.drafting.no_room:
                 member.end(request)
 
     def _give_up(self, request: Request, error: Exception) -> None:
         self._failures.log("the controller", error)
-        request.excluded.update(self._members)
-        request.warnings.append(f"the controller failed ({told(error)}); the answer went on undrafted")
-
-
-def _fitted(decision: Decision, limits: Mapping[str, Budget], depth: int, nodes: int | None) -> Decision:
-    """A decision cut to the limits; earlier parts get their nodes first.
-
-    Args:
-        decision: of one request; a decision from an earlier step may name drafters that have failed or lost their
-            memory.
-        nodes: limit of all parts together; None is no limit.
-    """
-    parts, budgets = (decision, *decision.merged), []
-    for part in parts:
-        budget = part.budget.cut(depth) if part.drafter in limits else NO_DRAFT
-        if nodes is not None:
-            own = min(budget.nodes, limits.get(part.drafter, NO_DRAFT).nodes)
-            budget = replace(budget, nodes=nodes) if own > nodes else budget
-            nodes -= min(own, nodes)
-        budgets.append(budget)
-    if all(budget is part.budget for budget, part in zip(budgets, parts, strict=True)):
-        return decision
-    merged = tuple(replace(part, budget=budget) for part, budget in zip(decision.merged, budgets[1:], strict=True))
-    return replace(decision, budget=budgets[0], merged=merged)
+        request.drafting.excluded.update(self._members)
+        request.warnings.append(f"the controller failed ({summary(error)}); the answer went on undrafted")
 
 
 def _outcome_for(name: str, item: StepItem, features: Features | None, layers: Sequence[int]) -> StepOutcome:
-    """The outcome for one drafter: its own proposal, its part of the path, and the features that it declared.
-
-    Args:
-        layers: numbers of the layers that the forward returned, for all drafters together.
+    """The outcome for one drafter: its own proposal, its part of the path, and the features that it declared, of the
+    `layers` that the forward returned.
     """
     outcome, output = item.outcome, item.shown
     assert outcome is not None
@@ -372,9 +354,8 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
 
 
 def _at_once(rows: list[int], device: torch.device) -> slice | Tensor:
-    """Ascending rows as an index for device tensors that needs at most one copy to the device.
-
-    Worked example: rows 4, 5, 6, of a chain, are a slice; 4, 5, 7 are not.
+    """Ascending rows as an index for device tensors that needs at most one copy to the device: 4, 5, 6 are a slice, 4,
+    5, 7 are not.
     """
     if rows and rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import weakref
@@ -24,7 +25,7 @@ from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer, Piece, Timing
 from truedraft.engine.batch import Batch
 from truedraft.engine.drafting import Drafting
-from truedraft.engine.failures import Failures, told
+from truedraft.engine.failures import Failures, summary
 from truedraft.engine.learner import EngineLearner
 from truedraft.engine.loop import FairLock, Loop
 from truedraft.engine.memory import GPU_MEMORY_UTILIZATION, CacheMemory
@@ -32,20 +33,22 @@ from truedraft.engine.policy import Controller, Goodput, RunningTimes, StepCosts
 from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.engine.prompts import (
     Chat,
+    ChatOptions,
+    Forms,
     Messages,
+    ParamsOfEach,
     Prompt,
+    Prompts,
     chats_of,
-    encode_chat,
-    encode_inputs,
-    encode_prompt,
+    encode,
     is_messages,
     is_one,
+    new_request,
     params_of_each,
 )
-from truedraft.engine.reading import reading_on
 from truedraft.engine.ready import make_ready
 from truedraft.engine.request import Request
-from truedraft.engine.scheduler import Scheduler
+from truedraft.engine.scheduler import Scheduler, reading_on
 from truedraft.engine.sharing import PrefixSharing
 from truedraft.engine.step import Step
 from truedraft.engine.verifier import Verifier
@@ -55,8 +58,6 @@ from truedraft.models.loading import load_model
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.options import check_whole
 from truedraft.progress import Progress, unwatched
-from truedraft.text.forms import Forms
-from truedraft.text.tokenizer import ChatOptions
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
 
@@ -131,8 +132,7 @@ class Engine:
         _check_kind("rule", self.rule, Rule, ", or its words")
         _check_kind("controller", controller, Controller, ", or its words")
         _check_kind("coupled_rule", coupled, Rule)
-        if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
-            raise OptionError(f"max_batch must be a whole number of 1 or more, got {max_batch!r}")
+        check_whole("max_batch", max_batch, 1)
         self.drafter.check(self.target)
         for member in self.drafter.members.values():
             _check_layers(member, self.target)
@@ -140,11 +140,10 @@ class Engine:
         self.learner, watcher = learner, None
         if learner is not None:
             self.drafter, watcher = learner.begin(self)
-        self._sharing = PrefixSharing(self.target, self.drafter.members, prefix_cache_bytes)
-        members, stores = self.drafter.members, list(zip(self._sharing.stores, self._sharing.pools, strict=True))
-        self._memory = CacheMemory(
-            self.target, members, max_cache_bytes, stores, gpu_memory_utilization, requests=max_batch
-        )
+        members = self.drafter.members
+        self._sharing = PrefixSharing(self.target, members, prefix_cache_bytes)
+        stores = list(zip(self._sharing.stores, self._sharing.pools, strict=True))
+        self._memory = CacheMemory(target, members, max_cache_bytes, stores, gpu_memory_utilization, max_batch)
         self.listeners: list[Callable[[StepRecord], None]] = []
         self.preemptions = 0
         self._failures = Failures()
@@ -158,8 +157,8 @@ class Engine:
         self._scheduler = Scheduler(max_batch, reading_on(target.device, self._drafting.features))
         tokenizer = target.tokenizer
         self.forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
-        self._turns = FairLock()  # for the threads that step
-        self._loop = Loop(self.step, self._turns)
+        self._lock = FairLock()  # for the threads that step
+        self._loop = Loop(self.step, self._lock)
         self._leaving: deque[Request] = deque()  # cancelled but not closed
         self._open: dict[int, Request] = {}  # started but not closed
         self.entropy = None if entropy is None else check_whole("entropy", entropy, 0)
@@ -226,14 +225,11 @@ class Engine:
         Raises:
             TruedraftError: target or drafter failed, or this was called from inside a step.
         """
-        if not self.controller.weighs_costs or self.drafter.limits.is_zero:
+        if not self._weighs_costs:
             return
-        if self._turns.mine:
-            raise TruedraftError("nothing can be measured from inside a step; measure before requests come")
-        with self._turns, torch.inference_mode():
+        with self._between_steps():
             self._times.measure((params or SamplingParams()).greedy)
             self._memory.settle(self._scheduler.running)
-        self._settle()
 
     def make_ready(self, tokens: int = 2048, progress: Progress = unwatched) -> None:
         """Warm up: record the forwards that steps will run, and measure costs.
@@ -253,16 +249,13 @@ class Engine:
             TruedraftError: target or drafter failed, or this was called from inside a step.
         """
         check_whole("tokens", tokens, least=1)
-        if self._turns.mine:
-            raise TruedraftError("nothing can be made ready from inside a step; do it before requests come")
-        with self._turns, torch.inference_mode():
+        drafters = list(self.drafter.members.values())
+        with self._between_steps():
             self._times.rest()
             # Room is needed for short texts in addition to the longest one, and for the draft model's own text.
             tokens = max(1, min(tokens, self.cache_tokens // 2))
-            drafters, features = list(self.drafter.members.values()), self._drafting.features
-            make_ready(self.target, drafters, features, self.max_batch, tokens, progress)
+            make_ready(self.target, drafters, self._drafting.features, self.max_batch, tokens, progress)
             self._memory.settle(self._scheduler.running)
-        self._settle()
         if self.target.warmups or any(each.warmups for each in drafters):
             for params in (SamplingParams(), SamplingParams(temperature=1.0)):
                 self.measure(params)
@@ -276,32 +269,36 @@ class Engine:
         Raises:
             TruedraftError: this was called from inside a step.
         """
-        if not self.controller.weighs_costs or self.drafter.limits.is_zero:
+        if not self._weighs_costs:
             return False
-        if self._turns.mine:
-            raise TruedraftError("nothing can be measured from inside a step; measure between steps")
-        with self._turns, torch.inference_mode(), self.target.stepping():
+        with self._between_steps(), self.target.stepping():
             more = self._times.measure_one()
             if not more:
                 self._times.rest()
                 self._memory.settle(self._scheduler.running)
-        self._settle()
         return more
+
+    @property
+    def _weighs_costs(self) -> bool:
+        return self.controller.weighs_costs and not self.drafter.limits.is_zero
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Hold the engine between two steps, or raise a `TruedraftError` if inside one; requests cancelled meanwhile
+        are then closed.
+        """
+        try:
+            with self._lock, torch.inference_mode():
+                yield
+        finally:
+            self._settle()
 
     @overload
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer: ...
     @overload
-    def generate(
-        self,
-        prompt: list[str] | list[list[int]] | list[MultimodalPrompt] | list[Chat],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Answer]: ...
+    def generate(self, prompt: Prompts, params: ParamsOfEach = None) -> list[Answer]: ...
 
-    def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Answer | list[Answer]:
+    def generate(self, prompt: Prompt | Sequence[Prompt], params: ParamsOfEach = None) -> Answer | list[Answer]:
         """Answer one prompt, or several at once.
 
         Args:
@@ -314,8 +311,8 @@ class Engine:
         Raises:
             TruedraftError: a single prompt failed.
         """
-        prepared = self._asked(prompt, params)
-        requests = self._enqueued(prepared)
+        prepared = self._prepare_each(prompt, params)
+        requests = self._enqueue_all(prepared)
         try:
             self._loop.run_until(lambda: all(request.finish_reason is not None for request in requests))
         finally:
@@ -326,17 +323,11 @@ class Engine:
     def chat(self, messages: Messages, params: SamplingParams | None = None, **how: Unpack[ChatOptions]) -> Answer: ...
     @overload
     def chat(
-        self,
-        messages: Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **how: Unpack[ChatOptions],
+        self, messages: Sequence[Messages], params: ParamsOfEach = None, **how: Unpack[ChatOptions]
     ) -> list[Answer]: ...
 
     def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **how: Unpack[ChatOptions],
+        self, messages: Messages | Sequence[Messages], params: ParamsOfEach = None, **how: Unpack[ChatOptions]
     ) -> Answer | list[Answer]:
         """Answer a conversation, or several at once, with the model's chat template; otherwise like `generate`.
 
@@ -354,20 +345,12 @@ class Engine:
     @overload
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer: ...
     @overload
-    async def agenerate(
-        self,
-        prompt: list[str] | list[list[int]] | list[MultimodalPrompt] | list[Chat],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Answer]: ...
+    async def agenerate(self, prompt: Prompts, params: ParamsOfEach = None) -> list[Answer]: ...
 
-    async def agenerate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Answer | list[Answer]:
+    async def agenerate(self, prompt: Prompt | Sequence[Prompt], params: ParamsOfEach = None) -> Answer | list[Answer]:
         """`generate` for `asyncio`: steps run in a thread, and cancelling the task cancels its requests."""
-        prepared = await asyncio.to_thread(self._asked, prompt, params)
-        requests = self._enqueued(prepared)
+        prepared = await asyncio.to_thread(self._prepare_each, prompt, params)
+        requests = self._enqueue_all(prepared)
         try:
             await self._loop.until(lambda: all(request.closed for request in requests))
         finally:
@@ -375,23 +358,28 @@ class Engine:
                 self.cancel(request)
         return _answers_of(prompt, prepared)
 
-    def _asked(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[list[Request] | Answer]:
+    def _prepare_each(self, prompt: Prompt | Sequence[Prompt], params: ParamsOfEach) -> list[list[Request] | Answer]:
         """For each prompt the requests of all samples; of several prompts, an invalid one is answered already."""
         if is_one(prompt):
             if params is not None and not isinstance(params, SamplingParams):
                 raise PromptError(f"one prompt takes one SamplingParams, got a {type(params).__name__}")
-            return [self._prepare_all(cast("Prompt", prompt), params)]
+            return [self._prepare_samples(cast("Prompt", prompt), params)]
         prompts = cast("Sequence[Prompt]", prompt)
-        each = params_of_each(len(prompts), params)
-        return [self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)]
+        found: list[list[Request] | Answer] = []
+        for one, its in zip(prompts, params_of_each(len(prompts), params), strict=True):
+            try:
+                found.append(self._prepare_samples(one, its))
+            except TruedraftError as error:
+                text = None if self.target.tokenizer is None else ""
+                seed = its.seed if isinstance(its, SamplingParams) else None
+                found.append(Answer(text, [], "error", Counters(), [], seed, 0, Timing(None, 0.0), str(error)))
+        return found
 
-    def _prepare_all(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
+    def _prepare_samples(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
         count = params.n if isinstance(params, SamplingParams) else 1
         return [self.prepare(prompt, params, sample=sample) for sample in range(count)]
 
-    def _enqueued(self, prepared: Sequence[list[Request] | Answer]) -> list[Request]:
+    def _enqueue_all(self, prepared: Sequence[list[Request] | Answer]) -> list[Request]:
         requests = [request for samples in prepared if isinstance(samples, list) for request in samples]
         for request in requests:
             self.enqueue(request)
@@ -509,45 +497,31 @@ class Engine:
             raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
         if rule is not None:
             rule.check(self.drafter.kinds_for(rule.judges), self.drafter.name)
-        target = self.target
-        if isinstance(prompt, MultimodalPrompt):
-            ids = encode_inputs(target, prompt)
-        else:
-            ids = encode_chat(target, prompt) if isinstance(prompt, Chat) else encode_prompt(target, prompt)
+        ids = encode(self.target, prompt)
         check_whole("sample", sample, least=0)
         try:
             hash(scope)
         except TypeError as error:
             raise OptionError(f"must be hashable, as a text is, got a {type(scope).__name__}", field="scope") from error
-        inputs, owner = None, scope
-        if isinstance(prompt, MultimodalPrompt):
-            # The ids of placeholders are the same for different inputs.
-            inputs, scope = prompt.inputs, (scope, prompt.digest)
         judge = self._verifier.rule_for(params, rule)
-        request = Request(ids, params, judge, target, sample, scope, self.forms, inputs, shown, owner)
+        pictures = prompt if isinstance(prompt, MultimodalPrompt) else None
+        request = new_request(
+            self.target, ids, params, judge, sample=sample, scope=scope, prompt=pictures, forms=self.forms, shown=shown
+        )
         self._drafting.limit(request, speculation)
         self._memory.refuse(request)
         if params.seed is None:
-            request.noise_seed = self._fresh_seed()
+            # Unique within this engine.
+            fresh = (
+                secrets.randbits(64) if self.entropy is None else mix(mix(GOLDEN, self.entropy), next(self._unseeded))
+            )
+            request.noise_seed = fresh
         return request
-
-    def _fresh_seed(self) -> int:
-        """A noise seed for a request without a seed, unique within this engine."""
-        return secrets.randbits(64) if self.entropy is None else mix(mix(GOLDEN, self.entropy), next(self._unseeded))
 
     def enqueue(self, request: Request) -> None:
         """Queue a request that `prepare` made. Thread-safe."""
         request.engine = weakref.ref(self)
         self._scheduler.add(request)
-
-    def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> list[Request] | Answer:
-        """A checked request for each sample, or an error answer for an invalid prompt."""
-        try:
-            return self._prepare_all(prompt, params)
-        except TruedraftError as error:
-            text = None if self.target.tokenizer is None else ""
-            seed = params.seed if isinstance(params, SamplingParams) else None
-            return Answer(text, [], "error", Counters(), [], seed, 0, Timing(None, 0.0), str(error))
 
     def cancel(self, request: Request) -> None:
         """End a request of this engine and release its cache. A finished request remains as it is.
@@ -567,16 +541,14 @@ class Engine:
             raise PromptError("this is no request of this engine; give it what its own submit returned")
 
     def _settle(self) -> None:
-        """Close cancelled requests, unless another thread is stepping, which then does it.
-
-        Abandoned streams are cancelled by finalizers, in any thread, so this must neither block nor disturb a running
-        step.
+        """Close cancelled requests, unless another thread is stepping, which then does it. Finalizers of abandoned
+        streams call this in any thread, so it must neither block nor disturb a running step.
         """
-        while self._leaving and self._turns.try_now():
+        while self._leaving and self._lock.try_now():
             try:
                 self._close_cancelled()
             finally:
-                self._turns.give_back()
+                self._lock.give_back()
 
     def _close_cancelled(self) -> None:
         while self._leaving:
@@ -585,7 +557,6 @@ class Engine:
                 request.finish_reason = request.finish_reason or "cancelled"
                 self._close(request)
 
-    @torch.inference_mode()
     def step(self) -> bool:
         """Run one step for all running requests; returns whether any request is left.
 
@@ -594,14 +565,9 @@ class Engine:
         Raises:
             TruedraftError: called from inside a step, as by a listener.
         """
-        if self._turns.mine:
-            raise TruedraftError("a step was asked for from inside a step; ask for it when `step` is over")
-        try:
-            with self._turns, self.target.stepping():
-                self._close_cancelled()
-                self._step_all()
-        finally:
-            self._settle()
+        with self._between_steps(), self.target.stepping():
+            self._close_cancelled()
+            self._step_all()
         return not self._scheduler.idle
 
     def _step_all(self) -> None:
@@ -631,7 +597,7 @@ class Engine:
             self._drafting.release_cache(each.request, each.drafter)
         self._memory.trim()
         for request in grown:
-            self._or_fail(request, self._memory.extend)
+            self._or_fail(request, self._memory.bound)
         for request in admitted:
             self._or_fail(request, self._start)
         for request in list(self._scheduler.running):
@@ -657,7 +623,6 @@ class Engine:
             request.fail(_as_ours(error))
             self._close(request)
 
-    @torch.inference_mode()
     def pause(self, request: Request) -> bool:
         """Preempt a request and remove it, running or waiting, until it is passed to `enqueue` again.
 
@@ -668,18 +633,13 @@ class Engine:
             TruedraftError: called from inside a step.
         """
         self._check_own(request)
-        if self._turns.mine:
-            raise TruedraftError("a request cannot be paused from inside a step; pause it when `step` is over")
-        try:
-            with self._turns:
-                self._close_cancelled()
-                if request.cache is not None:
-                    self._or_fail(request, self._preempt)
-                if not request.closed:
-                    self._scheduler.remove(request)
-                    self._open.pop(request.id, None)
-        finally:
-            self._settle()
+        with self._between_steps():
+            self._close_cancelled()
+            if request.cache is not None:
+                self._or_fail(request, self._preempt)
+            if not request.closed:
+                self._scheduler.remove(request)
+                self._open.pop(request.id, None)
         return not request.closed
 
     def _preempt(self, request: Request) -> None:
@@ -724,14 +684,12 @@ class Engine:
 
     def give_back(self) -> None:
         """Release free buffers to the system; cached prefixes are kept."""
-        with self._turns, torch.inference_mode():
+        with self._between_steps():
             self._memory.give_back()
-        self._settle()
 
     def check_idle(self) -> list[str]:
-        """Leaks of requests while none runs or waits: an empty list, unless the engine has a bug.
-
-        Called whenever the engine becomes idle. Requests left open by an interrupted step are closed; leaks are logged.
+        """Leaks of requests while none runs or waits: an empty list, unless the engine has a bug. Called whenever it
+        becomes idle; requests left open by an interrupted step are closed.
         """
         self._times.rest()
         for request in [request for request in self._open.values() if request.finish_reason is not None]:
@@ -768,10 +726,9 @@ class Engine:
         left = [request for request in requests if not request.closed]
         for request in left:
             self.cancel(request)
-        if left and not self._turns.mine:
-            with self._turns:
+        if left and not self._lock.mine:
+            with self._between_steps():
                 self._close_cancelled()
-            self._settle()
 
 
 def _answers_of(prompt: Prompt | Sequence[Prompt], prepared: Sequence[list[Request] | Answer]) -> Answer | list[Answer]:
@@ -808,6 +765,6 @@ def _check_kind(what: str, given: object, kind: type, words: str = "") -> None:
 def _as_ours(error: Exception) -> TruedraftError:
     if isinstance(error, TruedraftError):
         return error
-    ours = ModelError(f"the target failed ({told(error)})")
+    ours = ModelError(f"the target failed ({summary(error)})")
     ours.__cause__ = error
     return ours

@@ -13,29 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnerStatus:
-    """The work of a learner, over all heads and tenants.
+    """The work of a learner, over all heads and tenants."""
 
-    Attributes:
-        promotions: how often a new head replaced the served one.
-        rollbacks: how often the previous head was restored.
-        trials: heads that were compared with the served one.
-        version: of the served head, the highest of all.
-        time_share: processor time spent on learning, as a share of the elapsed time.
-        tokens_per_call_before: measured by replay, of the head that the last promotion replaced; None before any.
-        tokens_per_call_after: of its replacement, on the same answers.
-        failures: heads that no longer learn because something failed or the learner thread ended, and served versions
-            that could not be saved in their folder; see the log.
-    """
-
-    promotions: int
-    rollbacks: int
-    trials: int
-    version: int
-    time_share: float
+    promotions: int  # how often a new head replaced the served one
+    rollbacks: int  # how often the previous head was restored
+    trials: int  # heads that were compared with the served one
+    version: int  # of the served head, the highest of all
+    time_share: float  # processor time spent on learning, as a share of the elapsed time
     answers_bytes: int
-    tokens_per_call_before: float | None
-    tokens_per_call_after: float | None
-    failures: int
+    tokens_per_call_before: float | None  # by replay, of the head that the last promotion replaced; None before any
+    tokens_per_call_after: float | None  # of its replacement, on the same answers
+    failures: (
+        int  # heads that no longer learn, and served versions that could not be saved in their folder; see the log
+    )
 
 
 class EngineLearner(Protocol):

@@ -14,9 +14,8 @@ from truedraft.errors import TruedraftError
 
 
 class FairLock:
-    """A fair lock: the longest waiting thread gets it before the releasing thread can acquire it again.
-
-    Python's own locks are not fair: mostly the thread that just released one gets it again. Not re-entrant.
+    """A lock that the longest waiting thread gets; Python's own mostly goes to the thread that just released it. Not
+    re-entrant.
     """
 
     def __init__(self) -> None:
@@ -30,29 +29,35 @@ class FairLock:
         """Whether the calling thread holds the lock."""
         return self._taken and self._owner == threading.get_ident()
 
+    def refuse_mine(self) -> None:
+        """Raise a `TruedraftError` if the calling thread holds the lock, which it would wait for forever."""
+        if self.mine:
+            raise TruedraftError("this was called from inside a step, as by a listener; call it when the step is over")
+
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     def __enter__(self) -> None:
+        self.refuse_mine()
         with self._guard:
             if not self._taken:
-                self._taken, turn = True, None
+                self._taken, ticket = True, None
             else:
-                turn = threading.Lock()
-                turn.acquire()
-                self._waiting.append(turn)
-        if turn is not None:
-            self._wait(turn)
+                ticket = threading.Lock()
+                ticket.acquire()
+                self._waiting.append(ticket)
+        if ticket is not None:
+            self._wait(ticket)
         self._owner = threading.get_ident()
 
-    def _wait(self, turn: threading.Lock) -> None:
+    def _wait(self, ticket: threading.Lock) -> None:
         try:
-            turn.acquire()
+            ticket.acquire()
         except BaseException:  # Ctrl-C
             with self._guard:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
                 else:
                     self._hand_over()
             raise
@@ -95,14 +100,14 @@ class Loop:
     callers in an event loop the driver always steps.
 
     Args:
-        step: one step of the engine; returns whether any request is left. It acquires `turns` itself.
-        turns: lock of the threads that step, which a user's own calls of `step` also acquire.
+        step: one step of the engine; returns whether any request is left. It acquires `lock` itself, as a user's own
+            calls of `step` do.
     """
 
-    def __init__(self, step: Callable[[], bool], turns: FairLock) -> None:
+    def __init__(self, step: Callable[[], bool], lock: FairLock) -> None:
         self._step = step
-        self._turns = turns
-        self._news = threading.Condition()
+        self._lock = lock
+        self._changed = threading.Condition()
         self._waiting = 0  # callers in `run_until`
         self._driver: threading.Thread | None = None
         self._failure: BaseException | None = None  # what ended the last driver
@@ -115,11 +120,10 @@ class Loop:
             TruedraftError: called from inside a step.
             BaseException: raised by a step, such as a listener's error.
         """
-        if self._turns.mine:
-            raise TruedraftError("a step was asked for from inside a step; ask for it when `step` is over")
-        with self._news:
+        self._lock.refuse_mine()
+        with self._changed:
             self._waiting += 1
-            self._news.notify_all()
+            self._changed.notify_all()
         try:
             while not done():
                 if self._waiting == 1 and self._driver is None and not self._wakes:
@@ -127,42 +131,38 @@ class Loop:
                 else:
                     self._wait(done)
         finally:
-            with self._news:
+            with self._changed:
                 self._waiting -= 1
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def _wait(self, done: Callable[[], bool]) -> None:
         """Let the driver step until `done`, or until the driver ends."""
-        with self._news:
+        with self._changed:
             self._begin_driving()
-            self._news.wait_for(lambda: done() or self._driver is None)
+            self._changed.wait_for(lambda: done() or self._driver is None)
             if self._failure is not None and not done():
                 raise self._failure
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """`run_until` for an event loop, which continues to run while the driver steps.
-
-        Raises:
-            BaseException: raised by a step, such as a listener's error.
-        """
+        """`run_until` for an event loop, which continues to run while the driver steps."""
         there, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the event loop was closed
                 loop.call_soon_threadsafe(there.set)
 
-        with self._news:
+        with self._changed:
             self._wakes.append(wake)
         try:
             while not done():
-                with self._news:
+                with self._changed:
                     self._begin_driving()
                 await there.wait()
                 there.clear()
                 if not done() and self._driver is None and self._failure is not None:
                     raise self._failure
         finally:
-            with self._news:
+            with self._changed:
                 self._wakes.remove(wake)
 
     def _begin_driving(self) -> None:
@@ -176,18 +176,18 @@ class Loop:
     def _drive(self) -> None:
         try:
             while self._step():
-                with self._news:
-                    self._tell_all()
+                with self._changed:
+                    self._notify_all()
         except BaseException as error:
-            with self._news:
+            with self._changed:
                 self._failure = error
         finally:
-            with self._news:
+            with self._changed:
                 self._driver = None
-                self._tell_all()
+                self._notify_all()
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         """Wake all waiting callers; the lock is held."""
-        self._news.notify_all()
+        self._changed.notify_all()
         for wake in self._wakes:
             wake()

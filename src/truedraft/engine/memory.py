@@ -1,10 +1,7 @@
-"""Memory of requests: the target's key/value caches, drafters' caches and state, and free buffers kept for reuse.
-
-A request is granted room for its prompt and the next 256 tokens of its answer, or for all that `max_tokens` lets it
-write. Memory is distributed when requests arrive, approach the end of their grant, or finish; other steps count
-nothing. The target's caches come first; drafters get the rest and release theirs when more is needed. If even that is
-not enough, the latest request is preempted: it releases its memory and waits. Later its prompt and the answer so far
-are computed again, and it continues exactly where it was.
+"""Memory of requests: the target's key/value caches, drafters' caches and state, and free buffers kept for reuse. A
+request is granted room for its prompt and the next 256 tokens of its answer. Memory is distributed when requests
+arrive, approach the end of their grant, or finish. The target's caches come first; drafters release theirs when more
+is needed; then the latest request is preempted, and later continues exactly where it was.
 """
 
 from __future__ import annotations
@@ -49,7 +46,6 @@ def gpu_cache_bytes(device: torch.device, utilization: float, reserved: int = 0)
 
     Args:
         utilization: the share; as vLLM's `gpu_memory_utilization`.
-        reserved: bytes in use now for keys and values of these models.
 
     Raises:
         OptionError: it is no number above 0 and up to 1, or leaves nothing.
@@ -80,7 +76,7 @@ class Holding:
     @property
     def is_held(self) -> bool:
         """Whether it has room; defined for running requests."""
-        return self.drafter not in self.request.no_room
+        return self.drafter not in self.request.drafting.no_room
 
 
 class CacheMemory:
@@ -88,7 +84,6 @@ class CacheMemory:
 
     Args:
         limit: bytes; None is no limit, on a GPU what `utilization` leaves.
-        prefixes: prefix caches of target and drafters, each with the pool of its memory.
         utilization: share of a GPU's memory that may be in use, by any process; see `gpu_cache_bytes`. The caches for
             measuring costs while requests run are taken from it.
         requests: most that run at once; None is any number.
@@ -131,17 +126,23 @@ class CacheMemory:
                 _use_a_cache(model, pool)
                 pool.expect(1 + drafted)  # most tokens that a step adds
             spare = max(map(most_held, models))
+            measured = sum(pool.bytes_for_one(spare) for pool in distinct)
             if self._limited_by == "gpu_memory_utilization":
-                self.limit = _less_measured(self.limit, sum(pool.bytes_for_one(spare) for pool in distinct))
+                if measured >= self.limit:
+                    raise OptionError(
+                        f"leaves {in_bytes(self.limit)} for keys and values, and those with which costs are measured "
+                        f"take {in_bytes(measured)}; raise it, free some memory, or set max_cache_bytes",
+                        field="gpu_memory_utilization",
+                    )
+                self.limit -= measured
             self._reserve(distinct, requests, spare)
         self._distinct_pools = distinct
         # Prefixes in a reserved block are evicted by the pool when a request needs the room.
         self._prefixes = [store for store, pool in prefixes if pool is None or pool.most_bytes is None]
 
     def _reserve(self, pools: Sequence[CachePool], requests: int | None, spare: int) -> None:
-        """Allocate fixed pools in proportion to their bytes per token, because target and drafts cache the same tokens.
-
-        No pool gets more than `requests` full contexts and all cached prefixes need.
+        """Allocate fixed pools in proportion to their bytes per token, because target and drafts cache the same tokens;
+        none larger than `requests` full contexts and all cached prefixes need.
         """
         assert self.limit is not None
         of_all = max(sum(pool.position_bytes for pool in pools), 1)
@@ -161,9 +162,8 @@ class CacheMemory:
             self._holding = [*self._holding, pool]
 
     def __del__(self) -> None:
-        """Release cached prefixes and reserved memory, even if the models live on.
-
-        Never during a recording: nothing recorded drops an engine, and `CudaGraphs` disables garbage collection.
+        """Release cached prefixes and reserved memory, even if the models live on. Never during a recording: nothing
+        recorded drops an engine, and `CudaGraphs` disables garbage collection.
         """
         for store in self._stores if self._holding else ():
             store.trim(0)
@@ -195,10 +195,8 @@ class CacheMemory:
         return self.limit is None or not running or self._has_room([*running, request], ())
 
     def grow(self, running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Extend the grants of requests that approach the end of theirs.
-
-        Returns:
-            Those with extended grants, and those to preempt for lack of room, the latest first.
+        """Extend the grants of requests that approach the end of theirs; returns these, and those to preempt for lack
+        of room, the latest first.
         """
         if self.limit is None:
             return [], []
@@ -213,14 +211,6 @@ class CacheMemory:
             out.append(stay.pop())
         return [each for each in near if each in stay], out
 
-    def extend(self, request: Request) -> None:
-        """Raise the limits of a request's caches to its grant."""
-        assert request.cache is not None
-        request.cache.limit_to(request.granted)
-        request.most_positions = request.cache.most
-        for name in self._members:
-            self.bound_drafter(request, name)
-
     def released(self) -> None:
         self._changed = True
 
@@ -231,14 +221,8 @@ class CacheMemory:
         return_freed_memory()
 
     def share(self, running: Sequence[Request], new: Collection[Request]) -> tuple[list[Holding], list[Holding]]:
-        """Distribute memory among drafters.
-
-        Args:
-            running: requests, including `new`.
-            new: requests without any memory yet; drafters without room are added to their `no_room`.
-
-        Returns:
-            What must be released now, and what may be held again.
+        """Distribute memory among the drafters of running requests, of which the `new` ones have none yet; returns what
+        must be released now, and what may be held again.
         """
         if self.limit is None or not (new or self._changed):
             return [], []
@@ -249,12 +233,12 @@ class CacheMemory:
         while held and not self._has_room(running, held):
             taken.append(held.pop())  # the most expensive, of the latest request
         for each in holdings:
-            if each not in before and each.drafter not in each.request.excluded:
+            if each not in before and each.drafter not in each.request.drafting.excluded:
                 share = 1.0 if each.request in new else RESUMES_AT
                 if self._has_room(running, [*held, each], share):
                     held.append(each)
                 else:
-                    each.request.no_room.add(each.drafter)
+                    each.request.drafting.no_room.add(each.drafter)
         self._reserved = self._bytes(running, held)
         return taken, [each for each in held if each not in before and each.request not in new]
 
@@ -283,8 +267,7 @@ class CacheMemory:
     def _bytes_by_pool(self, requests: Sequence[Request], held: Iterable[Holding]) -> dict[int, int]:
         """The same by pool id; under 0 the state of drafters outside pools."""
         caches: dict[int, list[tuple[int, RequestCache | None]]] = {id(pool): [] for pool in self._distinct_pools}
-        target = caches[id(self._pools[id(self._target)])]
-        target.extend((request.granted, request.cache) for request in requests)
+        caches[id(self._pools[id(self._target)])] += [(request.granted, request.cache) for request in requests]
         other_bytes = 0
         for each in held:
             drafter, request = self._members[each.drafter], each.request
@@ -298,15 +281,14 @@ class CacheMemory:
         return [(self._pools[id(own.model)], own) for own in held.models] + [(own.pool, own) for own in held.heads]
 
     def bound(self, request: Request) -> None:
-        """Limit a new request's empty caches to its grant."""
+        """Limit a request's caches to its grant."""
         if self.limit is None:
             return
         assert request.cache is not None
         request.cache.limit_to(request.granted)
-        request.most_positions = request.cache.most
+        request.drafting.most_positions = request.cache.most
         for name in self._members:
-            if name not in request.no_room:
-                self.bound_drafter(request, name)
+            self.bound_drafter(request, name)
 
     def bound_drafter(self, request: Request, name: str) -> None:
         """Limit one drafter's caches of a request to its grant."""
@@ -368,16 +350,6 @@ class CacheMemory:
     def lost_pages(self) -> int:
         """Pages held by no request and no prefix while none runs; more than 0 is a bug."""
         return sum(pool.lost for pool in self._distinct_pools)
-
-
-def _less_measured(limit: int, measured: int) -> int:
-    if measured >= limit:
-        raise OptionError(
-            f"leaves {in_bytes(limit)} for keys and values, and those with which costs are measured take "
-            f"{in_bytes(measured)}; raise it, free some memory, or set max_cache_bytes",
-            field="gpu_memory_utilization",
-        )
-    return limit - measured
 
 
 def _grant(request: Request) -> int:

@@ -1,17 +1,28 @@
-"""From callers' prompts to token ids that the target can run."""
+"""From callers' prompts and options to requests of token ids: only here the engine knows about text."""
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
 from truedraft.core.params import SamplingParams
+from truedraft.core.shaping import Form, Shaping
+from truedraft.core.token_view import TokenView
+from truedraft.drafters.base import DraftRequest
+from truedraft.engine.request import Request
 from truedraft.errors import OptionError, PromptError, TruedraftError, UnknownOptionError
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.text.tokenizer import ChatOptions
+from truedraft.text.detokenizer import TextStream as TextStream
+from truedraft.text.forms import Forms as Forms
+from truedraft.text.reasoning import ReasonedForm
+from truedraft.text.tokenizer import ChatOptions as ChatOptions
+from truedraft.text.tokenizer import Tokenizer
+from truedraft.verification import Rule
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -26,6 +37,9 @@ class Chat:
 
 TextPrompt: TypeAlias = str | Sequence[int]
 Prompt: TypeAlias = TextPrompt | MultimodalPrompt | Chat
+Prompts: TypeAlias = list[str] | list[list[int]] | list[MultimodalPrompt] | list[Chat]
+ParamsOfEach: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""Sampling options of several prompts: one for all, or one for each."""
 
 
 def chats_of(messages: Prompt | Messages | Sequence[Messages], how: ChatOptions) -> Prompt | list[Chat]:
@@ -91,15 +105,8 @@ def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
     return not isinstance(first, Collection) or getattr(first, "ndim", 1) == 0
 
 
-def params_of_each(
-    count: int, params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams | None]:
-    """The options of each of several prompts.
-
-    Raises:
-        OptionError: neither one SamplingParams nor a list of them.
-        PromptError: their number is not that of the prompts.
-    """
+def params_of_each(count: int, params: ParamsOfEach) -> Sequence[SamplingParams | None]:
+    """The options of each of several prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, list | tuple):
@@ -128,34 +135,29 @@ def encode_prompt(target: Reader, prompt: TextPrompt) -> list[int]:
     return _within_context(target, ids if target.sources is None else target.sources.text(ids, continues=not is_text))
 
 
-def encode_chat(target: Reader, chat: Chat) -> list[int]:
-    """Token ids of a conversation up to the beginning of its answer, checked as in `encode_prompt`.
+def encode(target: LanguageModel, prompt: Prompt) -> list[int]:
+    """Token ids of any prompt, checked as in `encode_prompt`.
 
     Raises:
-        PromptError: as `encode_prompt`; or the model has no chat template, or its template rejects these messages.
+        PromptError: as `encode_prompt`; or the model has no chat template, its template rejects these messages, or it
+            does not accept such inputs.
     """
+    if isinstance(prompt, MultimodalPrompt):
+        _check_inputs(target, prompt)
+        ids = _whole_numbers(prompt.token_ids)
+        _check_ids(target, ids)
+        return _within_context(target, ids if target.sources is None else target.sources.heard(prompt.inputs, ids))
+    if not isinstance(prompt, Chat):
+        return encode_prompt(target, prompt)
     if target.tokenizer is None:
         raise PromptError(f"{target.name!r} has no tokenizer, so no chat template; give token ids")
     most: ChatOptions = {"most_tokens": target.context_length} if target.sources is None else {}
-    return encode_prompt(target, target.tokenizer.chat(chat.messages, **(most | chat.how)))
-
-
-def encode_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> list[int]:
-    """Token ids of a prompt with images or sound, checked as in `encode_prompt`, with inputs that the target accepts.
-
-    Raises:
-        PromptError: as `encode_prompt`, or the target does not accept such inputs.
-    """
-    _check_inputs(target, prompt)
-    ids = _whole_numbers(prompt.token_ids)
-    _check_ids(target, ids)
-    return _within_context(target, ids if target.sources is None else target.sources.heard(prompt.inputs, ids))
+    return encode_prompt(target, target.tokenizer.chat(prompt.messages, **(most | prompt.how)))
 
 
 def check_max_tokens(target: Reader, max_tokens: int) -> None:
-    """Refuse more tokens than the target's context can hold after any prompt.
-
-    A smaller number is accepted; the answer ends with the finish reason "length" when the context is full.
+    """Refuse more tokens than the target's context can hold after any prompt; a smaller number ends the answer by
+    "length".
 
     Raises:
         OptionError: says what the context can hold.
@@ -240,3 +242,123 @@ def _whole_number(token: object) -> int:
 
 def _wrong_type(prompt: object) -> PromptError:
     return PromptError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
+
+
+# ------------------------------------------------------------------------------------ options
+
+_numbers = itertools.count()  # over all engines, because two of them may share a drafter
+
+
+def new_request(
+    target: LanguageModel,
+    ids: Sequence[int],
+    params: SamplingParams,
+    rule: Rule,
+    *,
+    sample: int = 0,
+    scope: Hashable = None,
+    prompt: MultimodalPrompt | None = None,
+    forms: Forms | None = None,
+    shown: Mapping[int, str] | None = None,
+) -> Request:
+    """A request for an answer after a prompt's checked ids.
+
+    Args:
+        scope: prefixes and prepared forms are shared only with requests of the same scope.
+        prompt: its inputs in addition to tokens; prefixes are then shared as a whole.
+        shown: names by id of special tokens that its text shows.
+
+    Raises:
+        OptionError: an option names ids that do not exist, or texts without a tokenizer.
+        UnknownOptionError: the target has no such adapter.
+    """
+    tokens, sources = list(ids), target.source_tokens(ids)
+    _check_target(params, target, sources)
+    stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)))
+    shaping = None
+    if params.shapes_logits:
+        banned = _ids_of_words(params.bad_words, target.tokenizer)
+        _check_known("allowed_token_ids", params.allowed_token_ids, target.vocab_size)
+        _check_known("logit_bias", [token for token, _ in params.logit_bias], target.vocab_size)
+        _check_known("bad_words", [token for word in banned for token in word], target.vocab_size)
+        ends = [token for token in stop_ids if token < target.vocab_size]
+        form = _form(params, target, forms, tokens, scope)
+        shaping = Shaping(params, tokens, len(tokens), ends, banned, target.vocab_size, form, sources)
+    predicted = _predicted(params.prediction, target)
+    text = TextStream(target.tokenizer, params.stop, params.min_tokens, shown)
+    # The ids of placeholders are the same for different inputs.
+    scope, inputs = (scope, None) if prompt is None else ((scope, prompt.digest), prompt.inputs)
+    view = TokenView(tokens)
+    draft = DraftRequest(next(_numbers), params, view, shaping, scope, predicted, inputs, judged=rule.prefers)
+    most_tokens = min(len(tokens) + params.max_tokens, target.most_tokens(ids))
+    return Request(draft, tokens, most_tokens, stop_ids, text, rule, sample)
+
+
+def _check_target(params: SamplingParams, target: LanguageModel, source_tokens: int) -> None:
+    """Refuse an adapter that the target does not have, and logprobs of a prompt that an encoder reads."""
+    if params.prompt_logprobs is not None and source_tokens:
+        raise OptionError("is for models that write their prompts, and an encoder reads them", field="prompt_logprobs")
+    name = params.adapter
+    if name is None or name in target.adapters:
+        return
+    if not target.adapters:
+        raise OptionError(
+            f"names {name!r}, and the target was loaded without adapters; load it with some", field="adapter"
+        )
+    raise UnknownOptionError.nearest("adapter", name, target.adapters)
+
+
+def _form(
+    params: SamplingParams, target: LanguageModel, forms: Forms | None, tokens: list[int], owner: Hashable
+) -> Form | None:
+    """The form of a structured answer, or of one with reasoning; None if it may be anything."""
+    structured, span = params.structured, params.reasoning
+    if structured is None and (span is None or span.budget is None):
+        return None
+    if target.tokenizer is None or forms is None:
+        name = "structured" if span is None else "reasoning"
+        raise OptionError("needs a tokenizer, and this model has none", field=name)
+    if span is None:
+        assert structured is not None
+        return forms.start(structured, tokens, len(tokens), owner)
+    start = None if structured is None else partial(forms.start, structured, prompt_tokens=0, owner=owner)
+    return ReasonedForm(span, start, target.tokenizer, target.vocab_size, target.eos_token_ids, tokens, len(tokens))
+
+
+def _predicted(prediction: str | tuple[int, ...] | None, target: LanguageModel) -> tuple[int, ...]:
+    """Token ids that an answer is expected to repeat."""
+    if isinstance(prediction, str):
+        if target.tokenizer is None:
+            raise OptionError("is a text and needs a tokenizer; this model has none, so give ids", field="prediction")
+        known = target.tokenizer.plain_ids(prediction)
+        ids = tuple(itertools.takewhile(lambda token: token < target.vocab_size, known))
+    else:
+        ids = prediction or ()
+        _check_known("prediction", ids, target.vocab_size)
+    if len(ids) > target.context_length:
+        raise OptionError(
+            f"has {len(ids)} tokens, and this model's context holds {target.context_length}; shorten it",
+            field="prediction",
+        )
+    return ids
+
+
+def _check_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    wrong = next((token for token in ids if token >= vocab_size), None)
+    if wrong is not None:
+        raise OptionError(f"names token id {wrong}, and the model's ids end at {vocab_size - 1}", field=field)
+
+
+def _ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    """Token ids of words at the beginning of a text and after a space; lists of ids are unchanged."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        if not isinstance(word, str):
+            found.append(word)
+        elif tokenizer is None:
+            raise OptionError(f"{word!r} needs a tokenizer, and this model has none; give token ids", field="bad_words")
+        elif ids := tokenizer.word_ids(word):
+            found += ids
+        else:
+            raise OptionError(f"holds {word!r}, which is no token of this model; remove it", field="bad_words")
+    return found

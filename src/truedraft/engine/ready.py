@@ -1,8 +1,5 @@
-"""Warmup: run what steps will run, so that no request waits while forwards are recorded.
-
-A backend that records replays a shape of forward from its third run on; `LanguageModel.warmups` counts the runs before.
-Each shape of later steps runs on dummy requests until that number no longer changes. A drafter drafts for dummy
-requests, in all batch sizes, until its own number no longer changes.
+"""Warmup: run what steps will run, so that no request waits while forwards are recorded. A backend that records replays
+a shape of forward from its third run on; each runs on dummy requests until `warmups` no longer changes.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.engine.policy.measuring import depths, doublings
 from truedraft.errors import CacheError
 from truedraft.models.backends.graphs.batch import WORD_BITS, Bucket
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
@@ -40,7 +38,6 @@ _MOST_ROWS = 64  # rows of one request; more are not recorded
 _TILES = (4, 16, 64)  # upper bounds of tokens per request with separate attention kernels
 _PART = 512  # prompt tokens per forward
 _TRIES = 6  # most runs of one shape: two warm up, and memory that grows during them invalidates recordings
-_ALL_DEPTHS = 8  # depths of drafts; beyond, only doublings
 _SLACK = 96  # tokens that the text of a dummy request may grow by
 _LONGEST = 16  # depth of drafts
 _SHORT = 16  # tokens of the other dummy texts in a batch
@@ -65,10 +62,10 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
     drafting = [each for each in limits if not each.is_zero]
     chains = max((min(each.depth, each.nodes) for each in drafting if each.width == 1), default=0)
     trees = max((each.nodes for each in drafting if each.width > 1), default=0)
-    own = [chain_shape(rows) for rows in _doublings(min(1 + chains, _MOST_ROWS))]
-    own += [_star(rows) for rows in _doublings(min(1 + trees, _MOST_ROWS)) if rows > 2]
-    found: set[Step] = {(chain_shape(rows),) for rows in _doublings(_MOST_ROWS)}
-    for count, each in itertools.product(_doublings(max_batch), own):
+    own = [chain_shape(rows) for rows in doublings(min(1 + chains, _MOST_ROWS))]
+    own += [_star(rows) for rows in doublings(min(1 + trees, _MOST_ROWS)) if rows > 2]
+    found: set[Step] = {(chain_shape(rows),) for rows in doublings(_MOST_ROWS)}
+    for count, each in itertools.product(doublings(max_batch), own):
         if 1 in (count, len(each)) or count * len(each) <= _MOST_TOGETHER:
             found.add((each,) * count)
     if trees and max_batch > 1:
@@ -79,9 +76,8 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
 
 
 def recorded_steps(steps: Sequence[Step], contexts: Iterable[int]) -> list[tuple[int, Step]]:
-    """Pairs of context length and shape to run, one per bucket.
-
-    If there are more than can be kept, those with few new tokens and short contexts are taken.
+    """Pairs of context length and shape to run, one per bucket; if there are more than can be kept, those with few new
+    tokens and short contexts.
     """
     found = {_bucket(step, context): (context, step) for context in contexts for step in steps}
     return sorted(found.values(), key=lambda each: each[0] * _total(each[1]))[:MOST_KEPT]
@@ -108,16 +104,7 @@ def contexts_of(tokens: int) -> list[int]:
     >>> contexts_of(1500), contexts_of(100)
     ([1500, 1024, 512, 256], [100])
     """
-    return sorted({min(_LEAST_CONTEXT, tokens), *(each for each in _doublings(tokens) if each > _LEAST_CONTEXT)})[::-1]
-
-
-def _doublings(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`.
-
-    >>> _doublings(6), _doublings(1)
-    ([1, 2, 4, 6], [1])
-    """
-    return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+    return sorted({min(_LEAST_CONTEXT, tokens), *(each for each in doublings(tokens) if each > _LEAST_CONTEXT)})[::-1]
 
 
 def settle(run: Callable[[], object], warmups: Callable[[], int]) -> None:
@@ -141,10 +128,6 @@ def make_ready(
 
     If the model records nothing, only one forward of the target is run. What does not fit into memory is skipped, and a
     failing drafter drafts unrecorded.
-
-    Args:
-        features: that the drafters read of the target's forward; None is nothing.
-        tokens: of the longest context.
 
     Raises:
         ModelError: the target failed.
@@ -231,9 +214,9 @@ def _rehearse(
     try:
         group.begin()
         limit = min(drafter.limits.depth, _LONGEST)
-        for depth in _depths(limit):
+        for depth in depths(limit):
             settle(partial(group.step, depth, 0, context), lambda: drafter.warmups)
-        for kept in _doublings(limit):  # more accepted tokens are more to read before the next draft
+        for kept in doublings(limit):  # more accepted tokens are more to read before the next draft
             group.step(limit, kept, context)
             settle(partial(group.step, limit, kept, context), lambda: drafter.warmups)
     finally:
@@ -241,32 +224,20 @@ def _rehearse(
 
 
 def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[tuple[int, int]]:
-    """Pairs of context length and number of requests to draft for, the largest first, within the number kept.
-
-    A draft is recorded once for each depth and for each number of tokens read before, greedy and sampled. If there are
-    too many pairs, few requests and short contexts come first.
+    """Pairs of context length and number of requests to draft for, the largest first; if there are too many, few
+    requests and short contexts. A draft is recorded for each depth and for each number of tokens read before, greedy
+    and sampled.
     """
     limit = min(drafter.limits.depth, _LONGEST)
-    each = 2 * (len(_depths(limit)) + len(_doublings(limit)))
+    each = 2 * (len(depths(limit)) + len(doublings(limit)))
     fit = [context for context in contexts if drafter.model is None or context <= drafter.model.context_length]
-    found = sorted(itertools.product(fit, _doublings(max_batch)), key=math.prod)[: max(MOST_KEPT // each, 1)]
+    found = sorted(itertools.product(fit, doublings(max_batch)), key=math.prod)[: max(MOST_KEPT // each, 1)]
     return sorted(found, reverse=True)
 
 
-def _depths(limit: int) -> list[int]:
-    """All small depths, then the doublings, and the limit.
-
-    >>> _depths(20)
-    [1, 2, 3, 4, 5, 6, 7, 8, 16, 20]
-    """
-    return sorted({*range(1, min(limit, _ALL_DEPTHS) + 1), *_doublings(limit)})
-
-
 class _Group:
-    """Dummy requests that a drafter drafts for together.
-
-    Args:
-        seen: one row of a forward of the target, used for all features that drafters read.
+    """Dummy requests that a drafter drafts for together; one row of a forward of the target serves as all features that
+    it reads.
     """
 
     def __init__(
@@ -299,9 +270,7 @@ class _Group:
         self._drafter.observe(self._requests, outcomes)
 
     def step(self, depth: int, kept: int, most: int) -> None:
-        """Draft for all requests and accept a part of their longest paths; does nothing if a text would get too
-        long.
-        """
+        """Draft for all requests and accept a part of their longest paths, unless a text would get too long."""
         if max(map(len, self._texts)) + depth + 1 > most:
             return
         limits, step = self._drafter.limits, next(self._steps)

@@ -1,146 +1,99 @@
-"""One request of the engine: its tokens, its cache and its answer."""
+"""One request of the engine: its token ids, its cache and its answer."""
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from truedraft.core.budget import MOST_NODES, RequestView
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.params import SamplingParams, Structured
-from truedraft.core.shaping import Form, Shaping
 from truedraft.core.stats import Counters, DraftShare, RequestStep
-from truedraft.core.token_view import TokenView
 from truedraft.core.verdict import Divergence, Origin, Verdict
 from truedraft.drafters.base import DraftRequest
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
-from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.models.cache import RequestCache
-from truedraft.text.forms import Forms
-from truedraft.text.reasoning import ReasonedForm
-from truedraft.text.stopping import TextStream
-from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
 
 if TYPE_CHECKING:
     from truedraft.engine.batch import StepItem
-    from truedraft.models.base import LanguageModel
+    from truedraft.engine.prompts import TextStream
 
-_numbers = itertools.count()  # over all engines, because two of them may share a drafter
+
+@dataclass(slots=True, eq=False)
+class DraftLimits:
+    """Which drafters may draft for a request, and how much."""
+
+    excluded: set[str] = field(default_factory=set)  # those that failed for it or that it may not use
+    no_room: set[str] = field(default_factory=set)  # those without state for it: excluded, or memory is short
+    most_depth: int = MOST_NODES  # of a drafted path
+    most_positions: int | None = None  # of the target's cache, uncommitted ones included; None is no limit
+    reported: dict[str, int] = field(default_factory=dict)  # by drafter, context of the last step that it observed
+    view: RequestView | None = None  # what a controller sees of it
+
+    @property
+    def unavailable(self) -> set[str]:
+        """Drafters that do not draft for it now."""
+        return self.excluded | self.no_room if self.no_room else self.excluded
 
 
 class Request:
-    """A request from its prompt to its answer.
-
-    Args:
-        rule: verifies its drafts.
-        sample: which of several answers to the same prompt; each has its own noise.
-        scope: prefixes are shared only with requests of the same scope.
-        inputs: inputs of its prompt in addition to tokens; the whole prompt is then read in one step, and shared as a
-            whole.
-        shown: names by id of special tokens that its text shows.
-        owner: prepared forms are shared only with requests of the same owner.
-
-    Raises:
-        OptionError: an option names ids that do not exist, or texts without a tokenizer.
-        UnknownOptionError: the target has no such adapter.
-    """
+    """A request from its prompt to its answer; `truedraft.engine.prompts.new_request` makes it."""
 
     def __init__(
         self,
-        prompt: Sequence[int],
-        params: SamplingParams,
+        draft: DraftRequest,
+        tokens: list[int],
+        most_tokens: int,
+        stop_ids: frozenset[int],
+        text: TextStream,
         rule: Rule,
-        target: LanguageModel,
-        sample: int = 0,
-        scope: Hashable = None,
-        forms: Forms | None = None,
-        inputs: Mapping[str, Tensor] | None = None,
-        shown: Mapping[int, str] | None = None,
-        owner: Hashable = None,
+        sample: int,
     ) -> None:
-        self.inputs, self.owner = inputs, owner
-        self._source_tokens = target.source_tokens(prompt)
-        _check_target(params, target, self._source_tokens)
-        self.params, self.rule = params, rule
-        self.noise_seed = params.seed or 0  # key of its noise; an engine sets it for a request without a seed
-        self.sample = sample
-        self.tokens = list(prompt)  # prompt and answer so far
-        self.prompt_tokens = self._read_to = len(prompt)  # and tokens to prefill, more after a preemption
-        self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)))
-        self.shaping = self._shaped(target, forms)  # how its options change logits
-        self.leader: Request | None = None  # request that reads the common prefix, and that it waits for
-        self.awaits = 0  # length of that prefix
+        # What was asked.
+        self.draft, self.id, self.params = draft, draft.id, draft.params
+        self.shaping, self.inputs = draft.shaping, draft.inputs  # how options change logits; inputs beyond tokens
+        self.rule, self.sample = rule, sample  # each sample has its noise
+        self.noise_seed = draft.params.seed or 0  # key of its noise; an engine sets it for a request without a seed
+        self.prompt_tokens, self.most_tokens = len(tokens), most_tokens
+        self._stop_ids = stop_ids  # they end the answer, and are not part of it
+        # How far it is.
+        self.tokens = tokens  # prompt and answer so far
+        self.granted = most_tokens  # tokens that it has memory for
+        self.drafting = DraftLimits()
+        self.awaits: tuple[Request, int] | None = None  # who reads the common prefix, and the length of that prefix
         self.copied_tokens = 0  # of its prompt, computed by others
-        view = TokenView(self.tokens)
-        predicted = _predicted(params.prediction, target)
-        self.draft = DraftRequest(
-            next(_numbers), params, view, self.shaping, scope, predicted, inputs, judged=rule.prefers
-        )
-        self.counters = Counters()
-        self.excluded: set[str] = set()  # drafters that failed for it or that it may not use
-        self.most_positions: int | None = None  # limit of its cache, uncommitted ones included; None is no limit
-        self.preemptions = 0  # how often it was preempted
-        self.most_depth = MOST_NODES  # limit of drafts
-        self.no_room: set[str] = set()  # drafters without state for it: excluded, or memory is short
-        self.view: RequestView | None = None  # what a controller sees of it
+        self.preemptions = 0
         self.last_step: StepItem | None = None
-        self.told: dict[str, int] = {}  # by drafter, context of the last step reported to it
+        self._read_to = self.prompt_tokens  # tokens to prefill, more after a preemption
+        self._steps = 0
+        # What comes out.
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.warnings: list[str] = []
+        self.counters = Counters()
         self.origins: list[Origin] = []
         self.divergences: list[Divergence] = []  # of each emitted token, under a lossy rule
         self.logprobs: list[TokenLogprobs] = []  # of each emitted token, if enabled
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second and later tokens
         self.pieces: list[Piece] = []  # not yet taken by a stream
+        self.closed = False  # whether it is finished and its last piece is available
+        self.engine: weakref.ref[object] | None = None  # where it was submitted; an answer must not keep it alive
+        self._text = text
         self._given = 0  # tokens that went into pieces
         self._prefilled: list[int] = []  # answer indices of tokens from prefill steps
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and its drafters
-        self.closed = False  # whether it is finished and its last piece is available
-        self.engine: weakref.ref[object] | None = None  # where it was submitted; an answer must not keep it alive
-        self._tokenizer = target.tokenizer
-        self._text = TextStream(self._tokenizer, params.stop, params.min_tokens, shown)
-        # Limit of tokens, and the tokens granted, at most as many.
-        self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
-        self._steps, self._submitted = 0, time.perf_counter()
-        self._first_token: float | None = None
-        self._finished: float | None = None
-
-    def _shaped(self, target: LanguageModel, forms: Forms | None) -> Shaping | None:
-        params, tokenizer, vocab_size = self.params, target.tokenizer, target.vocab_size
-        if not params.shapes_logits:
-            return None
-        banned = ids_of_words(params.bad_words, tokenizer)
-        _check_ids(params, banned, vocab_size)
-        ends = [token for token in self._stop_ids if token < vocab_size]
-        form = _reasoned(self, target, forms) if params.reasoning is not None else None
-        if form is None and params.structured is not None:
-            form = _form_of(params.structured, forms, self)
-        return Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size, form, self._source_tokens)
-
-    @property
-    def id(self) -> int:
-        """Unique in this process."""
-        return self.draft.id
-
-    @property
-    def most_tokens(self) -> int:
-        """Limit of prompt and answer together."""
-        return self._limit
+        self._submitted = time.perf_counter()
+        self._first_token_s: float | None = None
+        self._total_s: float | None = None
 
     @property
     def remaining(self) -> int:
         """Tokens that may still be emitted, by max_tokens and the context."""
-        return self._limit - len(self.tokens)
+        return self.most_tokens - len(self.tokens)
 
     @property
     def computed(self) -> int:
@@ -172,17 +125,12 @@ class Request:
         """New tokens so far."""
         return len(self.tokens) - self.prompt_tokens
 
-    @property
-    def undrafted_by(self) -> set[str]:
-        """Drafters that do not draft for it now."""
-        return self.excluded | self.no_room if self.no_room else self.excluded
-
     def put_back(self) -> None:
         """Wait again after a preemption; the answer so far is kept, and is prefilled like a prompt later."""
-        self.cache, self.leader, self.last_step = None, None, None
+        self.cache, self.awaits, self.last_step = None, None, None
         self._read_to = len(self.tokens)
-        self.no_room = set(self.excluded)
-        self.told.clear()
+        self.drafting.no_room = set(self.drafting.excluded)
+        self.drafting.reported.clear()
         self.preemptions += 1
 
     def noise(self) -> KeyedNoise:
@@ -190,10 +138,8 @@ class Request:
         return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
-        """Append what a verdict emits, up to the first token that ends the answer.
-
-        Returns:
-            The tokens, and whether an end-of-text or stop token ended the answer after them.
+        """Append what a verdict emits, up to the first token that ends the answer; returns the tokens, and whether an
+        end-of-text or stop token ended the answer after them.
         """
         tokens: list[int] = []
         text: list[str] = []
@@ -207,15 +153,12 @@ class Request:
             tokens.append(token)
             piece, stopped = self._text.push(token)
             text.append(piece)
-            if stopped:
-                self.finish_reason = "stop"
-                break
-            if len(tokens) >= room:
-                self.finish_reason = "length"
+            if stopped or len(tokens) >= room:
+                self.finish_reason = "stop" if stopped else "length"
                 break
         self._steps += 1
-        if tokens and self._first_token is None:
-            self._first_token = time.perf_counter()
+        if tokens and self._first_token_s is None:
+            self._first_token_s = time.perf_counter() - self._submitted
         self.tokens.extend(tokens)
         self.origins.extend(verdict.origins[: len(tokens)])
         self.logprobs.extend(logprobs[: len(tokens)])
@@ -241,11 +184,7 @@ class Request:
         self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))
 
     def take_piece(self) -> Piece:
-        """The next piece for a stream.
-
-        Raises:
-            TruedraftError: it is the last one, of a request that failed.
-        """
+        """The next piece for a stream; raises the error of a request that failed instead of its last piece."""
         piece = self.pieces.pop(0)
         if piece.answer is not None and self.error is not None:
             raise self.error
@@ -258,13 +197,13 @@ class Request:
     def finish(self) -> Answer:
         """Close the answer; the last piece carries it."""
         assert self.finish_reason is not None
-        self._finished = time.perf_counter()
+        self._total_s = time.perf_counter() - self._submitted
         rest = self._text.finish()
         if self._text.stopped and self.finish_reason == "length":
             self.finish_reason = "stop"  # the stop text became complete in the held text
         if self.last_step is not None:
             self.last_step.shown = None  # frees the output of the whole batch
-        self.view = None
+        self.drafting.view = None
         kept = min(self._text.kept_tokens, self.emitted)
         self._take_back(kept)
         answer = self.answer(kept)
@@ -301,10 +240,9 @@ class Request:
 
     def answer(self, kept: int) -> Answer:
         """The answer with the first `kept` new tokens."""
-        end = self._finished if self._finished is not None else time.perf_counter()
-        first = None if self._first_token is None else self._first_token - self._submitted
+        total_s = time.perf_counter() - self._submitted if self._total_s is None else self._total_s
         return Answer(
-            text=None if self._tokenizer is None else self._text.text,
+            text=self._text.text if self._text.writes else None,
             token_ids=self.tokens[self.prompt_tokens : self.prompt_tokens + kept],
             finish_reason=self.finish_reason or "cancelled",
             stats=self.counters,
@@ -313,91 +251,8 @@ class Request:
             prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
             seed=self.params.seed,
             prompt_tokens=self.prompt_tokens,
-            timing=Timing(first, end - self._submitted),
+            timing=Timing(self._first_token_s, total_s),
             error=None if self.error is None else str(self.error),
             warnings=tuple(self.warnings),
             stop_text=self._text.stop_text,
         )
-
-
-def _check_target(params: SamplingParams, target: LanguageModel, source_tokens: int) -> None:
-    """Refuse an adapter that the target does not have, and logprobs of a prompt that an encoder reads."""
-    if params.prompt_logprobs is not None and source_tokens:
-        raise OptionError("is for models that write their prompts, and an encoder reads them", field="prompt_logprobs")
-    name = params.adapter
-    if name is None or name in target.adapters:
-        return
-    if not target.adapters:
-        raise OptionError(
-            f"names {name!r}, and the target was loaded without adapters; load it with some", field="adapter"
-        )
-    raise UnknownOptionError.nearest("adapter", name, target.adapters)
-
-
-def _form_of(structured: Structured, forms: Forms | None, request: Request) -> Form:
-    if forms is None:
-        raise OptionError("needs a tokenizer, and this model has none", field="structured")
-    return forms.start(structured, request.tokens, request.prompt_tokens, request.owner)
-
-
-def _reasoned(request: Request, target: LanguageModel, forms: Forms | None) -> Form | None:
-    """The form of an answer with reasoning; None if both may be anything."""
-    structured, span = request.params.structured, request.params.reasoning
-    assert span is not None
-    if structured is None and span.budget is None:
-        return None
-    if target.tokenizer is None or forms is None:
-        raise OptionError("needs a tokenizer, and this model has none", field="reasoning")
-    start = None if structured is None else partial(forms.start, structured, prompt_tokens=0, owner=request.owner)
-    tokens, size = request.tokens, target.vocab_size
-    return ReasonedForm(span, start, target.tokenizer, size, target.eos_token_ids, tokens, request.prompt_tokens)
-
-
-def _predicted(prediction: str | tuple[int, ...] | None, target: LanguageModel) -> tuple[int, ...]:
-    """Token ids that an answer is expected to repeat."""
-    if isinstance(prediction, str):
-        if target.tokenizer is None:
-            raise OptionError("is a text and needs a tokenizer; this model has none, so give ids", field="prediction")
-        known = target.tokenizer.plain_ids(prediction)
-        ids = tuple(itertools.takewhile(lambda token: token < target.vocab_size, known))
-    else:
-        ids = prediction or ()
-        _check_known("prediction", ids, target.vocab_size)
-    if len(ids) > target.context_length:
-        raise OptionError(
-            f"has {len(ids)} tokens, and this model's context holds {target.context_length}; shorten it",
-            field="prediction",
-        )
-    return ids
-
-
-def _check_ids(params: SamplingParams, banned: Sequence[tuple[int, ...]], vocab_size: int) -> None:
-    """Refuse options with ids that do not exist."""
-    _check_known("allowed_token_ids", params.allowed_token_ids, vocab_size)
-    _check_known("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
-    _check_known("bad_words", [token for word in banned for token in word], vocab_size)
-
-
-def _check_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    wrong = next((token for token in ids if token >= vocab_size), None)
-    if wrong is not None:
-        raise OptionError(f"names token id {wrong}, and the model's ids end at {vocab_size - 1}", field=field)
-
-
-def ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """Token ids of words at the beginning of a text and after a space; lists of ids are unchanged.
-
-    Raises:
-        OptionError: a text without a tokenizer, or one that no tokens write.
-    """
-    found: list[tuple[int, ...]] = []
-    for word in words:
-        if not isinstance(word, str):
-            found.append(word)
-        elif tokenizer is None:
-            raise OptionError(f"{word!r} needs a tokenizer, and this model has none; give token ids", field="bad_words")
-        elif ids := tokenizer.word_ids(word):
-            found += ids
-        else:
-            raise OptionError(f"holds {word!r}, which is no token of this model; remove it", field="bad_words")
-    return found

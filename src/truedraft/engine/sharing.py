@@ -17,18 +17,8 @@ _LEAST_SHARE = 1 / 16
 
 
 class PrefixSharing:
-    """Shares prefixes among the requests of one engine.
-
-    Args:
-        most_bytes: kept for later requests, divided among models by their weights; None keeps nothing, 0 disables
-            sharing.
-
-    Attributes:
-        stores: prefix caches of the target and of drafters.
-        pools: for each store the pool of its memory; None for uncounted memory.
-
-    Raises:
-        OptionError: `most_bytes` is no whole number of 0 or more.
+    """Shares prefixes among the requests of one engine. `most_bytes` are kept for later requests, divided among models
+    by their weights; None keeps nothing, 0 disables sharing.
     """
 
     def __init__(self, target: LanguageModel, members: Mapping[str, Drafter], most_bytes: int | None) -> None:
@@ -61,9 +51,7 @@ class PrefixSharing:
         return self._own.copied
 
     def begin(self, request: Request, running: Sequence[Request]) -> None:
-        """Fill the cache of a new request with a known prefix, or let it wait for a request that reads the same
-        prefix.
-        """
+        """Fill the cache of a new request with a known prefix, or let it wait for one that reads the same prefix."""
         assert request.cache is not None
         if request.inputs is not None and request.tokens[request.prompt_tokens - 1] in self._placeholders:
             return  # the last token would be computed again, as text
@@ -75,15 +63,16 @@ class PrefixSharing:
         reading = (each.id for each in running if each is not request and each.cache and not each.decodes)
         found = self._own.leader(request.id, reading)
         if found is not None:
-            number, request.awaits = found
-            request.leader = next(each for each in running if each.id == number)
+            number, length = found
+            request.awaits = next(each for each in running if each.id == number), length
 
     def go_on(self, request: Request) -> None:
         """Copy the common prefix once the request it waits for has read it or is finished."""
-        leader = request.leader
-        if leader is not None and (leader.cache is None or leader.cache.length >= request.awaits):
-            request.leader = None
-            self._fill(request)
+        if request.awaits is not None:
+            leader, length = request.awaits
+            if leader.cache is None or leader.cache.length >= length:
+                request.awaits = None
+                self._fill(request)
 
     def _fill(self, request: Request) -> None:
         # After a part of a prompt with images it could not continue: the rest would be read as text.

@@ -72,9 +72,7 @@ class Step:
         return tuple(steps)
 
     def _emit(self, item: StepItem, verdict: Verdict, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Append a verdict's tokens to the answer; returns the accepted path and the tokens, cut where the answer
-        ended.
-        """
+        """Append a verdict's tokens to the answer; returns the accepted path and the tokens, cut at its end."""
         request, shape = item.request, item.proposal.tree.shape
         tokens, ended_by_id = request.emit(verdict, item.logprobs)
         step.nodes, step.depth, step.listed_tokens = len(shape), shape.depth, shape.listed
@@ -108,11 +106,9 @@ class Step:
 
 
 class StepClock:
-    """Times the parts of one step: decisions, drafting, forward and verdicts.
-
-    On a CUDA device drafting and the forward are only queued, so events in the queue time them; the host reads these
-    after the step's one synchronization, without waiting for them. If a step does not synchronize, as after a part of a
-    prompt, the seconds are the host's.
+    """Times the parts of one step. On a CUDA device drafting and the forward are only queued, so events in the queue
+    time them, which the host reads after the step's one synchronization; without one, as after a part of a prompt,
+    the seconds are the host's.
     """
 
     def __init__(self, device: torch.device) -> None:

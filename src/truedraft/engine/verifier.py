@@ -28,7 +28,6 @@ class Verifier:
     Args:
         rule: verifies requests that are neither greedy nor seeded, or all of them if it is lossy.
         coupled: verifies seeded requests, and in its greedy form greedy ones under a lossless rule, by comparison.
-        drafting: is notified of invalid drafted ids, and of draws that do not match their probabilities.
     """
 
     def __init__(self, rule: Rule, coupled: Rule, drafting: Drafting) -> None:
@@ -37,13 +36,9 @@ class Verifier:
         self._drafting = drafting
 
     def rule_for(self, params: SamplingParams, own: Rule | None = None) -> Rule:
-        """The rule for a request, from its first step to its last.
-
-        Greedy requests under a lossless rule are verified by comparison, because every such rule keeps exactly the
-        argmax. So are seeded ones, because their tokens must not depend on drafter and rule.
-
-        Args:
-            own: the request's rule; None is the engine's.
+        """The rule for a request, its own or the engine's. Greedy ones under a lossless rule are verified by
+        comparison, because every such rule keeps exactly the argmax; so are seeded ones, because their tokens must
+        not depend on drafter and rule.
 
         Raises:
             OptionError: a seed together with a lossy rule, under which tokens depend on the drafts.
@@ -96,7 +91,7 @@ class Verifier:
         by_rule: dict[Rule, list[StepItem]] = {}
         for item in items:
             by_rule.setdefault(item.request.rule, []).append(item)
-        inputs = {rule: _asked(group) for rule, group in by_rule.items()}
+        inputs = {rule: _inputs_of(group) for rule, group in by_rule.items()}
         decided = [(rule.accept(*own), own[0]) for rule, own in inputs.items()]
         check = DrawCheck([item.proposal for item in items], items[0].probs.device)
         on_device = [item for item in items if item.proposal.tree.on_device]
@@ -112,20 +107,18 @@ class Verifier:
                 item.verdict = verdict
         again = self._changed(items, set(on_device), unsound) if on_device or unsound else []
         for item in again:
-            item.verdict = item.request.rule.verify(*_asked([item]))[0]
+            item.verdict = item.request.rule.verify(*_inputs_of([item]))[0]
         for rule, group in by_rule.items():
             fine = [item for item in group if item not in again] if again else group
             verdicts = [item.verdict for item in fine if item.verdict is not None]
-            for item, verdict in zip(fine, rule.measured(verdicts, *_asked(fine)), strict=True):
+            for item, verdict in zip(fine, rule.measured(verdicts, *_inputs_of(fine)), strict=True):
                 item.verdict = verdict
 
     def _changed(
         self, items: Sequence[StepItem], on_device: Collection[StepItem], unsound: Mapping[int, Collection[int]]
     ) -> list[StepItem]:
-        """Remove invalid ids and draws that do not match their probabilities; returns the items that had any.
-
-        Args:
-            unsound: tree rows with such draws, by index of the item.
+        """Remove invalid ids, and draws that do not match their probabilities (`unsound`: tree rows by item); returns
+        the items that had any.
         """
         changed = []
         for number, item in enumerate(items):
@@ -141,9 +134,8 @@ class Verifier:
 
 
 def _settle(item: StepItem) -> None:
-    """Cut an item's verdict after the first token that was not computed, and before the first broken tree row.
-
-    The rest is what plain decoding would emit. Frees the tensors used for verification.
+    """Cut an item's verdict after the first token that was not computed and before the first broken tree row; the rest
+    is what plain decoding would emit. Frees the tensors used for verification.
     """
     verdict = item.verdict
     assert verdict is not None
@@ -188,5 +180,5 @@ def _note_prompt(item: StepItem, logits: Tensor) -> None:
     request.prompt_logprobs += token_logprobs(rows, following, request.params.prompt_logprobs or 0)
 
 
-def _asked(items: Sequence[StepItem]) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
+def _inputs_of(items: Sequence[StepItem]) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
     return [item.proposal for item in items], [item.probs for item in items], [item.noise for item in items]

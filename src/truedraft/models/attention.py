@@ -238,18 +238,16 @@ def layout_of(
 
 
 def _later_nodes(length: int, device: torch.device) -> Tensor:
-    """The slots that each node of a chain may not see, from its first node on: bool `[nodes, slots of any span]`, with
-    at least `length` nodes. Chains up to `_LONGEST_KEPT` share one for many lengths."""
+    """The slots that each node of a chain may not see, from its first node on: bool `[nodes, slots of any span]`.
+    Chains of many lengths share one mask, which may have more nodes; longer chains make their own each time."""
     if length > _LONGEST_KEPT:
-        return _new_later_nodes(length, device)
-    return _kept_later_nodes(1 << (length - 1).bit_length(), device)
+        return _triangle.__wrapped__(length, device)
+    return _triangle(1 << (length - 1).bit_length(), device)
 
 
-def _new_later_nodes(length: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=32)
+def _triangle(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length + WIDEST_GAP, dtype=torch.bool, device=device).triu_(1)
-
-
-_kept_later_nodes = lru_cache(maxsize=32)(_new_later_nodes)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ class RootMeanSquareNorm:
 
     @classmethod
     def of(cls, module: Any, names: _Names) -> RootMeanSquareNorm:
-        return cls(module.weight.detach(), _epsilon_of(module), names.offset, names.rounds_once)
+        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        return cls(module.weight.detach(), float(eps), names.offset, names.rounds_once)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.rounds_once:
@@ -225,32 +226,30 @@ class Experts:
         both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
         if getattr(experts, "is_transposed", False):
             both, down = both.transpose(1, 2), down.transpose(1, 2)
-        biases = (
-            (experts.gate_up_proj_bias.detach(), experts.down_proj_bias.detach())
-            if hasattr(experts, "gate_up_proj_bias")
-            else (None, None)
+        gate_up_bias, down_bias, bias = (
+            None if each is None else each.detach()
+            for each in (
+                getattr(experts, "gate_up_proj_bias", None),
+                getattr(experts, "down_proj_bias", None),
+                getattr(router, "bias", None),
+            )
         )
-        if getattr(experts, "is_concatenated", True):
-            split: Callable[[Tensor], Sequence[Tensor]] = partial(Tensor.chunk, chunks=2, dim=1)
-        else:
-            split = _every_second
+
+        def split(factors: Tensor) -> Sequence[Tensor]:
+            is_concatenated = getattr(experts, "is_concatenated", True)
+            return factors.chunk(2, dim=1) if is_concatenated else (factors[:, ::2], factors[:, 1::2])
+
         gate, up = split(both)
-        gate_bias, up_bias = (None, None) if biases[0] is None else split(biases[0])
-        bias = getattr(router, "bias", None)
+        gate_bias, up_bias = (None, None) if gate_up_bias is None else split(gate_up_bias)
         return cls(
-            gate, up, down, gate_bias, up_bias, biases[1], router.weight.detach(),
-            None if bias is None else bias.detach(), router.top_k, getattr(router, "norm_topk_prob", True), clipped,
-            (experts, router),
+            gate, up, down, gate_bias, up_bias, down_bias, router.weight.detach(), bias, router.top_k,
+            getattr(router, "norm_topk_prob", True), clipped, (experts, router),
         )  # fmt: skip
 
     def release(self) -> None:
         """Free all weights after something else has taken them over."""
         for module in self.holders:
             release(module)
-
-
-def _every_second(weight: Tensor) -> tuple[Tensor, Tensor]:
-    return weight[:, ::2], weight[:, 1::2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,14 +449,11 @@ def _rotary(module: Any, like: Tensor, layer_type: str | None, names: _Names) ->
     return RotaryTable(of_type, like, names.interleaved, halves=names.clipped)
 
 
-def _epsilon_of(norm: Any) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-
-
 def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
     """Whether the model's layers have a supported form, with one attention call each."""
     names = _FAMILIES.get(type(model).__name__)
-    if names is None or _changes_positions(model):
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if names is None or rope.get("rope_type") == "longrope":  # whose angles change with the text's length
         return False
     decoder: Any = model.model
     norm = type(decoder.norm)
@@ -472,12 +468,6 @@ def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> b
         and not getattr(model.config, "final_logit_softcapping", None)
         and all(_is_known_layer(layer, norm, names) for layer in decoder.layers)
     )
-
-
-def _changes_positions(model: PreTrainedModel) -> bool:
-    """Whether rotary angles change with the text's length, so that no table holds them."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    return rope.get("rope_type") == "longrope"
 
 
 def _is_known_layer(layer: Any, norm: type[nn.Module], names: _Names) -> bool:

@@ -25,13 +25,11 @@ _OF_LARGEST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, to
 
 @dataclass(frozen=True, slots=True)
 class LogitFinish:
-    """What a model does to the product of its LM head: times a factor, then softly capped.
-
-    Both keep the order of the logits.
+    """What a model does to the product of its LM head: times a factor, then softly capped. Both keep the order.
 
     Attributes:
-        factor: of Cohere, Falcon-H1 (from their configurations) and Granite (which divides by its own).
-        cap: c of c tanh(x / c), of the Gemma families; None if there is none.
+        factor: of Cohere, Falcon-H1 and Granite.
+        cap: c of c tanh(x / c), of the Gemma families.
     """
 
     factor: float = 1.0

@@ -48,23 +48,20 @@ from truedraft.models import gguf, quantized_folder
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend, BackendMaker
-from truedraft.models.backends.copied import CopiedBackend, WholeTextBackend
 from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.parallel import follow, parallel_backend
-from truedraft.models.backends.sequential import SequentialBackend
+from truedraft.models.backends.sequential import CopiedBackend, SequentialBackend, WholeTextBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.checkpoint import Checkpoint
 from truedraft.models.embedded import SMOLLM2_ON_THE_HUB, embedded_folder, smollm2_file, smollm2_missing
-from truedraft.models.extents import refuse_vast_sizes
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.mapped import read_in, return_freed_memory
-from truedraft.models.mtp_names import without_mtp
 from truedraft.models.packed_linear import can_pack, multiplies_only_packed, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import (
@@ -77,7 +74,7 @@ from truedraft.models.probe import (
 from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
-from truedraft.models.weight_files import file_of
+from truedraft.models.weight_files import file_of, refuse_vast_sizes, without_mtp
 from truedraft.options import BITS
 from truedraft.progress import log_stage
 from truedraft.text.tokenizer import Tokenizer
@@ -290,8 +287,7 @@ def _checked(
     checkpoint: Checkpoint | None,
     refusals: Sequence[Callable[[LanguageModel], None]] = (),
 ) -> HuggingFaceModel:
-    """A model with a backend, compared with its own forward and passed to all `refusals`; errors of a family's own
-    code become UnsupportedModelError."""
+    """A model with a backend, compared with its own forward and passed to all `refusals`."""
     if model.config.is_encoder_decoder and not refusals:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder, which runs neither packed nor with unmerged adapters; merge them"
@@ -562,11 +558,7 @@ def _load_by_transformers(
 
 
 def refuse_broken_generation_config(source: str, name: str, revision: str | None) -> None:
-    """Refuse a generation_config.json that transformers would ignore silently, and with it the EOS ids.
-
-    Raises:
-        ModelError: it is no JSON object, or its EOS ids are not integers.
-    """
+    """Raise ModelError for a generation_config.json that transformers would ignore, and with it the EOS ids."""
     found = file_of(source, "generation_config.json", revision)
     try:
         read = {} if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
@@ -583,11 +575,7 @@ def refuse_broken_generation_config(source: str, name: str, revision: str | None
 
 
 def _class_of(config: Any, name: str) -> Any:
-    """The class that loads a model: its own if it is multimodal or transformers has no causal class for it.
-
-    Raises:
-        UnsupportedModelError: it writes no text, or reads neither text nor sound.
-    """
+    """The class that loads a model: its own if it is multimodal or transformers has no causal class for it."""
     kind, architectures = config.model_type, config.architectures or []
     if config.is_encoder_decoder:
         if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:

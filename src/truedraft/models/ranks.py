@@ -123,14 +123,14 @@ class Ranks:
         """Why the group has failed, in a sentence; None while it runs."""
         if self._failure is None:
             found = [(rank, process.poll()) for rank, process in enumerate(self.others, start=1)]
-            ended = [(rank, status) for rank, status in found if status is not None]
-            if ended:
+            if ended := [(rank, status) for rank, status in found if status is not None]:
                 rank, status = max(ended, key=lambda each: bool(each[1]))  # a process that lost another one ends with 0
                 how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
                 self._failure = f"rank {rank} of the {self.count} processes that run the model {how}, {_OVER}"
         return self._failure
 
     def check(self) -> None:
+        """Raise `RankLostError` if the group has failed."""
         if self.failure is not None:
             raise RankLostError(self.failure)
 
@@ -156,19 +156,15 @@ class Ranks:
                 raise RankLostError(self._failure) from error
             raise
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Broadcast a message from rank 0, made of plain objects and tensors on the CPU."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         with _connected():
             self._words.broadcast(torch.tensor([len(data)]), 0).wait()
             self._words.broadcast(data, 0).wait()
 
-    def told(self) -> Any:
-        """Wait for the next message of rank 0.
-
-        Raises:
-            RankLostError: it has ended.
-        """
+    def receive(self) -> Any:
+        """Wait for the next message of rank 0; raises `RankLostError` when it has ended."""
         length = torch.zeros(1, dtype=torch.int64)
         with _connected():
             self._words.broadcast(length, 0).wait()
@@ -177,11 +173,7 @@ class Ranks:
         return pickle.loads(data.numpy().tobytes())
 
     def gathered(self, part: Tensor) -> Tensor:
-        """The parts of all ranks, `[count, *part.shape]`, in their order.
-
-        Raises:
-            RankLostError: one has ended.
-        """
+        """The parts of all ranks, `[count, *part.shape]`, in their order; raises `RankLostError` if one has ended."""
         part = part.contiguous()
         parts = part.new_empty(self.count, *part.shape)
         with _connected():
@@ -189,12 +181,9 @@ class Ranks:
         return parts
 
     def added(self, part: Tensor) -> Tensor:
-        """The sum of the parts of all ranks, added in their order in float32 or better, and rounded once.
+        """The sum of `gathered` parts, added in their order in float32 or better, and rounded once.
 
         So a row's bits do not depend on the rest of its forward; libraries split sums by their size.
-
-        Raises:
-            RankLostError: one has ended.
         """
         first, *others = self.gathered(part)
         total = first if first.dtype == torch.float64 else first.float()

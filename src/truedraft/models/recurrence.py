@@ -67,10 +67,9 @@ Place = tuple[SegmentPlan, int]
 
 
 class _Order:
-    """The order in which the new tokens of a forward are computed; the same for all layers.
+    """The order in which all layers compute the new tokens of a forward.
 
     Attributes:
-        segments: of the forward.
         pieces: of prompts: segment, first token, end.
         levels: all other tokens; each is one level after its parent.
     """
@@ -138,7 +137,7 @@ class _Layer:
         module.forward = self.mix
 
     def _places_of_vectors(self, hidden: Tensor) -> tuple[int, ...] | None:
-        """The indices of the module's outputs with one vector for each token; None if the output is a single tensor."""
+        """Indices of the outputs with one vector for each token; None if the output is a single tensor."""
         found: list[set[int]] = []
         for length in (4, 5):  # a state may have the length of one text by chance, but not of two
             output, _ = self._adapter.run(hidden[:, :length], {})
@@ -157,7 +156,7 @@ class _Layer:
         return [output] if self._places is None else [output[place] for place in self._places], after
 
     def _can_go_on(self, hidden: Tensor) -> bool:
-        """Whether reading several tokens from a state equals reading one text; some modules ignore the state."""
+        """Whether reading several tokens from a state equals reading one text; some modules ignore it then."""
         whole, _ = self._run(hidden, {})
         _, states = self._run(hidden[:, :4], {})
         rest, _ = self._run(hidden[:, 4:], states)
@@ -186,7 +185,7 @@ class _Layer:
                 whole = self._continues or part.length + start == 0
                 for first, last in [(start, end)] if whole else pairwise(range(start, end + 1)):
                     before = self._behind((part, first), states)
-                    known = {} if before is None else dict(before.alone().states)
+                    known = {} if before is None else dict(before.copied().states)
                     own = slice(part.start + first, part.start + last)
                     output, found = self._products.run(own, self._run, hidden_states[:, own], known)
                     rows.append(torch.arange(own.start, own.stop))
@@ -273,9 +272,8 @@ class _Products:
     """The input and output projections of a module, computed for all tokens of a forward at once.
 
     Args:
-        shift: see `states`; with it the input projections depend on the previous token's input, too.
-        run: runs the module on `hidden`, to find these linear layers.
-        hidden: `[1, tokens, width]`.
+        shift: see `StateAdapter`; with it the input projections depend on the previous token's input, too.
+        run: runs the module on `hidden`, `[1, tokens, width]`, to find these linear layers.
     """
 
     def __init__(self, module: nn.Module, shift: str | None, run: Callable[[], list[Tensor]], hidden: Tensor) -> None:

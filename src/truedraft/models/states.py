@@ -125,8 +125,7 @@ class _StateCache:
         self.states[f"recurrent{state_idx}"] = new
         return new
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """MiniMax's name for its recurrent state."""
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:  # MiniMax's name for its recurrent state
         return self.states.get("recurrent0")
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
@@ -134,7 +133,7 @@ class _StateCache:
 
 
 class _CacheAdapter(StateAdapter):
-    """Modules that take transformers' cache. Other required arguments are None: they matter for padded texts only."""
+    """Modules that take transformers' cache; other required arguments matter for padded texts only and are None."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -158,16 +157,12 @@ class _RecurrentGemmaAdapter(StateAdapter):
         self._convolution: Any = module.conv_1d
 
     def run(self, hidden: Tensor, states: States) -> tuple[Any, States]:
-        module, convolution = self._module, self._convolution
+        module, convolution, first = self._module, self._convolution, 1 if states else 0
         if not states:
-            width, kernel = module.lru_width, module.conv1d_width
             states = {
-                "conv": hidden.new_zeros(len(hidden), width, kernel - 1),
-                "recurrent": hidden.new_zeros(len(hidden), width, dtype=torch.float32),
+                "conv": hidden.new_zeros(len(hidden), module.lru_width, module.conv1d_width - 1),
+                "recurrent": hidden.new_zeros(len(hidden), module.lru_width, dtype=torch.float32),
             }
-            first = 0
-        else:
-            first = 1
         module.conv1d_state, module.rg_lru.recurrent_states = states["conv"], states["recurrent"]
         before, seen = states["conv"], []
 
@@ -197,12 +192,12 @@ class _XLSTMAdapter(StateAdapter):
     def _begin(self, hidden: Tensor) -> States:
         heads = self._module.config.num_heads
         keys, values = self._module.qk_dim // heads, self._module.v_dim // heads
-        shapes = ((heads, keys, values), (heads, keys), (heads, 1))
+        shapes = (heads, keys, values), (heads, keys), (heads, 1)
         return {name: hidden.new_zeros(len(hidden), *shape) for name, shape in zip(_XLSTM_STATES, shapes, strict=True)}
 
 
 class _Slot:
-    """Replaces a tensor of all layers' states: holds one layer's state and returns it for every index."""
+    """Replaces a tensor of all layers' states by that of one layer, for every index."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value

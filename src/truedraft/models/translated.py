@@ -20,12 +20,10 @@ class TranslatedModel(LanguageModel):
     """Presents a draft in the vocabulary of a target with another tokenizer; `translation` is between the two.
 
     The target's tokens are spelled in the draft's ids, one or several for each. The draft's distribution is that of the
-    shared ids, renormalised. It is an ordinary distribution over the target's ids, so samples from it are verified
-    exactly (rejection sampling with the distribution they were drawn from).
+    shared ids, renormalised: an ordinary distribution over the target's ids, so samples from it are verified exactly.
 
     Raises:
-        VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
-        CompositionError: the draft is an encoder-decoder.
+        VocabularyMismatchError, CompositionError: see `translation_between`.
     """
 
     def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:

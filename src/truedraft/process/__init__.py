@@ -1,10 +1,16 @@
 """Speculation for any process with a costly step function: fewer sequential calls, the same distribution."""
 
-from truedraft.process.base import DiscreteSteps, GaussianSteps, Process, SharedNoise
-from truedraft.process.chains import Chains, Seen
+from truedraft.process.base import (
+    DiscreteSteps,
+    GaussianSteps,
+    MetropolisHastings,
+    Process,
+    SharedNoise,
+    Stays,
+    Surrogate,
+)
 from truedraft.process.drafts import Cheaper, Corrected, Draft, Extrapolation, Known, LastOutput
-from truedraft.process.loop import speculate
-from truedraft.process.metropolis import MetropolisHastings, Stays, Surrogate
+from truedraft.process.loop import Chains, Seen, speculate
 from truedraft.process.noise import StepNoise
 from truedraft.process.rules import Gaussian
 from truedraft.process.windows import Windows

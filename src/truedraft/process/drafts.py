@@ -40,14 +40,7 @@ class Known:
         return cls(like[0], like[1], steps, steps[:, 0].clone())
 
     def add(self, chains: Tensor, points: Tensor, outputs: Tensor, steps: Tensor, made: Tensor) -> None:
-        """Add the first `made` `[chains]` steps of a round; changes the tensors in place.
-
-        Args:
-            chains: of the round `[chains]`.
-            points: `[depth, chains, ...]`.
-            outputs: `[depth, chains, ...]`.
-            steps: `[depth, chains]`.
-        """
+        """Add the first `made` `[chains]` steps of a round, `[depth, chains, ...]` each, in place."""
         place = torch.arange(len(chains), device=made.device)[:, None]
         # Rows: the last, the one before it, then the round's: 0 and 1 if none was made, 2 and 0 if one was.
         newest = torch.stack([made + 1, torch.where(made > 1, made, 1 - made)], 1)

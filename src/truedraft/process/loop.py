@@ -5,21 +5,154 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from truedraft.core.noise import Purpose
-from truedraft.errors import ProcessError
+from truedraft.errors import OptionError, ProcessError
 from truedraft.machine import wait_for
 from truedraft.options import check_whole
 from truedraft.process.base import Process
-from truedraft.process.chains import Chains, Seen
 from truedraft.process.drafts import Draft, Known
-from truedraft.process.noise import RoundNoise
-from truedraft.process.plain import plain_steps
+from truedraft.process.noise import RoundNoise, chain_roots
 from truedraft.process.windows import Windows
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The steps of some chains at one depth of a round, as passed to `watch`.
+
+    Attributes:
+        chains: their numbers `[rows]`.
+        steps: numbers of the steps `[rows]`.
+        states: before the step.
+        guesses: of the draft; None if nothing was drafted.
+        kept: whether drafts were accepted `[rows]`, bool; None if nothing was drafted.
+    """
+
+    chains: Tensor
+    steps: Tensor
+    states: Tensor
+    outputs: Tensor
+    guesses: Tensor | None
+    kept: Tensor | None
+    outcomes: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Chains:
+    """Chains of a process with their counts. `begin` makes new ones.
+
+    Attributes:
+        states: `[chains, ...]`.
+        at: steps made `[chains]`, int64.
+        errors: the exception that ended a chain, or None.
+        calls: number of calls of the costly function with a point of the chain `[chains]`: its sequential depth.
+        drafted: number of drafted steps `[chains]`.
+        accepted: number of accepted drafted steps `[chains]`.
+        rounds: calls of the costly function, one for all chains together.
+        evaluations: points evaluated in these calls.
+        trials: further calls, to measure the times of batches.
+        path: states by step `[chains, steps + 1, ...]` if requested, zeros after a chain's end.
+    """
+
+    states: Tensor
+    at: Tensor
+    errors: list[Exception | None]
+    calls: Tensor
+    drafted: Tensor
+    accepted: Tensor
+    roots: Tensor
+    rounds: int = 0
+    evaluations: int = 0
+    trials: int = 0
+    path: Tensor | None = None
+    known: Known | None = field(default=None, repr=False)
+
+    @classmethod
+    def begin(cls, states: Tensor, seed: int = 0, at: int = 0) -> Chains:
+        """Chains that start from states `[chains, ...]`, with noise of a seed.
+
+        Under shared noise a chain that starts from a state of another one, `at` that step and with its seed, continues
+        as it did.
+
+        Raises:
+            OptionError: no states, or a negative step.
+        """
+        check_whole("at", at, least=0)
+        if not states.dim() or not len(states):
+            raise OptionError(
+                f"must be one row or more, one for each chain, got shape {tuple(states.shape)}", field="states"
+            )
+        zeros = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+        roots = chain_roots(seed, len(states), states.device)
+        return cls(states.clone(), zeros + at, [None] * len(states), zeros, zeros.clone(), zeros.clone(), roots)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Fraction of drafted steps that were accepted; 0 if none were drafted."""
+        return float(self.accepted.sum()) / max(int(self.drafted.sum()), 1)
+
+    @property
+    def steps_per_call(self) -> float:
+        """Steps of a chain per call of the costly function; 1 for the plain process."""
+        return float((self.calls + self.accepted).sum()) / max(int(self.calls.sum()), 1)
+
+
+def plain_steps(
+    process: Process, chains: Chains, active: Tensor, count: int, watch: Callable[[Seen], None] | None
+) -> tuple[int, float, float]:
+    """Run up to `count` steps of the plain process in place, with one call of the costly function each.
+
+    It stops before a step that fails for any of the active chains. Each must have at least `count` steps left.
+
+    Returns:
+        The number of steps made; seconds of the costly function and of everything in one of them, without the first,
+        which makes the noise of all.
+    """
+    states, at = chains.states[active], chains.at[active]
+    calls = chains.calls[active] + torch.arange(count, device=at.device)[:, None]
+    dtype = states.dtype if states.is_floating_point() else torch.float64
+    noise = RoundNoise(chains.roots[active], at, calls, count, dtype, frozenset({Purpose.BONUS}))
+    made, target_s, first = 0, 0.0, time.perf_counter()
+    last: list[tuple[Tensor, Tensor, Tensor]] = []
+    for number in range(count):
+        here = noise.at(number)
+        points = process.points(states, at, here)
+        began = time.perf_counter()
+        try:
+            outputs = process.evaluate(points, at)
+        except Exception:
+            break
+        wait_for(outputs.device)
+        target_s += time.perf_counter() - began
+        if len(outputs) != len(points):
+            break
+        outcomes = process.draw(states, at, outputs, here, Purpose.BONUS)
+        if torch.isnan(outputs).any() or not process.sound(outcomes).all():
+            break
+        if watch is not None:
+            watch(Seen(active, at, states, outputs, None, None, outcomes))
+        last = [*last[-1:], (points, outputs, at)]
+        states, at, made = process.moved(states, at, outcomes), at + 1, made + 1
+        if chains.path is not None:
+            chains.path[active, at] = states
+        if made == 1 < count:
+            target_s, first = 0.0, time.perf_counter()
+    timed = max(made - 1, 1)
+    seconds = target_s / timed, (time.perf_counter() - first) / timed
+    if made:
+        chains.states[active], chains.at[active] = states, at
+        chains.calls[active] += made
+        chains.rounds += made
+        chains.evaluations += made * len(active)
+        points, outputs, steps = (torch.stack(each) for each in zip(*last, strict=True))
+        if chains.known is None:
+            chains.known = Known.nothing(points[0], outputs[0], len(chains.states))
+        chains.known.add(active, points, outputs, steps, torch.full_like(at, len(last)))
+    return made, *seconds
 
 
 def speculate(
@@ -216,8 +349,7 @@ class _Round:
     def _ask(self) -> tuple[Tensor, Tensor]:
         """Call the costly function at all points at once.
 
-        Returns:
-            Its outputs, and their row for each point of each chain `[depth + 1, chains]`, -1 where there is none.
+        Returns its outputs, and their row for each point of each chain `[depth + 1, chains]`, -1 where there is none.
         """
         deepest = int(self._depth.max())
         valid = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]

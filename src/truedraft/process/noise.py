@@ -28,11 +28,8 @@ class RoundNoise:
     """The noise of one round.
 
     Args:
-        roots: keys of its chains `[chains]`.
-        steps: current steps `[chains]`.
         calls: number of target calls so far `[chains]`, or by step `[depth, chains]`.
         depth: maximum number of steps in the round.
-        dtype: of the numbers.
         at_once: purposes that most steps use, so that numbers for all steps are made at once.
     """
 

@@ -91,11 +91,8 @@ def reflection(p: Gaussian, q: Gaussian, drafted: Tensor, z: Tensor, accept: Ten
     Where a deviation is 0 and the means differ in it, nothing can be kept, and the noise is not mirrored: m_p + L z.
 
     Args:
-        p: target distributions.
-        q: draft distributions, with the same scale.
         drafted: x `[rows, size]`.
         z: the noise that x was drafted with `[rows, size]`.
-        accept: uniform numbers `[rows]` for the acceptance.
     """
     d = p.whitened(q.mean - p.mean)
     disjoint = torch.isinf(d).any(-1, keepdim=True)
@@ -117,10 +114,6 @@ def rejection(p: Gaussian, q: Gaussian, drafted: Tensor, accept: Tensor, draws: 
     drawn from p.
 
     Args:
-        p: target distributions.
-        q: draft distributions.
-        drafted: x `[rows, size]`.
-        accept: uniform numbers `[rows]` for the acceptance.
         draws: the noise of each attempt.
     """
     dense = torch.isfinite(p.log_density(p.mean)) & torch.isfinite(q.log_density(q.mean))

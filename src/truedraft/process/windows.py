@@ -12,7 +12,7 @@ from truedraft.core.budget import NO_DRAFT, RequestView
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, DraftShare, DraftTime, RequestStep, StepRecord
 from truedraft.core.theory.cost_curves import CostCurve
-from truedraft.engine.policy import Budget, Controller, Goodput
+from truedraft.engine.policy import Budget, Goodput
 from truedraft.options import check_whole
 
 MOST = 16
@@ -28,7 +28,7 @@ _SETTLED = 8  # minimum number of these at which their overhead is negligible pe
 _LEARNS = 8  # chains per round with verdicts that are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
 
-Ask = Callable[[int], float]
+Measure = Callable[[int], float]
 """Call the costly function at a number of points for a trial; returns seconds."""
 
 
@@ -89,14 +89,14 @@ class Times:
     def covers(self, active: int) -> bool:
         return active <= self._most_active
 
-    def begin(self, ask: Ask, active: int, most: int) -> int:
+    def begin(self, measure: Measure, active: int, most: int) -> int:
         """Measure what is missing for about these numbers of chains and rows; returns the number of calls."""
         self.active, trials, rows = active, 0, 1
         while rows <= most + 1:
             points = active * rows
             for _ in range(0 if self._target.near(points) else _REPEATS):
                 for _ in range(_TRIALS):  # the first has cold caches
-                    self._target.add(points, ask(points))
+                    self._target.add(points, measure(points))
                 trials += _TRIALS
                 if rows == 1 or self._pays(rows):
                     break
@@ -148,20 +148,16 @@ class Times:
             self._draft.add(each.depth, each.seconds)
 
 
-def _goodput(clock: Callable[[], float]) -> Goodput:
-    """The text engine's controller, for steps with noise of their own and plain steps that are made together."""
-    return Goodput(clock=clock, plain_steps=1, follows=False)
-
-
 class Windows:
     """Chooses the number of drafted steps in each round; 0 makes it a step of the plain process.
 
     An object may serve several runs of a process; later ones start with what it learned.
 
+    The text engine's `Goodput` decides, for steps with noise of their own and plain steps that are made together; it
+    keeps comparing with the plain process.
+
     Args:
         most: maximum number of drafted steps.
-        controller: makes the decision; None is the text engine's `Goodput`, which keeps comparing with the plain
-            process.
         clock: in seconds.
 
     Attributes:
@@ -171,15 +167,10 @@ class Windows:
         OptionError: `most` is not an integer of 1 or more.
     """
 
-    def __init__(
-        self,
-        most: int = MOST,
-        controller: Controller | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, most: int = MOST, clock: Callable[[], float] = time.perf_counter) -> None:
         self.most = check_whole("most", most, least=1)
         self.times = Times()
-        self._controller = controller if controller is not None else _goodput(clock)
+        self._controller = Goodput(clock=clock, plain_steps=1, follows=False)
         self._controller.begin(self.times)
         self._counters = Counters()
         self._rests, self._last, self._opening = 0, 0, _OPENING
@@ -232,8 +223,8 @@ class Windows:
         for nodes, kept in list(zip(drafted, accepted, strict=True))[:_LEARNS]:
             judged = min(kept + 1, nodes)
             shares = (DraftShare(_DRAFT, nodes, nodes, tuple(range(kept)), judged),) if nodes else ()
-            step = RequestStep(0, 0, nodes + 1, False, nodes, nodes, nodes, kept, kept + 1, judged > kept)
-            step.decision, step.shares = self._decision, shares
+            counts = nodes, nodes, nodes, kept, kept + 1, judged > kept
+            step = RequestStep(0, 0, nodes + 1, False, *counts, decision=self._decision, shares=shares)
             self._counters.count(step)
             steps.append(step)
         depth, self.times.together = max(drafted), together

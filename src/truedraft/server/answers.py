@@ -1,160 +1,112 @@
-"""Answers on their way to a client: reads the output of the samples once, whole or as a stream.
-
-Each endpoint implements a `View`, which formats the parts by its protocol.
-"""
+"""Answers on their way to a client: a `View` reads the output of the samples once, whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.stats import Counters
-from truedraft.engine import Answer
+from truedraft.core.verdict import Origin
+from truedraft.engine.batch import StepItem
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.options import record_of
+from truedraft.server.conversations import ToolUse
 from truedraft.server.errors import ApiError
-from truedraft.server.events import EventStream, cancel_on_disconnect
-from truedraft.server.front import Front
+from truedraft.server.events import EventStream, cancel_on_disconnect, event
+from truedraft.server.fields import SamplingFields
+from truedraft.server.front import Front, new_id
 from truedraft.server.service import ResponseHandle, Stream, StreamUpdate
-from truedraft.server.tools import ToolUse
-from truedraft.server.traces import trace_of
-from truedraft.text.calls import Call, CallDelta, Reasoning, parsed
-from truedraft.text.notations import AnswerReader
+from truedraft.text.calls import Call, Reasoning
 
 _Value = TypeVar("_Value")
 _LONG = 256  # tokens; formatting longer answers would delay other clients
-
-Ending: TypeAlias = Literal["stop", "length", "calls"]
-"""Why an answer ended: at a stop token or text, at the token limit, or with function calls."""
-
+_FORCED = "forced"
+"""Name of the drafter of tokens that a grammar forces."""
 _SHARED_NAMES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_draft_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """New output of a sample: of one or several steps of a stream, or all of it.
-
-    Attributes:
-        found: plain text, reasoning and pieces of calls, in order.
-        ending: why the answer ended; None before the last part.
-    """
-
-    stream: Stream
-    news: StreamUpdate
-    found: Sequence[str | Reasoning | CallDelta]
-    ending: Ending | None
-
-    @property
-    def answer(self) -> Answer | None:
-        """The finished answer; None before the last part."""
-        return self.news.answer
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        """Logprobs of its tokens; empty unless requested."""
-        return [entry for piece in self.news.pieces for entry in piece.logprobs]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token for piece in self.news.pieces for token in piece.token_ids]
-
-    @property
-    def text(self) -> str:
-        return "".join(part for part in self.found if isinstance(part, str))
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(part.text for part in self.found if isinstance(part, Reasoning))
-
-    @property
-    def calls(self) -> list[CallDelta]:
-        return [part for part in self.found if isinstance(part, CallDelta)]
-
-
-class View(Protocol):
-    """An answer in the format of an endpoint."""
-
-    def begun(self) -> Iterator[str]:
-        """The first events of a stream."""
-
-    def read(self, part: Part) -> Iterator[str]:
-        """The events of a part."""
-
-    def ended(self) -> Iterator[str]:
-        """The last events."""
-
-    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """The body of a response that is not streamed.
-
-        Args:
-            parts: one for each sample, with all of its output.
-        """
-
-    def failed(self, error: ApiError) -> str:
-        """The last events of a stream that failed."""
-
-
-class Answers:
-    """The samples of one HTTP request. They can be read once.
+class View:
+    """The answers to one HTTP request in the format of an endpoint.
 
     Args:
-        readers: parse the samples' texts, one each; None for plain text.
+        body: of the request.
+        use: of tools; None for plain text.
+        warnings: about ignored parts of the request.
     """
+
+    kind: ClassVar[str]
+    """Prefix of the answers' ids."""
 
     def __init__(
         self,
         front: Front,
         answering: ResponseHandle,
-        readers: Sequence[AnswerReader] | None = None,
+        body: SamplingFields,
         use: ToolUse | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         self.front = front
-        self.answering = answering
-        self._readers = readers
+        self.streams: Sequence[Stream] = answering.streams
+        self.id, self.model = new_id(self.kind), front.shown(body.model)
+        self.warnings = [*warnings, *(() if use is None else use.warnings)]
+        self._answering = answering
+        self._options = body.stream_options
         self._use = use
 
-    @property
-    def streams(self) -> Sequence[Stream]:
-        """The samples."""
-        return self.answering.streams
+    def begun(self) -> Iterator[str]:
+        """The first events of a stream."""
+        yield from ()
 
-    async def reply(self, http: HttpRequest, view: View, *, stream: bool | None) -> Response:
-        """The HTTP response: a stream of the view's events, or one body.
+    def read(self, part: StreamUpdate) -> Iterator[str]:
+        """The events of new output."""
+        raise NotImplementedError
+
+    def ended(self) -> Iterator[str]:
+        """The last events."""
+        raise NotImplementedError
+
+    def whole(self, parts: Sequence[StreamUpdate]) -> dict[str, Any]:
+        """The body of a response that is not streamed; `parts` has all output of each sample."""
+        raise NotImplementedError
+
+    def failed(self, error: ApiError) -> str:
+        """The last events of a stream that failed."""
+        return event(error.body)
+
+    async def reply(self, http: HttpRequest, stream: bool | None) -> Response:
+        """The HTTP response: a stream of events, or one body.
 
         Raises:
             ApiError: an answer that is not streamed failed, or the client has disconnected.
         """
         if stream:
-            return EventStream(self._events(http, view), self.answering.close, view.failed)
-        await cancel_on_disconnect(http.receive, self.answering.answers())
-        return await self._apart(
-            http, lambda: JSONResponse(view.whole([self._part(StreamUpdate.of(each)) for each in self.streams]))
-        )
+            return EventStream(self._events(http), self._answering.close, self.failed)
+        await cancel_on_disconnect(http.receive, self._answering.finished())
+        return await self._run(http, lambda: JSONResponse(self.whole([each.whole() for each in self.streams])))
 
-    async def _events(self, http: HttpRequest, view: View) -> AsyncIterator[str]:
+    async def _events(self, http: HttpRequest) -> AsyncIterator[str]:
         def read(output: StreamUpdate) -> list[str]:
-            return list(view.read(self._part(output)))
+            return list(self.read(output.parsed()))
 
-        for each in await self._apart(http, lambda: list(view.begun())):
+        for each in await self._run(http, lambda: list(self.begun())):
             yield each
         begun = set[int]()  # samples with output so far: the first event may contain the prompt
-        async for output in self.answering.news():
-            is_first = output.number not in begun
-            begun.add(output.number)
-            for each in await self._apart(http, partial(read, output)) if is_first else read(output):
+        async for output in self._answering.news():
+            is_first = output.stream.number not in begun
+            begun.add(output.stream.number)
+            for each in await self._run(http, partial(read, output)) if is_first else read(output):
                 yield each
-        for each in await self._apart(http, lambda: list(view.ended())):
+        for each in await self._run(http, lambda: list(self.ended())):
             yield each
 
-    async def _apart(self, http: HttpRequest, work: Callable[[], _Value]) -> _Value:
+    async def _run(self, http: HttpRequest, work: Callable[[], _Value]) -> _Value:
         """Run work over all of the request and its answers; in a thread if that is long, so that other clients need not
         wait.
         """
@@ -163,28 +115,14 @@ class Answers:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.front.writer, work)
 
-    def _part(self, output: StreamUpdate) -> Part:
-        text = "".join(piece.text for piece in output.pieces)
-        reader = None if self._readers is None else self._readers[output.number]
-        found = [text] if reader is None else reader.push(text, last=output.answer is not None)
-        ending = None if output.answer is None else _ending(output.answer, reader)
-        return Part(self.streams[output.number], output, found, ending)
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings about the tools that may be called."""
-        return [] if self._use is None else self._use.warnings
-
     def misfits(self) -> list[str]:
         """What is wrong with the arguments of finished calls."""
-        calls = [call for reader in self._readers or () for call in reader.calls]
+        calls = [call for each in self.streams if each.reader is not None for call in each.reader.calls]
         return [] if self._use is None else self._use.misfits(calls)
 
-    def trace(self, part: Part) -> dict[str, Any]:
-        """The origins of the tokens of a part; empty unless a trace is requested."""
-        if not part.stream.shows_steps:
-            return {}
-        return {"trace": trace_of(part.stream, part.news, self.front.token_text)}
+    def trace(self, part: StreamUpdate) -> dict[str, Any]:
+        """The origins of the tokens of an update; empty unless a trace is requested."""
+        return {"trace": _trace_of(part, self.front.token_text)} if part.stream.shows_steps else {}
 
     def usage(self, samples_of_one: int = 1, *, answers_count: bool = True) -> dict[str, Any]:
         """Token usage of the whole HTTP request; call it after all samples are read.
@@ -193,43 +131,45 @@ class Answers:
             samples_of_one: samples per prompt; the prompt is counted once.
             answers_count: whether generated tokens count.
         """
-        streams = self.streams
+        streams, firsts = self.streams, self.streams[::samples_of_one]
         answers = [stream.answer for stream in streams if stream.answer is not None]
-        prompt = sum(stream.request.prompt_tokens for stream in streams[::samples_of_one])
+        prompt = sum(stream.request.prompt_tokens for stream in firsts)
         written = sum(len(answer.token_ids) for answer in answers) if answers_count else 0
-        copied = sum(stream.request.copied_tokens for stream in streams[::samples_of_one])
-        predicted = [answer.stats.by_drafter.get("prediction") for answer in answers]
-        accepted = sum(each.accepted_tokens for each in predicted if each is not None)
-        drafted = sum(each.draft_tokens for each in predicted if each is not None)
-        readers = self._readers or ()
-        reasoned = (self._tokens_of(stream, reader.reasoned) for stream, reader in zip(streams, readers, strict=False))
+        predicted = [each for answer in answers if (each := answer.stats.by_drafter.get("prediction")) is not None]
+        accepted = sum(each.accepted_tokens for each in predicted)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": written,
             "total_tokens": prompt + written,
-            "prompt_tokens_details": {"cached_tokens": copied},
+            "prompt_tokens_details": {"cached_tokens": sum(stream.request.copied_tokens for stream in firsts)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-                "reasoning_tokens": sum(reasoned),
+                "rejected_prediction_tokens": sum(each.draft_tokens for each in predicted) - accepted,
+                "reasoning_tokens": sum(map(self._reasoning_tokens, streams)),
             },
         }
 
-    def _tokens_of(self, stream: Stream, characters: int) -> int:
-        """Number of tokens in the first `characters` characters of an answer."""
+    def usage_chunk(self, head: Mapping[str, Any], usage: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
+        """The event with the usage, if the client requested it."""
+        if self._options is not None and self._options.include_usage:
+            yield event({**head, "choices": [], "usage": usage(), **self.metrics()})
+
+    def _reasoning_tokens(self, stream: Stream) -> int:
+        """Number of tokens of the reasoning at the beginning of an answer."""
         count, tokens = 0, () if stream.answer is None else stream.answer.token_ids
+        characters = 0 if stream.reader is None else stream.reader.reasoned
         while characters > 0 and count < len(tokens):
             characters -= len(self.front.token_text(tokens[count]))
             count += 1
         return count
 
-    def speculation(self, streams: Sequence[Stream] | None = None) -> dict[str, Any]:
-        """Speculation statistics of some samples, or of all (None), under vLLM's names."""
-        streams = self.streams if streams is None else streams
-        counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
-        accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
+    def speculation(self, *streams: Stream) -> dict[str, Any]:
+        """Speculation statistics of some samples, or of all, under vLLM's names."""
+        chosen = streams or self.streams
+        counters = sum((each.answer.stats for each in chosen if each.answer is not None), start=Counters())
+        accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in chosen), fillvalue=0)]
         forward_s = self.front.service.forward_s
-        speedup = sum((stream.decisions for stream in streams), Decisions(forward_s)).estimate()
+        speedup = sum((stream.decisions for stream in chosen), Decisions(forward_s)).estimate()
         return {
             "mean_acceptance_length": counters.mean_acceptance_length,
             "draft_acceptance_rate": counters.draft_acceptance_rate,
@@ -262,15 +202,6 @@ class Answers:
         return {"metrics": {"speculative_decoding": summary | {"num_spec_tokens": depth}}}
 
 
-def _ending(answer: Answer, reader: AnswerReader | None) -> Ending:
-    """Why a finished answer ended; calls do not count if a stop text cut the last one."""
-    if answer.finish_reason != "stop":
-        return "length"
-    if reader is None or not reader.calls:
-        return "stop"
-    return "stop" if answer.stop_text is not None and parsed(reader.calls[-1].arguments) is None else "calls"
-
-
 @dataclass(eq=False, slots=True)
 class Segment:
     """A contiguous part of an answer of one kind.
@@ -284,12 +215,12 @@ class Segment:
     kind: Literal["text", "reasoning", "call"]
     call: Call | None = None
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    _texts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         """The text so far; "" for a call."""
-        return "".join(self._texts)
+        return "".join(self.texts)
 
 
 Step: TypeAlias = tuple[Literal["began", "wrote", "ended"], Segment, str, list[dict[str, Any]]]
@@ -304,8 +235,8 @@ class Segments:
         self._front = front
         self._logprobs: list[dict[str, Any]] = []  # of tokens without text so far
 
-    def read(self, part: Part) -> Iterator[Step]:
-        """The steps of a part; the last segment stays open."""
+    def read(self, part: StreamUpdate) -> Iterator[Step]:
+        """The steps of an update; the last segment stays open."""
         self._logprobs += map(self._front.logprobs_entry, part.logprobs)
         for each in part.found:
             if isinstance(each, str):
@@ -327,7 +258,7 @@ class Segments:
             yield from self.begin(kind)
         segment = self.found[-1]
         logprobs, self._logprobs = self._logprobs, []
-        segment._texts.append(text)
+        segment.texts.append(text)
         segment.logprobs += logprobs
         yield "wrote", segment, text, logprobs
 
@@ -341,3 +272,39 @@ class Segments:
         """End the last segment, if there is one."""
         for segment in self.found[-1:]:
             yield "ended", segment, "", []
+
+
+def _trace_of(part: StreamUpdate, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """The tokens of an update with their origins, and the trees of its steps; each update once, in order."""
+    stream, tokens = part.stream, []
+    steps = [_step_of(stream, each, text_of) for each in part.steps]
+    for piece in part.pieces:
+        for token, origin in zip(piece.token_ids, piece.origins, strict=True):
+            forced = origin is Origin.ACCEPTED and stream.shown_tokens in stream.forced_tokens
+            name = _FORCED if forced else origin.name.lower()
+            tokens.append({"id": token, "text": text_of(token), "origin": name})
+            stream.shown_tokens += 1
+    return {"tokens": tokens, "steps": steps}
+
+
+def _step_of(stream: Stream, item: StepItem, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """One step of one request: its tree's nodes in order, each after its parent; parent -1 is the text so far."""
+    outcome = item.outcome
+    assert outcome is not None
+    tree = outcome.proposal.tree
+    drafters: list[list[str]] = [[] for _ in range(len(tree))]
+    for name, nodes in item.drafted.nodes.items():
+        for node in nodes:
+            if node < len(drafters):
+                drafters[node].append(name)
+    first = item.context + item.fed - stream.request.prompt_tokens  # index in the answer of the first emitted token
+    stream.forced_tokens.update(first + i for i, node in enumerate(outcome.path) if drafters[node] == [_FORCED])
+    return {
+        "nodes": [
+            {"text": text_of(token), "parent": parent, "drafters": own}
+            for token, parent, own in zip(tree.host_ids, tree.shape.parents, drafters, strict=True)
+        ],
+        "accepted": list(outcome.path),
+        "emitted": [text_of(token) for token in outcome.tokens],
+        "prefill": item.prefill,
+    }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
 
@@ -13,33 +11,23 @@ from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
+from truedraft.server.access import ApiKeys, Gate, Hosts
 from truedraft.server.bodies import BodyRoute
 from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
-from truedraft.server.errors import (
-    AnthropicErrorAnswer,
-    ApiError,
-    ErrorAnswer,
-    answer_unreadable,
-)
+from truedraft.server.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, answer_unreadable
 from truedraft.server.fields import Fields, Many
 from truedraft.server.front import Front
-from truedraft.server.hosts import Hosts
-from truedraft.server.keys import ApiKeys
 from truedraft.server.messages import messages_router
 from truedraft.server.metrics import Metrics
 from truedraft.server.responses import responses_router
 from truedraft.text.tokenizer import Tokenizer
 
-_OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
-"""Paths without a key: they reveal nothing of requests."""
 _ERRORS = {
     400: "The request cannot be used as it is.",
     401: "No API key, or none that is known.",
@@ -52,34 +40,18 @@ _ERRORS = {
     503: "The server is being stopped.",
     504: "The answer took longer than this server allows.",
 }
-_SHOWN = 80  # characters of a header that errors show
-_DIGITS = 20  # of a Content-Length; longer numbers are above any limit
 _WRITTEN = 1 << 12  # token ids formatted at once
 _PLAYGROUND = "playground.html"
+_GENERATING = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages"
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
-def build_app(
-    front: Front,
-    metrics: Metrics,
-    keys: ApiKeys,
-    hosts: Hosts,
-    *,
-    max_body_bytes: int = 8 << 20,
-    body_timeout_s: float = 60.0,
-    cors_origins: Sequence[str] = (),
-    playground: bool = True,
-) -> FastAPI:
-    """The application over a service; it starts and stops the service.
-
-    Args:
-        body_timeout_s: time limit for receiving a body.
-        cors_origins: origins of pages that may send requests.
-        playground: whether / is a page.
-    """
+def build_app(front: Front, metrics: Metrics, keys: ApiKeys, hosts: Hosts) -> FastAPI:
+    """The application over a service; it starts and stops the service."""
+    options = front.options
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -89,15 +61,24 @@ def build_app(
         finally:
             front.service.stop()
 
-    about: dict[str, Any] = {"title": "truedraft", "version": str(machine_facts()["truedraft"])}
-    app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None)
+    version = str(machine_facts()["truedraft"])
+    app = FastAPI(title="truedraft", version=version, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.metrics, app.state.front = metrics, front
     answering = completions_router(front), chat_router(front), responses_router(front)
-    for router in (*answering, _models(front), _texts(front), _state(front, metrics)):
-        app.include_router(router, responses=_errors(ErrorAnswer))
-    app.include_router(messages_router(front), responses=_errors(AnthropicErrorAnswer))
-    if playground:
-        app.include_router(_playground())
+    openai = *answering, _models(front), _texts(front), _state(front, metrics)
+    for form, routers in ((ErrorAnswer, openai), (AnthropicErrorAnswer, (messages_router(front),))):
+        errors: dict[int | str, dict[str, Any]] = {
+            status: {"model": form, "description": meaning} for status, meaning in _ERRORS.items()
+        }
+        for router in routers:
+            app.include_router(router, responses=errors)
+    if not options.no_playground:
+        page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
+        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+
+        @app.get("/", include_in_schema=False)
+        async def playground() -> HTMLResponse:
+            return HTMLResponse(page, headers=headers)
 
     async def answer_error(http: HttpRequest, error: Exception) -> Response:
         """The response to an error of the library or of the web framework, such as an unknown path or method."""
@@ -109,112 +90,10 @@ def build_app(
     for kind in (ApiError, TruedraftError, UnicodeEncodeError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(RequestValidationError, answer_unreadable)
-    app.add_middleware(_Gate, front=front, keys=keys, hosts=hosts, max_body_bytes=max_body_bytes, body_s=body_timeout_s)
-    if cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
-        )
+    app.add_middleware(Gate, front=front, keys=keys, hosts=hosts)
+    if origins := list(options.cors_origin):
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
-
-
-def _playground() -> APIRouter:
-    page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
-    router = APIRouter(include_in_schema=False)
-
-    @router.get("/")
-    async def index() -> HTMLResponse:
-        """The playground."""
-        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
-
-    return router
-
-
-_GENERATING = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages"
-
-
-def _errors(form: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document: the error responses of endpoints."""
-    return {status: {"model": form, "description": meaning} for status, meaning in _ERRORS.items()}
-
-
-class _Gate:
-    """Checks the API key, the `Host` header and the size of the body, and logs every request.
-
-    Args:
-        body_s: seconds within which a body must arrive.
-    """
-
-    def __init__(
-        self, app: ASGIApp, front: Front, keys: ApiKeys, hosts: Hosts, max_body_bytes: int, body_s: float
-    ) -> None:
-        self._app = app
-        self._front = front
-        self._keys = keys
-        self._hosts = hosts
-        self._most = max_body_bytes
-        self._body_s = body_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        http = HttpRequest(scope, receive)
-        http.state.began = time.perf_counter()
-        status = 499  # if the client disconnects before anything is sent
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            self._hosts.check(http.headers.getlist("host"))
-            if scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
-                http.state.client = self._keys.client(_authorization(http))
-            length = http.headers.get("content-length", "0")
-            if not (length.isascii() and length.isdecimal()):
-                raise ApiError(400, f"Content-Length is no number of bytes: {length[:_SHOWN]!r}")
-            self._check_length(int(length[:_DIGITS]))
-            await self._app(scope, self._counting(http, receive), noting)
-        except (ApiError, HTTPException) as error:
-            await ApiError.of(error).response(scope["path"])(scope, receive, noting)
-        finally:
-            self._front.release(http)
-            if scope["path"] not in _OPEN:
-                self._front.log(http, status)
-
-    def _check_length(self, length: int) -> None:
-        if length > self._most:  # an exception type that FastAPI does not catch when it reads bodies
-            raise HTTPException(413, f"the body has {length} bytes, of at most {self._most}")
-
-    def _counting(self, http: HttpRequest, receive: Receive) -> Receive:
-        """Limit the size and the time of a body; it may arrive slowly and without a Content-Length."""
-        http.state.body_bytes = 0
-        deadline: float | None = asyncio.get_running_loop().time() + self._body_s
-
-        async def counted() -> Message:
-            nonlocal deadline
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                what = f"the body did not come within {self._body_s:g} s; send it faster, or a shorter one"
-                raise HTTPException(408, what, {"Connection": "close"}) from None
-            if not message.get("more_body", False):
-                deadline = None
-            if message["type"] == "http.request":
-                http.state.body_bytes += len(message.get("body", b""))
-                self._check_length(http.state.body_bytes)
-            return message
-
-        return counted
-
-
-def _authorization(http: HttpRequest) -> str | None:
-    """The API key of a request: a bearer token, or Anthropic's header."""
-    key = http.headers.get("x-api-key")
-    return http.headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
 
 class TokenizeRequest(Fields):
@@ -277,7 +156,7 @@ def _texts(front: Front) -> APIRouter:
     async def tokenize(body: TokenizeRequest, http: HttpRequest) -> Response:
         """The token ids of a text."""
         front.check_model(body.model)
-        return await front.apart(http, tokenized, body)
+        return await front.run_in_thread(http, tokenized, body)
 
     def tokenized(body: TokenizeRequest) -> Response:
         encode = tokenizer().encode if body.add_special_tokens else tokenizer().plain_ids
@@ -291,7 +170,7 @@ def _texts(front: Front) -> APIRouter:
     async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> dict[str, Any]:
         """The text of token ids."""
         front.check_model(body.model)
-        return {"prompt": await front.apart(http, detokenized, body)}
+        return {"prompt": await front.run_in_thread(http, detokenized, body)}
 
     def detokenized(body: DetokenizeRequest) -> str:
         wrong = next((token for token in body.tokens if not 0 <= token < target.vocab_size), None)

@@ -23,7 +23,7 @@ _QUICK_VALUES = 1 << 15
 
 
 class BodyRoute(APIRoute):
-    """An endpoint with a body that is parsed and validated by `Front.apart`, not in the event loop."""
+    """An endpoint with a body that is parsed and validated by `Front.run_in_thread`, not in the event loop."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
@@ -38,7 +38,7 @@ class BodyRoute(APIRoute):
             except ClientDisconnect:
                 raise ApiError(499, "the client closed the connection") from None
             if body and is_json(http.headers.get("content-type", "")):
-                given.known = await http.app.state.front.apart(http, read_body, body, model)
+                given.known = await http.app.state.front.run_in_thread(http, read_body, body, model)
             return await answer(given)
 
         return read_and_answer
@@ -62,8 +62,16 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         value = _decoded(text)
-        if "\\ud" in text or "\\uD" in text or not _is_whole(text):  # a quick test that most bodies pass
-            _refuse_halves(value)
+        try:
+            text.encode()
+            is_whole = "\\ud" not in text and "\\uD" not in text  # a quick test that most bodies pass
+        except UnicodeEncodeError:
+            is_whole = False
+        # Tokenizers cannot encode lone surrogates, and no answer can contain them.
+        for place, half in () if is_whole else _halves(value, ()):
+            where = spelled(place)
+            message = f"{where or 'the body'} has half a character (U+{ord(half):04X}); mend how its text was cut"
+            raise ApiError(400, message, param=where or None, code="invalid_value")
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error.msg}") from error
     except RecursionError as error:
@@ -78,13 +86,7 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
 
 
 def _decoded(text: str) -> Any:
-    """Parse JSON; long bodies by the pure Python parser, because other threads can run between its steps.
-
-    Raises:
-        ApiError: it has too many values.
-        ValueError: it is not JSON.
-        RecursionError: it is nested too deeply.
-    """
+    """Parse JSON; long bodies by the pure Python parser, because other threads can run between its steps."""
     if sum(map(text.count, ",[{")) < _QUICK_VALUES:
         return json.loads(text)
     decoder, left = json.JSONDecoder(), MOST_VALUES
@@ -102,26 +104,6 @@ def _decoded(text: str) -> Any:
     scan = py_make_scanner(decoder)
     decoder.scan_once = counted  # type: ignore[attr-defined]
     return decoder.decode(text)
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _refuse_halves(value: Any) -> None:
-    """Refuse lone surrogates: tokenizers cannot encode them, and no answer can contain them.
-
-    Raises:
-        ApiError: shows the first one.
-    """
-    for place, half in _halves(value, ()):
-        where = spelled(place)
-        message = f"{where or 'the body'} has half a character (U+{ord(half):04X}); mend how its text was cut"
-        raise ApiError(400, message, param=where or None, code="invalid_value")
 
 
 def _halves(value: Any, place: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:

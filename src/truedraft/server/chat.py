@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -12,11 +12,19 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
-from truedraft.server.answers import Answers, Part
+from truedraft.server.answers import View
 from truedraft.server.bodies import BodyRoute
-from truedraft.server.conversations import Conversation
+from truedraft.server.conversations import (
+    Conversation,
+    FunctionFields,
+    NamedFunction,
+    NamedTool,
+    ToolFields,
+    ToolUse,
+    called,
+)
 from truedraft.server.errors import ApiError
-from truedraft.server.events import DONE, OR_STREAM, event, plain_failure
+from truedraft.server.events import DONE, OR_STREAM, event
 from truedraft.server.fields import (
     Items,
     LenientModel,
@@ -27,8 +35,8 @@ from truedraft.server.fields import (
     checked_logprobs,
     parts_of,
 )
-from truedraft.server.front import Front, new_id
-from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse, called
+from truedraft.server.front import Front
+from truedraft.server.service import ResponseHandle, StreamUpdate
 from truedraft.text.calls import CallDelta
 
 
@@ -45,10 +53,6 @@ class CalledTool(LenientModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        return called(self.id, self.function.name, self.function.arguments or {})
 
 
 class Message(LenientModel):
@@ -72,11 +76,9 @@ class Message(LenientModel):
         if reasoning := self.reasoning_content or self.reasoning:
             found["reasoning_content"] = reasoning
         if calls := self.calls:
-            found["tool_calls"] = [call.for_template for call in calls]
-        for name in ("name", "tool_call_id"):
-            if getattr(self, name) is not None:
-                found[name] = getattr(self, name)
-        return found
+            found["tool_calls"] = [called(each.id, each.function.name, each.function.arguments or {}) for each in calls]
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return found | {name: value for name, value in more.items() if value is not None}
 
     @property
     def calls(self) -> list[CalledTool]:
@@ -116,31 +118,7 @@ class ChatRequest(SamplingFields):
         return Thinking.of(self.reasoning_budget, self.thinking, self.reasoning, self.reasoning_effort)
 
     @property
-    def requested_logprobs(self) -> int | None:
-        """Number of top logprobs per token; None for none."""
-        if not self.logprobs:
-            if self.top_logprobs is not None:
-                raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-            return None
-        return checked_logprobs("top_logprobs", self.top_logprobs or 0)
-
-    @property
-    def use(self) -> tuple[Sequence[FunctionFields], str | NamedFunction | None, bool | None]:
-        """Functions, tool choice, and whether calls may be parallel."""
-        if not self.functions:
-            choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-            return [tool.function for tool in self.tools or ()], choice, self.parallel_tool_calls
-        if self.tools:
-            raise ApiError(400, "functions and tools say the same; leave functions out", param="functions")
-        return self.functions, self.function_call, False
-
-    @property
-    def tool_fields(self) -> tuple[str, str]:
-        """The request's names of the fields for tools and tool choice."""
-        return ("functions", "function_call") if self.functions else ("tools", "tool_choice")
-
-    @property
-    def conversation(self) -> list[dict[str, Any]]:
+    def templated(self) -> list[dict[str, Any]]:
         """The conversation in the format of chat templates; calls and results without ids are matched in order."""
         found = [each.for_template for each in self.messages]
         waiting: OrderedDict[str, None] = OrderedDict()  # ids of calls without a result so far
@@ -152,27 +130,64 @@ class ChatRequest(SamplingFields):
                 waiting.pop(answered, None)
         return found
 
-    @property
-    def continues(self) -> bool:
-        """Whether the answer continues the last message.
+    def conversation(self, front: Front) -> Conversation:
+        """What is to be answered.
 
         Raises:
-            ApiError: it cannot, or a new message is requested as well.
+            ApiError: the fields conflict, or the required function does not exist.
         """
+        if not self.messages:
+            raise ApiError(400, "messages is empty; give at least one", param="messages")
+        use, continues = self._use(front), self._continues
+        if continues and use.forced is not None:
+            message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
+            raise ApiError(400, message, param="continue_final_message")
+        return Conversation(
+            self.templated,
+            use,
+            self.thinks,
+            form=None if self.response_format is None else self.response_format.asked,
+            variables=self.chat_template_kwargs or {},
+            continues=continues,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=self._requested_logprobs,
+        )
+
+    def _use(self, front: Front) -> ToolUse:
+        if not self.functions:
+            choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+            tools = [tool.function for tool in self.tools or ()]
+            return ToolUse.of(tools, choice, self.parallel_tool_calls, front.notation)
+        if self.tools:
+            raise ApiError(400, "functions and tools say the same; leave functions out", param="functions")
+        fields = "functions", "function_call"
+        return ToolUse.of(self.functions, self.function_call, False, front.notation, fields)
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the answer continues the last message."""
         param = "continue_final_message"
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
                 message = "add_generation_prompt is false, so no answer would begin; set continue_final_message"
                 raise ApiError(400, message, param="add_generation_prompt")
             return False
+        last = self.messages[-1]
         if self.add_generation_prompt:
             message = f"{param} goes on with the last message and add_generation_prompt begins another; leave one out"
-            raise ApiError(400, message, param=param)
-        last = self.messages[-1]
-        if last.role != "assistant" or last.calls or not last.content:
+        elif last.role != "assistant" or last.calls or not last.content:
             message = f"{param} needs a last message of the assistant's that has text and no calls; send that"
-            raise ApiError(400, message, param=param)
-        return True
+        else:
+            return True
+        raise ApiError(400, message, param=param)
+
+    @property
+    def _requested_logprobs(self) -> int | None:
+        if self.logprobs:
+            return checked_logprobs("top_logprobs", self.top_logprobs or 0)
+        if self.top_logprobs is not None:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        return None
 
 
 def chat_router(front: Front) -> APIRouter:
@@ -183,116 +198,95 @@ def chat_router(front: Front) -> APIRouter:
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         """Answer the last message of a conversation."""
         front.check_model(body.model)
-        talk = await front.apart(http, talk_of, body, http)
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        answers = await talk.answers(body, max_tokens, body.requested_logprobs)
-        return await answers.reply(http, _Chat(answers, body), stream=body.stream)
-
-    def talk_of(body: ChatRequest, http: HttpRequest) -> Conversation:
-        if not body.messages:
-            raise ApiError(400, "messages is empty; give at least one", param="messages")
-        use, continues = ToolUse.of(*body.use, front.notation, body.tool_fields), body.continues
-        if continues and use.forced is not None:
-            message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
-            raise ApiError(400, message, param="continue_final_message")
-        more = body.chat_template_kwargs or {}
-        form = None if body.response_format is None else body.response_format.asked
-        return Conversation(
-            front, http, body.conversation, use, body.thinks, form, more, continues=continues, samples=body.samples
-        )
+        talk = await front.run_in_thread(http, body.conversation, front)
+        return await _Chat(front, await talk.answers(front, body, http), body, talk.use).reply(http, body.stream)
 
     return router
 
 
-class _Chat:
-    """The view of answers as chat messages."""
+class _Chat(View):
+    """The answers as chat messages."""
 
-    failed = staticmethod(plain_failure)
+    kind = "chatcmpl"
 
-    def __init__(self, answers: Answers, body: ChatRequest) -> None:
-        self._answers = answers
-        self._entry = answers.front.logprobs_entry
-        self._body = body
+    def __init__(self, front: Front, answering: ResponseHandle, body: ChatRequest, use: ToolUse) -> None:
+        super().__init__(front, answering, body, use)
+        self._shows_ids = bool(body.return_token_ids)
         self._called = "function_call" if body.functions else "tool_calls"
-        model = answers.front.shown(body.model)
-        self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": self.model}
         self._chunk_head = self._head | {"object": "chat.completion.chunk"}
 
     @property
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._answers.streams[0].prompt_ids} if self._body.return_token_ids else {}
+        return {"prompt_token_ids": self.streams[0].prompt_ids} if self._shows_ids else {}
 
     @property
     def _warned(self) -> dict[str, Any]:
         """Warnings about tools and calls; empty if there are none."""
-        warnings = self._answers.warnings + self._answers.misfits()
+        warnings = self.warnings + self.misfits()
         return {"warnings": warnings} if warnings else {}
 
-    def _reason(self, part: Part) -> str | None:
+    def _reason(self, part: StreamUpdate) -> str | None:
         return self._called if part.ending == "calls" else part.ending
 
-    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def _logprobs(self, part: StreamUpdate) -> dict[str, Any]:
+        return {"content": list(map(self.front.logprobs_entry, part.logprobs)), "refusal": None}
+
+    def whole(self, parts: Sequence[StreamUpdate]) -> dict[str, Any]:
         choices = [self._choice(part) for part in parts]
-        rest = {"usage": self._answers.usage(len(parts)), "speculation": self._answers.speculation()}
-        rest |= self._answers.metrics()
+        rest = {"usage": self.usage(len(parts)), "speculation": self.speculation()} | self.metrics()
         return self._head | {"object": "chat.completion", "choices": choices} | rest | self._prompt_ids | self._warned
 
-    def _choice(self, part: Part) -> dict[str, Any]:
-        answer, text, reasoning = part.answer, part.text, part.reasoning
+    def _choice(self, part: StreamUpdate) -> dict[str, Any]:
+        answer = part.answer
         assert answer is not None
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
         if calls := [each.call.record for each in part.calls if each.begins]:
             value: Any = calls[0]["function"] if self._called == "function_call" else calls
-            message |= {"content": text or None, self._called: value}
-        logprobs = None if answer.logprobs is None else self._logprobs(part)
-        found = {"index": part.stream.number, "message": message, "logprobs": logprobs}
-        found["finish_reason"] = self._reason(part)
+            message |= {"content": part.text or None, self._called: value}
+        found = {"index": part.stream.number, "message": message, "logprobs": None, "finish_reason": self._reason(part)}
+        if answer.logprobs is not None:
+            found["logprobs"] = self._logprobs(part)
         if answer.prompt_logprobs is not None:
-            found["prompt_logprobs"] = [None, *map(self._entry, answer.prompt_logprobs)]
-        return found | ({"token_ids": part.token_ids} if self._body.return_token_ids else {})
-
-    def _logprobs(self, part: Part) -> dict[str, Any]:
-        return {"content": list(map(self._entry, part.logprobs)), "refusal": None}
+            found["prompt_logprobs"] = [None, *map(self.front.logprobs_entry, answer.prompt_logprobs)]
+        return found | ({"token_ids": part.token_ids} if self._shows_ids else {})
 
     def begun(self) -> Iterator[str]:
         begin = self._chunk_head | self._prompt_ids
-        for stream in self._answers.streams:
+        for stream in self.streams:
             yield event(begin | {"choices": [_delta(stream.number, {"role": "assistant", "content": ""})]})
             begin = self._chunk_head
 
-    def read(self, part: Part) -> Iterator[str]:
-        text, reasoning, calls = part.text, part.reasoning, part.calls
-        delta: dict[str, Any] = {"content": text} if text else {}
-        if reasoning:
+    def read(self, part: StreamUpdate) -> Iterator[str]:
+        delta: dict[str, Any] = {"content": text} if (text := part.text) else {}
+        if reasoning := part.reasoning:
             delta["reasoning_content"] = reasoning
-        if calls:
+        if calls := part.calls:
             deltas = list(map(_call_delta, calls))
             delta[self._called] = _joined(deltas) if self._called == "function_call" else deltas
         choice = _delta(part.stream.number, delta)
         if part.logprobs:
             choice["logprobs"] = self._logprobs(part)
-        if self._body.return_token_ids:
+        if self._shows_ids:
             choice["token_ids"] = part.token_ids
-        chunk = self._chunk_head | {"choices": [choice]} | self._answers.trace(part)
+        chunk = self._chunk_head | {"choices": [choice]} | self.trace(part)
         if part.answer is not None:
             choice["finish_reason"] = self._reason(part)
-            chunk["speculation"] = self._answers.speculation([part.stream])
+            chunk["speculation"] = self.speculation(part.stream)
         if delta or part.logprobs or choice.get("token_ids") or part.answer is not None or "trace" in chunk:
             yield event(chunk)
 
     def ended(self) -> Iterator[str]:
         if warned := self._warned:
             yield event(self._chunk_head | {"choices": []} | warned)
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            usage = self._answers.usage(len(self._answers.streams))
-            yield event(self._chunk_head | {"choices": [], "usage": usage} | self._answers.metrics())
+        yield from self.usage_chunk(self._chunk_head, lambda: self.usage(len(self.streams)))
         yield DONE
 
 
-def _delta(number: int, delta: Mapping[str, Any]) -> dict[str, Any]:
-    return {"index": number, "delta": dict(delta), "logprobs": None, "finish_reason": None}
+def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _call_delta(new: CallDelta) -> dict[str, Any]:
@@ -301,7 +295,7 @@ def _call_delta(new: CallDelta) -> dict[str, Any]:
     return {"index": new.index, "function": {"arguments": new.arguments}}
 
 
-def _joined(deltas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _joined(deltas: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The pieces of one call, in the format of `function_call`."""
     found: dict[str, str] = {}
     for each in deltas:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +18,13 @@ from pydantic import Field
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import SamplingParams
 from truedraft.engine.prompts import TextPrompt
-from truedraft.server.answers import Answers, Part
+from truedraft.server.answers import View
 from truedraft.server.bodies import BodyRoute
 from truedraft.server.errors import ApiError
-from truedraft.server.events import DONE, OR_STREAM, event, plain_failure
+from truedraft.server.events import DONE, OR_STREAM, event
 from truedraft.server.fields import Many, ResponseFormat, SamplingFields, checked_logprobs
-from truedraft.server.front import Front, finite, new_id
-from truedraft.server.service import Stream
+from truedraft.server.front import Front, finite
+from truedraft.server.service import ResponseHandle, Stream, StreamUpdate
 from truedraft.text.infill import Infilling
 
 
@@ -51,6 +52,11 @@ class CompletionRequest(SamplingFields):
         """Answers generated per prompt; the best `samples` of them are returned."""
         return self.samples if self.best_of is None else self.best_of
 
+    @property
+    def most_tokens(self) -> int:
+        """Limit of tokens per answer; 0 returns only the prompt."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
     def check(self) -> None:
         """Refuse fields that conflict.
 
@@ -74,113 +80,89 @@ class CompletionRequest(SamplingFields):
 def completions_router(front: Front) -> APIRouter:
     """The router of the endpoint."""
     router = APIRouter(route_class=BodyRoute)
-    infilling_of = cache(_infilling)
+
+    @cache
+    def infilling() -> Infilling:
+        tokenizer = front.service.engine.target.tokenizer
+        if tokenizer is None:
+            message = "suffix is a text, and this model has no tokenizer; it takes token ids"
+            raise ApiError(400, message, param="suffix")
+        return Infilling.of(tokenizer)
 
     @router.post("/v1/completions", responses=OR_STREAM)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Continue texts."""
         body.check()
         front.check_count(len(body.prompts) * body.drawn, len(body.prompts))
-        max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        prompts, params = await front.apart(http, prepared, body, max_tokens)
+        prompts, params = await front.run_in_thread(http, prepared, body)
         answering = await front.begin(prompts, params, body, http, samples=body.drawn)
-        answers = Answers(front, answering)
-        return await answers.reply(http, _Completion(answers, body, max_tokens), stream=body.stream)
+        return await _Completion(front, answering, body).reply(http, body.stream)
 
-    def prepared(body: CompletionRequest, max_tokens: int) -> tuple[Sequence[TextPrompt], SamplingParams]:
+    def prepared(body: CompletionRequest) -> tuple[Sequence[TextPrompt], SamplingParams]:
         logprobs = body.logprobs if body.logprobs is not None else (0 if body.drawn > body.samples else None)
         form = None if body.response_format is None else body.response_format.asked
-        params = body.sampling(max(max_tokens, 1), logprobs=logprobs, form=form)
+        params = body.sampling(max(body.most_tokens, 1), logprobs=logprobs, form=form)
         if body.echo and body.logprobs is not None:
             params = replace(params, prompt_logprobs=body.logprobs)
-        prompts = body.prompts
-        if body.suffix:
-            infilling = infilling_of(front)
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *infilling.ends))
-            prompts = _infilled(infilling, prompts, body.suffix)
-        return prompts, params
+        if not body.suffix:
+            return body.prompts, params
+        form_of = infilling()
+        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+        if len(texts) < len(body.prompts):
+            raise ApiError(400, "suffix goes with a prompt that is text, not token ids; send the text", param="suffix")
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *form_of.ends))
+        return [form_of.prompt(text, body.suffix) for text in texts], params
 
     return router
 
 
-def _infilling(front: Front) -> Infilling:
-    """The model's format of fill-in-the-middle prompts.
+class _Completion(View):
+    """The answers as completions."""
 
-    Raises:
-        ApiError: it has no tokenizer.
-        PromptError: its vocabulary has no tokens for that.
-    """
-    tokenizer = front.service.engine.target.tokenizer
-    if tokenizer is None:
-        raise ApiError(400, "suffix is a text, and this model has no tokenizer; it takes token ids", param="suffix")
-    return Infilling.of(tokenizer)
+    kind = "cmpl"
 
-
-def _infilled(infilling: Infilling, prompts: Sequence[TextPrompt], suffix: str) -> list[TextPrompt]:
-    """Prompts for the text between each of `prompts` and `suffix`.
-
-    Raises:
-        ApiError: a prompt is not a text.
-    """
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) < len(prompts):
-        raise ApiError(400, "suffix goes with a prompt that is text, not token ids; send the text", param="suffix")
-    return [infilling.prompt(text, suffix) for text in texts]
-
-
-class _Completion:
-    """The view of answers as completions.
-
-    Args:
-        max_tokens: per answer; 0 returns only the prompt.
-    """
-
-    failed = staticmethod(plain_failure)
-
-    def __init__(self, answers: Answers, body: CompletionRequest, max_tokens: int) -> None:
-        self._answers = answers
-        self._front = answers.front
+    def __init__(self, front: Front, answering: ResponseHandle, body: CompletionRequest) -> None:
+        super().__init__(front, answering, body)
         self._body = body
-        self._keeps = max_tokens > 0
-        self._head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
-        self._head["model"] = self._front.shown(body.model)
-        self._offsets = [0] * len(answers.streams)
+        self._keeps = body.most_tokens > 0
+        self._head: dict[str, Any] = {"id": self.id, "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = self.model
+        self._offsets = [0] * len(answering.streams)
         self._begun: set[int] = set()  # samples with chunks sent so far
 
-    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def whole(self, parts: Sequence[StreamUpdate]) -> dict[str, Any]:
         drawn, samples = self._body.drawn, self._body.samples
-        chosen: list[Part] = []
+        chosen: list[StreamUpdate] = []
         for first in range(0, len(parts), drawn):
             ranked = sorted(parts[first : first + drawn], key=_mean_logprob, reverse=drawn > samples)
             chosen += ranked[:samples]
         choices = [self._choice(number, part) for number, part in enumerate(chosen)]
-        rest = {"usage": self._usage(), "speculation": self._answers.speculation()}
-        return self._head | {"choices": choices} | rest | self._answers.metrics()
+        rest = {"usage": self._usage(), "speculation": self.speculation()}
+        return self._head | {"choices": choices} | rest | self.metrics()
 
     def _usage(self) -> dict[str, Any]:
-        return self._answers.usage(self._body.drawn, answers_count=self._keeps)
+        return self.usage(self._body.drawn, answers_count=self._keeps)
 
-    def _ending(self, part: Part) -> str | None:
+    def _ending(self, part: StreamUpdate) -> str | None:
         return part.ending if self._keeps else "length"
 
-    def _choice(self, number: int, part: Part) -> dict[str, Any]:
-        answer, stream = part.answer, part.stream
+    def _choice(self, number: int, part: StreamUpdate) -> dict[str, Any]:
+        answer, body, stream = part.answer, self._body, part.stream
         assert answer is not None
-        text = (self._echoed(stream) if self._body.echo else "") + (part.text if self._keeps else "")
+        text = (self._echoed(stream) if body.echo else "") + (part.text if self._keeps else "")
         found: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
-        if self._body.logprobs is not None:
-            found["logprobs"] = self._logprobs(stream, part.logprobs, 0, echoes=bool(self._body.echo))
-        if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = [None, *map(self._front.logprobs_entry, answer.prompt_logprobs)]
-        if self._body.return_token_ids:
+        if body.logprobs is not None:
+            found["logprobs"] = self._logprobs(stream, part.logprobs, 0, echoes=bool(body.echo))
+        if answer.prompt_logprobs is not None and body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = [None, *map(self.front.logprobs_entry, answer.prompt_logprobs)]
+        if body.return_token_ids:
             found["prompt_token_ids"] = stream.prompt_ids
             found["token_ids"] = part.token_ids if self._keeps else []
         return found | {"finish_reason": self._ending(part)}
 
     def _echoed(self, stream: Stream) -> str:
-        prompts = self._body.prompts
-        prompt = prompts[stream.number // self._body.drawn]
-        tokenizer = self._front.service.engine.target.tokenizer
+        prompt = self._body.prompts[stream.number // self._body.drawn]
+        tokenizer = self.front.service.engine.target.tokenizer
         if isinstance(prompt, str):
             return prompt
         return "" if tokenizer is None else tokenizer.decode(prompt)
@@ -189,35 +171,21 @@ class _Completion:
         self, stream: Stream, found: Sequence[TokenLogprobs], offset: int, *, echoes: bool = False
     ) -> dict[str, Any]:
         """Logprobs of tokens with the first one's text `offset` characters after the beginning."""
-        tokens: list[str] = []
-        values: list[float | None] = []
-        top: list[dict[str, float] | None] = []
+        text_of, first = self.front.token_text, stream.request.tokens[:1] if echoes else []
         if echoes:
-            tokens.append(self._front.token_text(stream.request.tokens[0]))
-            values.append(None)
-            top.append(None)
             found = [*stream.request.prompt_logprobs, *(found if self._keeps else ())]
-        for each in found:
-            tokens.append(self._front.token_text(each.token))
-            values.append(finite(each.logprob))
-            top.append({self._front.token_text(token): finite(value) for token, value in each.top})
-        offsets = []
-        for text in tokens:
-            offsets.append(offset)
-            offset += len(text)
-        requested = self._body.logprobs
+        tokens = list(map(text_of, [*first, *(each.token for each in found)]))
+        unknown = [None] * len(first)
+        top = [{text_of(token): finite(value) for token, value in each.top} for each in found]
         return {
             "tokens": tokens,
-            "token_logprobs": values,
-            "top_logprobs": top if requested else None,
-            "text_offset": offsets,
+            "token_logprobs": [*unknown, *(finite(each.logprob) for each in found)],
+            "top_logprobs": [*unknown, *top] if self._body.logprobs else None,
+            "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
         }
 
-    def begun(self) -> Iterator[str]:
-        yield from ()
-
-    def read(self, part: Part) -> Iterator[str]:
-        body, front, stream, number = self._body, self._front, part.stream, part.stream.number
+    def read(self, part: StreamUpdate) -> Iterator[str]:
+        body, stream, number = self._body, part.stream, part.stream.number
         if body.echo and number not in self._begun:  # here, because a prompt's logprobs are known after prefill
             choice = _delta(number, self._echoed(stream))
             self._offsets[number] = len(choice["text"])
@@ -230,13 +198,13 @@ class _Completion:
         if body.logprobs is not None:
             entries = part.logprobs if self._keeps else ()
             choice["logprobs"] = self._logprobs(stream, entries, self._offsets[number])
-            self._offsets[number] += sum(len(front.token_text(entry.token)) for entry in entries)
+            self._offsets[number] += sum(map(len, choice["logprobs"]["tokens"]))
         if body.return_token_ids:
             choice["token_ids"] = part.token_ids if self._keeps else []
-        chunk = self._head | {"choices": [choice]} | self._answers.trace(part)
+        chunk = self._head | {"choices": [choice]} | self.trace(part)
         if part.answer is not None:
             choice["finish_reason"] = self._ending(part)
-            chunk["speculation"] = self._answers.speculation([stream])
+            chunk["speculation"] = self.speculation(stream)
         has_content = choice["text"] or choice["logprobs"] or choice.get("token_ids") or "trace" in chunk
         if has_content or part.answer is not None:
             yield self._sent(chunk, stream)
@@ -249,8 +217,7 @@ class _Completion:
         return event(chunk)
 
     def ended(self) -> Iterator[str]:
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield event(self._head | {"choices": [], "usage": self._usage()} | self._answers.metrics())
+        yield from self.usage_chunk(self._head, self._usage)
         yield DONE
 
 
@@ -258,7 +225,7 @@ def _delta(number: int, text: str) -> dict[str, Any]:
     return {"index": number, "text": text, "logprobs": None, "finish_reason": None}
 
 
-def _mean_logprob(part: Part) -> float:
+def _mean_logprob(part: StreamUpdate) -> float:
     """Mean logprob of an answer's tokens, by which the best answers are chosen."""
     values = [each.logprob for each in part.logprobs]
     return math.fsum(values) / len(values) if values else -math.inf

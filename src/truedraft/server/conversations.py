@@ -1,26 +1,179 @@
-"""From a conversation and its tools, in the format of any endpoint, to a prompt and its answers."""
+"""From a conversation and its tools, in the format of any endpoint, to a prompt and its answers.
+
+Functions that a model may call are described by the chat template, which defines the format of calls, and parsed from
+the text. A required call (`tool_choice` "required", or a function by name) is forced by a grammar, arguments included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Request as HttpRequest
+from pydantic import AfterValidator, Field
 
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.errors import PromptError, PromptLengthError
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.server.answers import Answers
-from truedraft.server.errors import ApiError
-from truedraft.server.fields import SamplingFields, Thinking
+from truedraft.server.errors import ApiError, quoted
+from truedraft.server.fields import Fields, SamplingFields, Thinking
 from truedraft.server.front import Front
-from truedraft.server.tools import ToolUse, schemas_of
-from truedraft.text.calls import Schemas
+from truedraft.server.service import ResponseHandle
+from truedraft.text.answers import AnswerReader
+from truedraft.text.calls import Call, parsed
 from truedraft.text.histories import first_taken
-from truedraft.text.notations import AnswerReader
+from truedraft.text.notations import Notation
+from truedraft.text.schemas import misfit, unheld
 from truedraft.text.tokenizer import ChatOptions
+
+MOST_TOOLS = 1024
+"""Limit of functions per request, including those in namespaces and in the conversation."""
+
+
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    kind = schema.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise ValueError(f"must be the schema of an object, got one of type {quoted(kind)}")
+    return schema
+
+
+FunctionName = Annotated[str, Field(min_length=1)]
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
+"""The schema of a function's arguments, which are an object."""
+
+
+class FunctionFields(Fields):
+    """A function that may be called."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+
+
+class ToolFields(Fields):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class NamedFunction(Fields):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The requested use of tools.
+
+    Attributes:
+        tools: that may be called; empty if no call is possible.
+        forced: grammar of required calls; None leaves calls to the model.
+        parallel: whether several calls are allowed.
+        unheld: required functions with free arguments, because no grammar supports their schema; the reasons by name.
+    """
+
+    notation: Notation
+    tools: Sequence[FunctionFields] = ()
+    forced: Structured | None = None
+    parallel: bool = True
+    unheld: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        tools: Sequence[FunctionFields],
+        choice: str | NamedFunction | None,
+        parallel: bool | None,
+        notation: Notation,
+        fields: tuple[str, str] = ("tools", "tool_choice"),
+    ) -> ToolUse:
+        """From the fields of a request.
+
+        Args:
+            parallel: whether several calls are allowed; None allows them.
+            fields: the client's names of the fields for tools and tool choice.
+
+        Raises:
+            ApiError: there are no tools to choose from, none of that name, or two with one name.
+        """
+        listed, chosen = fields
+        if not tools and choice not in (None, "none", "auto"):
+            raise ApiError(400, f"{chosen} asks for a call and {listed} is empty; list tools there", param=chosen)
+        if len(tools) > MOST_TOOLS:
+            raise ApiError(400, f"{listed} holds {len(tools)} functions, of at most {MOST_TOOLS}", param=listed)
+        names = Counter(tool.name for tool in tools)
+        if twice := next((name for name, count in names.items() if count > 1), None):
+            message = f"{listed} has two functions called {quoted(twice)}; rename or leave out one"
+            raise ApiError(400, message, param=listed)
+        if not tools or choice == "none":
+            return cls(notation)
+        several = parallel is not False
+        if choice in (None, "auto"):
+            return cls(notation, tools, None, several)
+        if isinstance(choice, NamedFunction):
+            named = [tool for tool in tools if tool.name == choice.name]
+            if not named:
+                message = f"{chosen} names {quoted(choice.name)}; {listed} has {', '.join(map(quoted, names))}"
+                raise ApiError(400, message, param=chosen)
+            return cls(notation, tools, notation.grammar(schemas_of(named), parallel=False), False)
+        schemas, free = schemas_of(tools), dict[str, str]()
+        if len(tools) > 1:
+            free = {name: why for name, schema in schemas.items() if schema and (why := unheld(schema))}
+        form = notation.grammar(schemas | dict.fromkeys(free), parallel=several)
+        return cls(notation, tools, form, several, free)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about functions with free arguments."""
+        return [
+            f"{name} is called with free arguments, which are checked: its schema, {why}"
+            for name, why in self.unheld.items()
+        ]
+
+    def misfits(self, calls: Iterable[Call]) -> list[str]:
+        """What is wrong with the arguments of calls that no grammar enforced."""
+        found, schemas = [], schemas_of(self.tools)
+        for call in (each for each in calls if self.forced is None or each.name in self.unheld):
+            schema, value = schemas.get(call.name), parsed(call.arguments)
+            if not schema or value is None:
+                continue
+            try:
+                if wrong := misfit(schema, value):
+                    found.append(f"{call.id} calls {call.name} with arguments that do not match its schema: {wrong}")
+            except ValueError as error:
+                found.append(f"the arguments of {call.id}, which calls {call.name}, were not checked: {error}")
+        return found
+
+    def fitted(self, params: SamplingParams) -> SamplingParams:
+        """Options with the grammar of an answer's text, if there is one, embedded in the notation."""
+        if self.forced is not None or params.structured is None:
+            return params
+        return replace(params, structured=self.notation.answered(params.structured))
+
+
+def schemas_of(tools: Iterable[FunctionFields]) -> dict[str, dict[str, Any] | None]:
+    """The schema of each function's arguments, by name."""
+    return {tool.name: tool.parameters for tool in tools}
+
+
+def called(identity: str | None, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """An earlier call in the format of chat templates: its arguments as an object, if they are one."""
+    value = parsed(arguments) if isinstance(arguments, str) else arguments
+    function = {"name": name, "arguments": value if isinstance(value, dict) else arguments}
+    return ({} if identity is None else {"id": identity}) | {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -29,71 +182,74 @@ class Conversation:
 
     Attributes:
         messages: in the format of chat templates; `prompt` removes the URLs of pictures from them.
-        form: grammar of the answer's text; None for free text.
-        more: further variables of the chat template.
-        continues: whether the answer continues the last message.
         param: the request field that holds the messages.
-        samples: number of requested answers; their places are reserved while pictures are read.
+        form: grammar of the answer's text; None for free text.
+        variables: further variables of the chat template.
+        continues: whether the answer continues the last message.
+        max_tokens: per answer; None is the rest of the context.
+        logprobs: number of top logprobs per token; None for none.
         counts: whether it may be longer than the context, because its tokens are only counted.
+        warnings: about ignored parts of the request.
     """
 
-    front: Front
-    http: HttpRequest
     messages: Sequence[Mapping[str, Any]]
     use: ToolUse
     thinks: Thinking
-    form: Structured | None = None
-    more: dict[str, Any] = field(default_factory=dict)
-    continues: bool = False
     param: str = "messages"
-    samples: int = 1
+    form: Structured | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    max_tokens: int | None = None
+    logprobs: int | None = None
     counts: bool = False
+    warnings: Sequence[str] = ()
 
-    async def prompt(self) -> list[int] | MultimodalPrompt:
+    async def prompt(self, front: Front, http: HttpRequest, samples: int = 1) -> list[int] | MultimodalPrompt:
         """The conversation formatted by the chat template, in a thread if it is long.
+
+        Args:
+            samples: number of requested answers; their places are reserved while pictures are read.
 
         Raises:
             ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
             OptionError: the further variables are not variables of the template.
         """
-        variables = self.front.switches(self.thinks) | self.more
-        urls = await self.front.apart(self.http, self._urls)
+        variables = {**front.switches(self.thinks), **self.variables}
+        urls = await front.run_in_thread(http, self._urls)
         if not urls:
-            return await self.front.apart(self.http, self._ids, variables)
-        self.front.reserve(self.http, max(self.samples, 1))  # its range is checked later
-        messages, how = await self.front.apart(self.http, self._told, variables)
-        return await self.front.pictures.chat(messages, urls, param=self.param, **how)
+            return await front.run_in_thread(http, self._ids, front, variables)
+        front.reserve(http, max(samples, 1))  # its range is checked later
+        messages, how = await front.run_in_thread(http, self._templated, front, variables)
+        return await front.pictures.chat(messages, urls, param=self.param, **how)
 
     def _urls(self) -> list[str]:
         """Remove and return the URLs of its pictures."""
         contents = [each["content"] for each in self.messages if not isinstance(each["content"], str)]
         return [part.pop("url") for content in contents for part in content if part["type"] == "image"]
 
-    def _ids(self, variables: Mapping[str, Any]) -> list[int]:
-        target = self.front.service.engine.target
+    def _ids(self, front: Front, variables: Mapping[str, Any]) -> list[int]:
+        target = front.service.engine.target
         tokenizer = target.tokenizer
         if tokenizer is None:
             message = "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids"
             raise ApiError(400, message)
-        messages, how = self._told(variables)
+        messages, how = self._templated(front, variables)
         try:
             if not self.counts and target.sources is None:
                 how["most_tokens"] = target.context_length
             return first_taken(messages, partial(tokenizer.chat, **how))
-        except PromptLengthError as error:
-            raise ApiError(400, str(error), param=self.param, code="context_length_exceeded") from error
         except PromptError as error:
-            raise ApiError(400, str(error), param=self.param, code="invalid_value") from error
+            code = "context_length_exceeded" if isinstance(error, PromptLengthError) else "invalid_value"
+            raise ApiError(400, str(error), param=self.param, code=code) from error
 
-    def _told(self, variables: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], ChatOptions]:
+    def _templated(self, front: Front, variables: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], ChatOptions]:
         """Messages and options for the chat template; a system message describes the tools if the template does not."""
-        front, use = self.front, self.use
+        use, messages = self.use, list(self.messages)
         tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in use.tools]
-        messages = list(self.messages)
         if any(message.get("tool_calls") or message.get("tool_call_id") for message in messages):
             messages = list(front.history.fitted(messages, use.notation))
         if tools and "tools" not in front.template:
-            text = use.notation.told(tools)
+            text = use.notation.tools_text(tools)
             # Many templates allow only one system message.
             if messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
                 text += "\n\n" + messages.pop(0)["content"]
@@ -103,38 +259,32 @@ class Conversation:
             "template": front.chat_template,
             "variables": variables,
             "continues": self.continues,
-            "trust_control_tokens": front.trust_control_tokens,
+            "trust_control_tokens": front.options.trust_control_tokens,
         }
 
-    async def answers(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None = None) -> Answers:
+    async def answers(self, front: Front, body: SamplingFields, http: HttpRequest) -> ResponseHandle:
         """Queue the answers.
-
-        Args:
-            max_tokens: per answer; None is the rest of the context.
-            logprobs: number of top logprobs per token; None for none.
 
         Raises:
             ApiError: the context has no room, the request is invalid, or the queue has no room for it.
             OptionError: a value is out of range.
         """
-        prompt, front, use = await self.prompt(), self.front, self.use
+        prompt, use = await self.prompt(front, http, body.samples), self.use
         ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
         left = front.service.engine.target.most_tokens(ids) - len(ids)
         if left < 1:
             message = f"the conversation has {len(ids)} tokens, and this model's context is {left + len(ids)}"
             raise ApiError(400, f"{message}; shorten it", param="messages", code="context_length_exceeded")
-        most = left if max_tokens is None else max_tokens
+        most = left if self.max_tokens is None else self.max_tokens
 
-        def prepared() -> tuple[SamplingParams, Schemas]:
-            params = body.sampling(most, logprobs=logprobs, form=use.forced or self.form)
-            return use.fitted(params), schemas_of(use.tools)
+        def params() -> SamplingParams:
+            return use.fitted(body.sampling(most, logprobs=self.logprobs, form=use.forced or self.form))
 
-        params, schemas = await front.apart(self.http, prepared)
-        answering = await front.begin([prompt], params, body, self.http, notation=front.notation)
-        how = {
-            "parallel": use.parallel,
-            "reasoning_open": front.reasons(use.notation, prompt),
-            "calls_only": use.forced is not None,
-        }
-        readers = [AnswerReader(use.notation, schemas, **how) for _ in answering.streams]
-        return Answers(front, answering, readers, use)
+        options = await front.run_in_thread(http, params)
+        answering = await front.begin([prompt], options, body, http, notation=front.notation)
+        schemas, inside, forced = schemas_of(use.tools), front.reasons(use.notation, prompt), use.forced is not None
+        for each in answering.streams:
+            each.reader = AnswerReader(
+                use.notation, schemas, parallel=use.parallel, reasoning_open=inside, calls_only=forced
+            )
+        return answering

@@ -74,6 +74,7 @@ class ApiError(Exception):
         message: one sentence: what was wrong, and what to do.
         param: the request field that it is about.
         code: a word for programs; None is the default of the status.
+        retry_s: seconds after which the client may ask again.
     """
 
     def __init__(
@@ -84,14 +85,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
+        self.status, self.message, self.param = status, message, param
         self._openai, self._anthropic, usual = _KINDS.get(status, _OTHER)
         self.code = code if code is not None else usual
-        self.headers = dict(headers or {})
+        self.headers = {**(headers or {})} | ({} if retry_s is None else {"Retry-After": str(retry_s)})
 
     @property
     def body(self) -> dict[str, Any]:
@@ -124,16 +124,17 @@ class ApiError(Exception):
         """
         if isinstance(error, TruedraftError) and fields:
             error.call_fields(fields)
-        message, known = str(error), str(error)
+        message = known = str(error)
+        param = None if (own := getattr(error, "field", None)) is None else (fields or {}).get(own, own)
         for name, instead in (shown or {}).items():
             message, known = message.replace(name, instead), known.replace(name, "")
         if isinstance(error, ApiError):
             error.message = message
             return error
         if isinstance(error, FormMemoryError):
-            return cls(429, message, param=_called(error.field, fields), headers={"Retry-After": "1"})
+            return cls(429, message, param=param, retry_s=1)
         if isinstance(error, OptionError | PromptError) and not _is_about_a_file(error):
-            return cls(400, message, param=_called(error.field, fields), code="invalid_value")
+            return cls(400, message, param=param, code="invalid_value")
         if isinstance(error, HTTPException):
             return cls(error.status_code, str(error.detail), headers=error.headers)
         if isinstance(error, UnicodeEncodeError):
@@ -142,22 +143,18 @@ class ApiError(Exception):
             hides = _is_about_a_file(error) or _PATH.search(known) is not None
             return cls(500, f"the model failed ({'the log of the server says why' if hides else message})")
         if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
-            return cls(503, "the server lacks memory for this request; ask again", headers={"Retry-After": "1"})
+            return cls(503, "the server lacks memory for this request; ask again", retry_s=1)
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
-
-
-def _called(field: str | None, fields: Mapping[str, str] | None) -> str | None:
-    return field if field is None else (fields or {}).get(field, field)
 
 
 async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's handler for a body that is not JSON or has an invalid field; reports the first one."""
     assert isinstance(error, RequestValidationError)
-    kind = request.headers.get("content-type", "")
+    kind, found = request.headers.get("content-type", ""), unreadable(list(error.errors()), error.body)
     if error.body is not None and not isinstance(error.body, dict | list) and not is_json(kind):
         message = f"the header Content-Type is {quoted(kind) if kind else 'missing'}; send JSON as application/json"
-        return ApiError(400, message, param="Content-Type").response(request.scope["path"])
-    return unreadable(list(error.errors()), error.body).response(request.scope["path"])
+        found = ApiError(400, message, param="Content-Type")
+    return found.response(request.scope["path"])
 
 
 def is_json(content_type: str) -> bool:

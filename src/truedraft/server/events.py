@@ -27,11 +27,6 @@ def event(data: Any, name: str | None = None) -> str:
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def plain_failure(error: ApiError) -> str:
-    """The last event of a failed stream, in OpenAI's format."""
-    return event(error.body)
-
-
 OR_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "The answer; with `stream` events, as they come."}
 }

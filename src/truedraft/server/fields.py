@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -34,7 +34,7 @@ Texts: TypeAlias = str | Items[str]
 
 
 def checked_logprobs(name: str, count: int | None) -> int | None:
-    """A number of top logprobs, in 0 to 20; `name` is the field.
+    """The number of top logprobs in the field `name`.
 
     Raises:
         ApiError: it is out of range.
@@ -65,12 +65,6 @@ class LenientModel(Fields):
     """A part of a conversation; fields that are not known say nothing to a model."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
-
-
-def by_type(given: Any) -> str | None:
-    """The `type` of an object, by which pydantic selects the member of a union."""
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return kind if isinstance(kind, str) else None
 
 
 def _few(given: Any) -> Any:
@@ -137,12 +131,10 @@ class RefusalPart(LenientModel):
         return self.refusal
 
 
-def _content_kind(given: Any) -> str | None:
-    return "text" if isinstance(given, str) else "parts" if isinstance(given, list) else None
-
-
 text_or_parts = Discriminator(
-    _content_kind, custom_error_type="content", custom_error_message="must be a text or a list of parts"
+    lambda given: "text" if isinstance(given, str) else "parts" if isinstance(given, list) else None,
+    custom_error_type="content",
+    custom_error_message="must be a text or a list of parts",
 )
 """Selects the type of a content: text or parts."""
 _TextParts = Items[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
@@ -154,10 +146,6 @@ class Prediction(Fields):
 
     type: Literal["content"] = "content"
     content: Content
-
-    @property
-    def text(self) -> str:
-        return text_of(self.content)
 
 
 class ImageUrl(LenientModel):
@@ -250,11 +238,8 @@ class StructuredFields(Fields):
     def asked(self) -> Structured:
         given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         if len(given) != 1:
-            raise ApiError(
-                400,
-                f"give one of json, regex, choice, grammar and json_object, got {len(given)}",
-                param="structured_outputs",
-            )
+            message = f"give one of json, regex, choice, grammar and json_object, got {len(given)}"
+            raise ApiError(400, message, param="structured_outputs")
         ((kind, value),) = given.items()
         return Structured(kind, True if kind == "json_object" else value)
 
@@ -290,39 +275,15 @@ def json_form(kind: str, schema: dict[str, Any] | None) -> Structured:
     return Structured("json_schema", schema)
 
 
-_THINKING: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "thinking": {
-        "type": lambda value: value in ("enabled", "disabled", "adaptive", "auto"),
-        "budget_tokens": lambda value: type(value) is int and value >= 0,
-        # Without effect here.
-        "display": lambda value: isinstance(value, str),
-        "clear_thinking": lambda value: isinstance(value, bool),
-    },
+# The last two of the first, and the last three of the second, have no effect here.
+_THINKING: dict[str, dict[str, type]] = {
+    "thinking": {"type": str, "budget_tokens": int, "display": str, "clear_thinking": bool},
     "reasoning": {
-        "max_tokens": lambda value: type(value) is int and value >= 0,
-        "effort": lambda value: isinstance(value, str),
-        "enabled": lambda value: isinstance(value, bool),
-        "summary": lambda value: isinstance(value, str),
-        "generate_summary": lambda value: isinstance(value, str),
-        "exclude": lambda value: isinstance(value, bool),
+        "max_tokens": int, "effort": str, "enabled": bool, "summary": str, "generate_summary": str, "exclude": bool
     },
-}
-"""The fields about reasoning of all clients, with a check of each key's values."""
-
-
-def _check_thinking(field: str, given: Mapping[str, Any]) -> None:
-    """Refuse unknown keys and invalid values in a field about reasoning.
-
-    Raises:
-        ApiError: reports the first one.
-    """
-    known = _THINKING[field]
-    for name, value in given.items():
-        param = f"{field}.{name}"
-        if name not in known:
-            raise ApiError(400, f"unrecognized request argument: {param}", param=param)
-        if value is not None and not known[name](value):
-            raise ApiError(400, f"{param} cannot be {quoted(value)}", param=param)
+}  # fmt: skip
+"""The fields about reasoning of all clients, with the type of each key's values; numbers are 0 or more."""
+_THINKS = ("enabled", "disabled", "adaptive", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,14 +312,23 @@ class Thinking:
         Args:
             thinking: Anthropic's field.
             reasoning: the field of OpenAI's responses, with `max_tokens` and `enabled` of other servers.
+
+        Raises:
+            ApiError: a key is unknown, or has an invalid value.
         """
         thinking, reasoning = thinking or {}, reasoning or {}
-        _check_thinking("thinking", thinking)
-        _check_thinking("reasoning", reasoning)
+        for field, given in (("thinking", thinking), ("reasoning", reasoning)):
+            for name, value in given.items():
+                param = f"{field}.{name}"
+                if name not in _THINKING[field]:
+                    raise ApiError(400, f"unrecognized request argument: {param}", param=param)
+                fits = type(value) is _THINKING[field][name] and (type(value) is not int or value >= 0)
+                if value is not None and not (fits and (name != "type" or value in _THINKS)):
+                    raise ApiError(400, f"{param} cannot be {quoted(value)}", param=param)
         word = effort or reasoning.get("effort")
         kind, enabled = thinking.get("type"), reasoning.get("enabled")
-        for given in (thinking.get("budget_tokens"), reasoning.get("max_tokens")):
-            budget = given if budget is None else budget
+        budgets = (budget, thinking.get("budget_tokens"), reasoning.get("max_tokens"))
+        budget = next((each for each in budgets if each is not None), None)
         if kind == "disabled" or word == "none" or enabled is False:
             return cls(False, budget)
         return cls(True if kind == "enabled" or enabled else None, budget, word)
@@ -440,19 +410,15 @@ class SamplingFields(Ignored):
             ApiError: a list is too long, too many logprobs are requested, or two grammars are.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        for name, values, most in (
-            ("stop", stop, _MOST_STOPS),
-            ("bad_words", self.bad_words or (), _MOST_STOPS),
-            ("stop_token_ids", self.stop_token_ids or (), _MOST_STOPS),
-        ):
-            if len(values) > most:
-                raise ApiError(400, f"{name} holds {len(values)} entries, of at most {most}", param=name)
+        lists = {"stop": stop, "bad_words": self.bad_words or (), "stop_token_ids": self.stop_token_ids or ()}
+        for name, values in lists.items():
+            if len(values) > _MOST_STOPS:
+                raise ApiError(400, f"{name} holds {len(values)} entries, of at most {_MOST_STOPS}", param=name)
         with _errors_in(self.called):
             own = None if self.structured_outputs is None else self.structured_outputs.asked
         if form is not None and own is not None:
-            raise ApiError(
-                400, "structured_outputs and another form are asked for; leave one out", param="structured_outputs"
-            )
+            message = "structured_outputs and another form are asked for; leave one out"
+            raise ApiError(400, message, param="structured_outputs")
         given = {name: getattr(self, name) for name in _SHARED} | {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": None if self.top_k is None else max(self.top_k, 0),  # -1 of other servers keeps all
@@ -460,12 +426,11 @@ class SamplingFields(Ignored):
             "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
             "logprobs": logprobs,
             "structured": form if form is not None else own,
-            "prediction": None if self.prediction is None else self.prediction.text or None,
+            "prediction": None if self.prediction is None else text_of(self.prediction.content) or None,
             "n": self.samples,
         }
-        known = {name: value for name, value in given.items() if value is not None}
         with _errors_in(self.called):
-            return SamplingParams(max_tokens, **known)
+            return SamplingParams(max_tokens, **{name: value for name, value in given.items() if value is not None})
 
 
 _SHARED = [each.name for each in dataclasses.fields(SamplingParams) if each.name in SamplingFields.model_fields]

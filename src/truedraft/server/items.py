@@ -8,40 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
+from truedraft.server.conversations import FunctionFields, NamedFunction, called
 from truedraft.server.errors import ApiError, quoted
-from truedraft.server.fields import Items, LenientModel, SeenContent, by_type, parts_of
-from truedraft.server.tools import FunctionFields, NamedFunction, called
+from truedraft.server.fields import Items, LenientModel, SeenContent, parts_of
 from truedraft.text.calls import parsed
 
 HOSTED = (
-    "web_search",
-    "file_search",
-    "code_interpreter",
-    "image_generation",
-    "local_shell",
-    "computer",
-    "mcp",
-    "shell",
-    "apply_patch",
-    "tool_search",
-    "programmatic_tool_calling",
-)
+    "web_search", "file_search", "code_interpreter", "image_generation", "local_shell", "computer", "mcp", "shell",
+    "apply_patch", "tool_search", "programmatic_tool_calling",
+)  # fmt: skip
 """Prefixes of the types of tools that run at OpenAI, and of their calls and results in a conversation."""
 
 _TEXT = "input"  # name of a custom tool's one argument
 _BEGIN = re.compile(rf'\s*\{{\s*"{_TEXT}"\s*:\s*"')
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # a surrogate pair
 _WHOLE = re.compile(rf"""(?:[^"\\]|\\["\\/bfnrt]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}})*""")
-
-
-def _is_hosted(kind: str) -> bool:
-    return any(kind == name or kind.startswith(f"{name}_") for name in HOSTED)
 
 
 class InputMessage(LenientModel):
@@ -156,8 +143,11 @@ class Hosted(LenientModel):
 
 
 def _kind(given: Any) -> str | None:
-    kind = by_type(given)
-    return HOSTED[0] if kind is not None and _is_hosted(kind) else kind
+    """The type by which pydantic selects the member of a union; the first of `HOSTED` for all of these."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    if not isinstance(kind, str):
+        return None
+    return HOSTED[0] if any(kind == name or kind.startswith(f"{name}_") for name in HOSTED) else kind
 
 
 _Callable = Annotated[FlatTool | CustomTool, Field(discriminator="type")]
@@ -189,9 +179,8 @@ class AdditionalTools(LenientModel):
 
 
 def _item_kind(given: Any) -> str | None:
-    if isinstance(given, dict) and given.get("type") is None and "role" in given:
-        return "message"
-    return _kind(given)
+    is_message = isinstance(given, dict) and given.get("type") is None and "role" in given
+    return "message" if is_message else _kind(given)
 
 
 Item: TypeAlias = Annotated[
@@ -207,13 +196,13 @@ Item: TypeAlias = Annotated[
 ]
 
 
-def _input_kind(given: Any) -> str | None:
-    return "text" if isinstance(given, str) else "items" if isinstance(given, list) else None
-
-
 Input: TypeAlias = Annotated[
     Annotated[str, Tag("text")] | Annotated[Items[Item], Tag("items")],
-    Discriminator(_input_kind, custom_error_type="content", custom_error_message="must be a text or a list of items"),
+    Discriminator(
+        lambda given: "text" if isinstance(given, str) else "items" if isinstance(given, list) else None,
+        custom_error_type="content",
+        custom_error_message="must be a text or a list of items",
+    ),
 ]
 
 
@@ -232,17 +221,13 @@ class AllowedChoice(LenientModel):
     tools: Items[dict[str, Any]]
 
 
-def _choice_kind(given: Any) -> str | None:
-    return "word" if isinstance(given, str) else _kind(given)
-
-
 Choice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedChoice, Tag("function")]
     | Annotated[NamedChoice, Tag("custom")]
     | Annotated[AllowedChoice, Tag("allowed_tools")]
     | Annotated[Hosted, Tag("web_search")],
-    Discriminator(_choice_kind),
+    Discriminator(lambda given: "word" if isinstance(given, str) else _kind(given)),
 ]
 
 
@@ -258,13 +243,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Callable:
-    """A tool that may be called.
-
-    Attributes:
-        function: its description for the model.
-        namespace: None if it is in none.
-        custom: whether its input is a text.
-    """
+    """A tool that may be called; `custom` if its input is a text."""
 
     function: FunctionFields
     name: str
@@ -274,12 +253,7 @@ class Callable:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of a request.
-
-    Attributes:
-        callables: by their names in a prompt.
-        warnings: about ignored tools.
-    """
+    """The tools of a request, by their names in a prompt, and warnings about ignored ones."""
 
     callables: dict[str, Callable] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -394,15 +368,10 @@ class TextReader:
         return new
 
     def finish(self, arguments: str) -> str:
-        """The remaining text, from all of the arguments."""
-        whole = _text_in(arguments)
+        """The remaining text: the one text in the arguments, under any name, or the arguments if there is none."""
+        value = parsed(arguments)
+        texts = [each for each in value.values() if isinstance(each, str)] if isinstance(value, dict) else []
+        whole = texts[0] if len(texts) == 1 else arguments
         new = whole[len(self.text) :] if whole.startswith(self.text) else ""
         self.text += new
         return new
-
-
-def _text_in(arguments: str) -> str:
-    """The one text in arguments, under any name; the arguments themselves if there is none."""
-    value = parsed(arguments)
-    texts = [each for each in value.values() if isinstance(each, str)] if isinstance(value, Mapping) else []
-    return texts[0] if len(texts) == 1 else arguments

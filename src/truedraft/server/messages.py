@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter
@@ -12,9 +13,17 @@ from pydantic import Field, Tag
 
 from truedraft.core.params import Structured
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.server.answers import Answers, Part, Segment, Segments
+from truedraft.server.answers import Segment, Segments, View
 from truedraft.server.bodies import BodyRoute
-from truedraft.server.conversations import Conversation
+from truedraft.server.conversations import (
+    Conversation,
+    FunctionFields,
+    FunctionName,
+    NamedFunction,
+    Parameters,
+    ToolUse,
+    called,
+)
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, event
 from truedraft.server.fields import (
@@ -29,15 +38,8 @@ from truedraft.server.fields import (
     parts_of,
     text_or_parts,
 )
-from truedraft.server.front import Front, new_id
-from truedraft.server.tools import (
-    FunctionFields,
-    FunctionName,
-    NamedFunction,
-    Parameters,
-    ToolUse,
-    called,
-)
+from truedraft.server.front import Front
+from truedraft.server.service import ResponseHandle, StreamUpdate
 from truedraft.text.calls import parsed
 from truedraft.text.histories import says_nothing
 
@@ -88,26 +90,22 @@ class InputMessage(LenientModel):
     content: Annotated[Annotated[str, Tag("text")] | Annotated[_Blocks, Tag("parts")], text_or_parts]
 
     @property
-    def blocks(self) -> Sequence[_Block]:
-        return [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-
-    @property
     def for_template(self) -> list[dict[str, Any]]:
         """In the format of chat templates: results of calls first, each as a message of its own."""
-        results = [each for each in self.blocks if isinstance(each, ToolResultBlock)]
-        calls = [each for each in self.blocks if isinstance(each, ToolUseBlock)]
-        found = [
+        blocks = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        found: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": each.tool_use_id, "content": parts_of(each.content or "")}
-            for each in results
+            for each in blocks
+            if isinstance(each, ToolResultBlock)
         ]
-        shown = [each for each in self.blocks if isinstance(each, TextPart | ImageBlock)]
-        if results and not shown:
+        shown = [each for each in blocks if isinstance(each, TextPart | ImageBlock)]
+        if found and not shown:
             return found
         said: dict[str, Any] = {"role": self.role, "content": parts_of(shown)}
-        if thoughts := "".join(each.thinking for each in self.blocks if isinstance(each, ThinkingBlock)):
+        if thoughts := "".join(each.thinking for each in blocks if isinstance(each, ThinkingBlock)):
             said["reasoning_content"] = thoughts
-        if calls:
-            said["tool_calls"] = [called(each.id, each.name, each.input) for each in calls]
+        if calls := [called(each.id, each.name, each.input) for each in blocks if isinstance(each, ToolUseBlock)]:
+            said["tool_calls"] = calls
         return [*found, said]
 
 
@@ -130,12 +128,6 @@ class MessageChoice(LenientModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-    @property
-    def for_chats(self) -> str | NamedFunction:
-        if self.type == "tool":
-            return NamedFunction(name=self.name or "")
-        return "required" if self.type == "any" else self.type
 
 
 class OutputConfig(LenientModel):
@@ -163,48 +155,51 @@ class CountRequest(Fields):
     speed: str | None = None
 
     @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """The conversation in the format of chat templates."""
-        first = [{"role": "system", "content": parts_of(self.system)}] if self.system else []
-        messages = [each for message in self.messages for each in message.for_template]
-        if messages and says_nothing(messages[-1]):  # the answer would continue an empty message
-            messages.pop()
-        return [*first, *messages]
-
-    @property
     def thinks(self) -> Thinking:
         effort = None if self.output_config is None else self.output_config.effort
         return Thinking.of(getattr(self, "reasoning_budget", None), self.thinking, effort=effort)
 
-    @property
-    def continues(self) -> bool:
-        last = self.messages[-1].for_template[-1]
-        return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings about ignored tools."""
-        return [
-            f"tools[{number}] is left out: {tool.type or tool.name} has no input_schema, and this server runs no tools"
-            for number, tool in enumerate(self.tools or ())
-            if tool.input_schema is None
-        ]
-
-    def use(self, front: Front) -> ToolUse:
-        """The requested use of tools.
+    def conversation(self, front: Front) -> Conversation:
+        """What is to be answered, or counted.
 
         Raises:
             ApiError: the required function does not exist, or an answer cannot begin with a call.
         """
-        tools = [tool.function for tool in self.tools or () if tool.input_schema is not None]
-        given = self.tool_choice
-        hosted = {tool.name: tool.type or tool.name for tool in self.tools or () if tool.input_schema is None}
-        if given is not None and given.type == "tool" and given.name in hosted:
-            message = f"tool_choice asks for {hosted[given.name]}, a tool that this server has not; name a function"
-            raise ApiError(400, message, param="tool_choice")
-        parallel = None if given is None else not given.disable_parallel_tool_use
-        use = ToolUse.of(tools, None if given is None else given.for_chats, parallel, front.notation)
-        if use.forced is not None and self.continues:
+        front.check_model(self.model)
+        use = self._use(front)
+        messages = [each for message in self.messages for each in message.for_template]
+        if messages and says_nothing(messages[-1]):  # the answer would continue an empty message
+            messages.pop()
+        if not messages:
+            raise ApiError(400, "messages is empty; give at least one that says something", param="messages")
+        if self.system:
+            messages.insert(0, {"role": "system", "content": parts_of(self.system)})
+        warnings = [
+            f"tools[{number}] is left out: {tool.type or tool.name} has no input_schema, and this server runs no tools"
+            for number, tool in enumerate(self.tools or ())
+            if tool.input_schema is None
+        ]
+        front.left_out(warnings)
+        return Conversation(messages, use, self.thinks, continues=self._continues, counts=True, warnings=warnings)
+
+    @property
+    def _continues(self) -> bool:
+        last = self.messages[-1].for_template[-1]
+        return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+
+    def _use(self, front: Front) -> ToolUse:
+        tools, given = self.tools or (), self.tool_choice
+        choice: str | NamedFunction | None = None
+        if given is not None:
+            choice = NamedFunction(name=given.name or "") if given.type == "tool" else given.type
+            choice = "required" if choice == "any" else choice
+            hosted = {tool.name: tool.type or tool.name for tool in tools if tool.input_schema is None}
+            if given.type == "tool" and given.name in hosted:
+                message = f"tool_choice asks for {hosted[given.name]}, a tool that this server has not; name a function"
+                raise ApiError(400, message, param="tool_choice")
+        functions = [tool.function for tool in tools if tool.input_schema is not None]
+        use = ToolUse.of(functions, choice, given is None or not given.disable_parallel_tool_use, front.notation)
+        if use.forced is not None and self._continues:
             message = "tool_choice begins the answer with a call, and the last message is the assistant's to go on with"
             raise ApiError(400, message, param="tool_choice")
         return use
@@ -217,87 +212,79 @@ class MessagesRequest(CountRequest, SamplingFields):
     stop: Texts | None = Field(None, alias="stop_sequences")
     metadata: dict[str, Any] | None = None
 
-    @property
-    def form(self) -> Structured | None:
-        """The grammar of the answer; None for free text."""
+    def conversation(self, front: Front) -> Conversation:
         form = None if self.output_config is None else self.output_config.format
-        return None if form is None else Structured("json_schema", form.get("schema", True))
+        structured = None if form is None else Structured("json_schema", form.get("schema", True))
+        found = super().conversation(front)
+        return replace(found, form=structured, max_tokens=self.max_tokens, counts=False)
 
 
 def messages_router(front: Front) -> APIRouter:
     """The router of the endpoints."""
     router = APIRouter(route_class=BodyRoute)
 
-    def talk_of(body: CountRequest, http: HttpRequest, form: Structured | None = None) -> Conversation:
-        front.check_model(body.model)
-        use, messages = body.use(front), body.conversation
-        if not messages[bool(body.system) :]:
-            raise ApiError(400, "messages is empty; give at least one that says something", param="messages")
-        front.left_out(body.warnings)
-        counts = not isinstance(body, MessagesRequest)
-        return Conversation(front, http, messages, use, body.thinks, form, continues=body.continues, counts=counts)
-
     @router.post("/v1/messages", responses=OR_STREAM)
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
         """Answer the last message of a conversation."""
         if body.samples != 1:
             raise ApiError(400, f"a message is one answer, n must be 1, got {body.n}", param="n")
-        talk = await front.apart(http, lambda: talk_of(body, http, body.form))
-        answers = await talk.answers(body, body.max_tokens)
-        return await answers.reply(http, _Message(answers, body), stream=body.stream)
+        talk = await front.run_in_thread(http, body.conversation, front)
+        answering = await talk.answers(front, body, http)
+        return await _Message(front, answering, body, talk.use, talk.warnings).reply(http, body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: HttpRequest) -> dict[str, int]:
         """How many tokens a conversation has."""
-        prompt = await (await front.apart(http, talk_of, body, http)).prompt()
+        prompt = await (await front.run_in_thread(http, body.conversation, front)).prompt(front, http)
         return {"input_tokens": len(prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt)}
 
     return router
 
 
-class _Message:
-    """The view of an answer as a message."""
+class _Message(View):
+    """The answer as a message."""
 
-    def __init__(self, answers: Answers, body: MessagesRequest) -> None:
-        self._answers = answers
-        self._segments = Segments(answers.front)
-        self._head: dict[str, Any] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
-        self._head |= {"model": answers.front.shown(body.model), "warnings": body.warnings + answers.warnings}
-        self._last: Part | None = None
+    kind = "msg"
+
+    def __init__(self, front: Front, answering: ResponseHandle, body: MessagesRequest, *about: Any) -> None:
+        super().__init__(front, answering, body, *about)
+        self._segments = Segments(front)
+        self._head: dict[str, Any] = {"id": self.id, "type": "message", "role": "assistant"}
+        self._head |= {"model": self.model, "warnings": self.warnings}
+        self._last: StreamUpdate | None = None
 
     def begun(self) -> Iterator[str]:
         begun = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield _event("message_start", message=begun)
         yield _event("ping")
 
-    def read(self, part: Part) -> Iterator[str]:
+    def read(self, part: StreamUpdate) -> Iterator[str]:
         self._last = part
         for what, segment, text, _ in self._segments.read(part):
             if what == "ended":
-                yield _stopped(segment)
+                yield _event("content_block_stop", index=segment.index)
             elif what == "began":
-                yield _event("content_block_start", index=segment.index, content_block=_block(segment, {}))
+                yield _event("content_block_start", index=segment.index, content_block=_block(segment))
             else:
                 kind, name = _DELTAS[segment.kind]
                 yield _event("content_block_delta", index=segment.index, delta={"type": kind, name: text})
 
     def ended(self) -> Iterator[str]:
         for _, segment, *_ in self._segments.end():
-            yield _stopped(segment)
-        about: dict[str, Any] = {"usage": self._usage(), "speculation": self._answers.speculation()}
-        if misfits := self._answers.misfits():
-            about["warnings"] = self._head["warnings"] + misfits
+            yield _event("content_block_stop", index=segment.index)
+        about: dict[str, Any] = {"usage": self._usage(), "speculation": self.speculation()}
+        if misfits := self.misfits():
+            about["warnings"] = self.warnings + misfits
         yield _event("message_delta", delta=self._reason(), **about)
         yield _event("message_stop")
 
-    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def whole(self, parts: Sequence[StreamUpdate]) -> dict[str, Any]:
         for _ in self.read(parts[0]):
             pass
         content = [
             _block(each, {} if each.call is None else _object(each.call.arguments)) for each in self._segments.found
         ]
-        rest = {"usage": self._usage(), "speculation": self._answers.speculation()}
-        rest["warnings"] = self._head["warnings"] + self._answers.misfits()
+        rest = {"usage": self._usage(), "speculation": self.speculation(), "warnings": self.warnings + self.misfits()}
         return self._head | {"content": content} | self._reason() | rest
 
     def failed(self, error: ApiError) -> str:
@@ -305,15 +292,14 @@ class _Message:
 
     def _reason(self) -> dict[str, str | None]:
         assert self._last is not None and self._last.answer is not None
-        stop_text = self._last.answer.stop_text
+        stop_text, ending = self._last.answer.stop_text, self._last.ending or "stop"
+        if ending == "stop" and stop_text is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop_text}
         reasons = {"length": "max_tokens", "calls": "tool_use", "stop": "end_turn"}
-        reason = reasons[self._last.ending or "stop"]
-        if reason == "end_turn" and stop_text is not None:
-            reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stop_text if reason == "stop_sequence" else None}
+        return {"stop_reason": reasons[ending], "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        used = self._answers.usage()
+        used = self.usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         found = {"input_tokens": used["prompt_tokens"] - cached, "output_tokens": used["completion_tokens"]}
         return found | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
@@ -327,17 +313,13 @@ _DELTAS = {
 """For each kind of segment: the type of its deltas, and the name of their text."""
 
 
-def _block(segment: Segment, given: dict[str, Any]) -> dict[str, Any]:
+def _block(segment: Segment, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
     """A segment as a content block; a call with the given arguments."""
     if segment.call is not None:
-        return {"type": "tool_use", "id": segment.call.id, "name": segment.call.name, "input": given}
+        return {"type": "tool_use", "id": segment.call.id, "name": segment.call.name, "input": arguments or {}}
     if segment.kind == "text":
         return {"type": "text", "text": segment.text}
     return {"type": "thinking", "thinking": segment.text, "signature": ""}
-
-
-def _stopped(segment: Segment) -> str:
-    return _event("content_block_stop", index=segment.index)
 
 
 def _event(kind: str, **more: Any) -> str:

@@ -1,13 +1,16 @@
-"""`/metrics` for Prometheus. Metrics that vLLM has keep its names after the prefix `truedraft:`.
+"""What operators see: `/metrics` for Prometheus, and spans of answers for OpenTelemetry.
 
-Those of the model server protocol (proposal 003 of the Gateway API inference extension) also have the prefix `vllm:`.
+Metrics that vLLM has keep its names after the prefix `truedraft:`. Those of the model server protocol (proposal 003 of
+the Gateway API inference extension) also have the prefix `vllm:`. Spans need the extra `otel`:
+`pip install 'truedraft[otel]'`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from truedraft.core.stats import Counters, StepRecord
 from truedraft.engine.policy.decisions import Decisions, Speedup
+from truedraft.errors import MissingExtraError
 from truedraft.models.cache import BLOCK
 from truedraft.server.service import Service, Stream
 
@@ -31,12 +35,7 @@ _WHOLE = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 48
 
 
 class Metrics(Collector):
-    """Counts steps and requests of a service.
-
-    Args:
-        model: a label on all metrics.
-        price_per_hour: of the machine; None omits the cost of tokens.
-    """
+    """Counts steps and requests of a service; without a price, the cost of tokens is omitted."""
 
     def __init__(self, service: Service, model: str, price_per_hour: float | None) -> None:
         self._service = service
@@ -109,12 +108,13 @@ class Metrics(Collector):
         yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", steps.draft_tokens)
         yield self._counter("spec_decode_num_accepted_tokens", "Of them, accepted ones.", steps.accepted_tokens)
         places = {str(place): count for place, count in enumerate(steps.accepted_per_position)}
-        per_place, meaning = (
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens by their place in what was drafted.",
-        )
-        yield self._labelled(per_place, meaning, "position", places)
-        yield from self._by_drafter()
+        meaning = "Accepted tokens by their place in what was drafted."
+        yield self._labelled("spec_decode_num_accepted_tokens_per_pos", meaning, "position", places)
+        drafters = steps.by_drafter.copy().items()
+        drafted = {name: each.draft_tokens for name, each in drafters}
+        accepted = {name: each.accepted_tokens for name, each in drafters}
+        yield self._labelled("drafter_draft_tokens", "Drafted tokens by drafter.", "drafter", drafted)
+        yield self._labelled("drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter", accepted)
         yield self._counter("prompt_tokens", "Tokens of prompts that were computed.", self._prompt_tokens)
         yield self._counter("generation_tokens", "Tokens of answers.", steps.emitted_tokens + steps.prefill_tokens)
         yield self._counter("prefix_cache_queries", "Tokens of prompts that were asked.", self._queried_tokens)
@@ -128,12 +128,6 @@ class Metrics(Collector):
         yield from self._learned()
         yield from self._now()
 
-    def _by_drafter(self) -> Iterator[Metric]:
-        drafted = {name: each.draft_tokens for name, each in self._steps.by_drafter.copy().items()}
-        accepted = {name: each.accepted_tokens for name, each in self._steps.by_drafter.copy().items()}
-        yield self._labelled("drafter_draft_tokens", "Drafted tokens by drafter.", "drafter", drafted)
-        yield self._labelled("drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter", accepted)
-
     def _now(self) -> Iterator[Metric]:
         service, engine = self._service, self._service.engine
         stuck = engine.waiting  # in the engine, which has no room for them
@@ -144,7 +138,10 @@ class Metrics(Collector):
         ):
             yield self._gauge(name, meaning, value)
             yield self._gauge(name, meaning, value, _FLEET)
-        yield self._cache_config()
+        # For routers that hash prompts by block; prefixes are cached by block.
+        blocks = {"block_size": str(BLOCK), "num_gpu_blocks": str(engine.cache_tokens // BLOCK)}
+        meaning = "Tokens that prefixes are kept by, and how many such blocks there is room for."
+        yield self._gauge("cache_config_info", meaning, 1.0, _FLEET, blocks)
         yield self._gauge("kv_cache_bytes", "Bytes of keys and values, of target and drafters.", engine.cache_bytes)
         speedup = self._speedup_now()
         if speedup is not None:
@@ -159,18 +156,9 @@ class Metrics(Collector):
                 cost = self._price / 3600.0 / rate * 1e6
                 yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
 
-    def _cache_config(self) -> Metric:
-        """Block size and number of blocks, for routers that hash prompts by block; prefixes are cached by block."""
-        labels = {"block_size": str(BLOCK), "num_gpu_blocks": str(self._service.engine.cache_tokens // BLOCK)}
-        meaning = "Tokens that prefixes are kept by, and how many such blocks there is room for."
-        family = GaugeMetricFamily(f"{_FLEET}cache_config_info", meaning, labels=("model_name", *labels))
-        family.add_metric((self._model, *labels.values()), 1.0)
-        return family
-
     def _learned(self) -> Iterator[Metric]:
         """Metrics of the learner, if there is one."""
-        learner = self._service.engine.learner
-        if learner is None:
+        if (learner := self._service.engine.learner) is None:
             return
         status = learner.status
         yield self._counter("learner_promotions", "Learned heads that were put in service.", status.promotions)
@@ -179,11 +167,8 @@ class Metrics(Collector):
         yield self._gauge("learner_version", "Version of the heads in service, the highest.", status.version)
         yield self._gauge("learner_time_share", "Processor time for learning, of all time.", status.time_share)
         yield self._gauge("learner_answers_bytes", "Of answers that are learned from.", status.answers_bytes)
-        yield self._gauge(
-            "learner_failures",
-            "Heads that learn no more, versions not noted; the log says why.",
-            status.failures,
-        )
+        meaning = "Heads that learn no more, versions not noted; the log says why."
+        yield self._gauge("learner_failures", meaning, status.failures)
         for when, tokens in (("before", status.tokens_per_call_before), ("after", status.tokens_per_call_after)):
             if tokens is not None:
                 meaning = f"By replay of the same answers, {when} the last promotion."
@@ -203,13 +188,77 @@ class Metrics(Collector):
         family.add_metric((self._model,), value)
         return family
 
-    def _gauge(self, name: str, meaning: str, value: float, prefix: str = _PREFIX) -> Metric:
-        family = GaugeMetricFamily(prefix + name, meaning, labels=("model_name",))
-        family.add_metric((self._model,), value)
+    def _gauge(
+        self, name: str, meaning: str, value: float, prefix: str = _PREFIX, labels: Mapping[str, str] | None = None
+    ) -> Metric:
+        labels = {"model_name": self._model} | dict(labels or {})
+        family = GaugeMetricFamily(prefix + name, meaning, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), value)
         return family
 
-    def _labelled(self, name: str, meaning: str, label: str, values: dict[str, float] | dict[str, int]) -> Metric:
+    def _labelled(self, name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(_PREFIX + name, meaning, labels=("model_name", label))
         for value, count in values.items():
             family.add_metric((self._model, value), count)
         return family
+
+
+class Spans:
+    """Sends a span for every finished answer to an OpenTelemetry collector; called in the event loop.
+
+    Args:
+        endpoint: of a collector that accepts OTLP over HTTP, as http://127.0.0.1:4318/v1/traces.
+        exporter: replaces the collector.
+
+    Raises:
+        MissingExtraError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, model: str, endpoint: str, exporter: Any = None) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+                exporter = OTLPSpanExporter(endpoint=endpoint)
+        except ImportError as error:
+            raise MissingExtraError(
+                f"traces need the package {error.name}; install it by: pip install 'truedraft[otel]'"
+            ) from error
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "truedraft"}))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("truedraft")
+        self._model = model
+
+    def __call__(self, stream: Stream) -> None:
+        answer = stream.answer
+        if answer is None:
+            return
+        end = time.time_ns()
+        span = self._tracer.start_span("llm_request", start_time=end - int(answer.timing.total_s * 1e9))
+        params, counters = stream.request.params, answer.stats
+        attributes: dict[str, Any] = {
+            "gen_ai.request.model": self._model,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.response.finish_reasons": [answer.finish_reason],
+            "gen_ai.usage.input_tokens": answer.prompt_tokens,
+            "gen_ai.usage.output_tokens": len(answer.token_ids),
+            "truedraft.client": stream.client.name,
+            "truedraft.mean_acceptance_length": counters.mean_acceptance_length,
+            "truedraft.draft_acceptance_rate": counters.draft_acceptance_rate,
+            "truedraft.cached_tokens": stream.request.copied_tokens,
+            "truedraft.preemptions": stream.request.preemptions,
+        }
+        if answer.timing.first_token_s is not None:
+            attributes["gen_ai.latency.time_to_first_token"] = answer.timing.first_token_s
+        span.set_attributes(attributes)
+        span.end(end)
+
+    def close(self) -> None:
+        """Send the remaining spans."""
+        self._provider.shutdown()

@@ -13,10 +13,9 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
-from truedraft.core.params import Structured
-from truedraft.server.answers import Answers, Ending, Part, Segment, Segments
+from truedraft.server.answers import Segment, Segments, View
 from truedraft.server.bodies import BodyRoute
-from truedraft.server.conversations import Conversation
+from truedraft.server.conversations import Conversation, ToolUse
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, event
 from truedraft.server.fields import Fields, Items, SamplingFields, Thinking, checked_logprobs, json_form
@@ -32,7 +31,7 @@ from truedraft.server.items import (
     Toolbox,
     messages_of,
 )
-from truedraft.server.tools import ToolUse
+from truedraft.server.service import Ending, ResponseHandle, StreamUpdate
 
 _Event: TypeAlias = tuple[str, dict[str, Any]]
 """The type of an item's event, and its fields except those that identify the item."""
@@ -93,46 +92,40 @@ class ResponseRequest(SamplingFields):
     def thinks(self) -> Thinking:
         return Thinking.of(self.reasoning_budget, reasoning=self.reasoning)
 
-    def check(self) -> None:
-        """Refuse what needs stored responses.
-
-        Raises:
-            ApiError: names the field.
-        """
-        if self.previous_response_id is not None:
-            message = "this server stores no responses; send the whole conversation as input"
-            raise ApiError(400, message, param="previous_response_id")
-        if self.samples != 1:
-            raise ApiError(400, f"a response is one answer, n must be 1, got {self.n}", param="n")
-
-    @property
-    def requested_logprobs(self) -> int | None:
-        """Number of top logprobs per token; None for none."""
-        requested = "message.output_text.logprobs" in (self.include or ())
-        return checked_logprobs("top_logprobs", self.top_logprobs or 0) if requested or self.top_logprobs else None
-
     @property
     def items(self) -> list[Item]:
         """The conversation so far, without the instructions."""
         return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation in the format of chat templates."""
-        messages = messages_of(self.items)
-        if self.instructions is None:
-            return messages
-        # Many templates allow only one system message.
-        known: Iterator[Any] = (each["content"] if each["role"] == "system" else None for each in messages)
-        texts = list(itertools.takewhile(lambda content: isinstance(content, str), known))
-        first = "\n\n".join([self.instructions, *texts])
-        return [{"role": "system", "content": first}, *messages[len(texts) :]] if first else messages[len(texts) :]
+    def conversation(self, front: Front, toolbox: Toolbox) -> Conversation:
+        """What is to be answered.
 
-    @property
-    def form(self) -> Structured | None:
-        """The grammar of the text; None for free text."""
-        requested = self.text.format if self.text is not None else None
-        return None if requested is None or requested.type == "text" else json_form(requested.type, requested.schema_)
+        Raises:
+            ApiError: it is empty, or the required tool does not exist.
+        """
+        tools, choice = toolbox.use(self.tool_choice)
+        use = ToolUse.of(tools, choice, self.parallel_tool_calls, front.notation)
+        messages = messages_of(self.items)
+        if self.instructions is not None:  # many templates allow only one system message
+            known: Iterator[Any] = (each["content"] if each["role"] == "system" else None for each in messages)
+            texts = list(itertools.takewhile(lambda content: isinstance(content, str), known))
+            first = "\n\n".join([self.instructions, *texts])
+            messages[: len(texts)] = [{"role": "system", "content": first}] if first else []
+        if not messages:
+            raise ApiError(400, "input is empty; give at least one message", param="input")
+        given = None if self.text is None else self.text.format
+        form = None if given is None or given.type == "text" else json_form(given.type, given.schema_)
+        requested = "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs
+        return Conversation(
+            messages,
+            use,
+            self.thinks,
+            param="input",
+            form=form,
+            max_tokens=self.max_output_tokens,
+            logprobs=checked_logprobs("top_logprobs", self.top_logprobs or 0) if requested else None,
+            warnings=toolbox.warnings,
+        )
 
 
 def responses_router(front: Front) -> APIRouter:
@@ -143,31 +136,26 @@ def responses_router(front: Front) -> APIRouter:
     async def responses(body: ResponseRequest, http: HttpRequest) -> Response:
         """Answer a conversation."""
         front.check_model(body.model)
-        body.check()
-        talk, toolbox = await front.apart(http, talk_of, body, http)
-        answers = await talk.answers(body, body.max_output_tokens, body.requested_logprobs)
-        return await answers.reply(http, _Response(answers, body, toolbox), stream=body.stream)
+        if body.previous_response_id is not None:
+            message = "this server stores no responses; send the whole conversation as input"
+            raise ApiError(400, message, param="previous_response_id")
+        if body.samples != 1:
+            raise ApiError(400, f"a response is one answer, n must be 1, got {body.n}", param="n")
+        toolbox, talk = await front.run_in_thread(http, read, body)
+        answering = await talk.answers(front, body, http)
+        return await _Response(front, answering, body, talk, toolbox).reply(http, body.stream)
 
-    def talk_of(body: ResponseRequest, http: HttpRequest) -> tuple[Conversation, Toolbox]:
+    def read(body: ResponseRequest) -> tuple[Toolbox, Conversation]:
         toolbox = Toolbox.of(body.tools or (), body.items)
         front.left_out(toolbox.warnings)
-        use = ToolUse.of(*toolbox.use(body.tool_choice), body.parallel_tool_calls, front.notation)
-        messages = body.messages
-        if not messages:
-            raise ApiError(400, "input is empty; give at least one message", param="input")
-        return Conversation(front, http, messages, use, body.thinks, body.form, param="input"), toolbox
+        return toolbox, body.conversation(front, toolbox)
 
     return router
 
 
 @dataclass(eq=False)
 class _Item:
-    """An item of the output: a message, reasoning, or a call.
-
-    Attributes:
-        named: the called tool; None if the model called an unknown one.
-        input: reads the text input of a custom tool; None for all else.
-    """
+    """An item of the output; `named` is None for an unknown tool, and `input` reads the text of a custom one."""
 
     segment: Segment
     named: Callable | None
@@ -201,25 +189,21 @@ class _Item:
             return about | {"type": "custom_tool_call", "input": self.input.text}
         return about | {"type": "function_call", "arguments": "" if is_new else call.arguments}
 
-    def began(self) -> Iterator[_Event]:
-        """Events after the item is added."""
-        if self.segment.call is None:
-            yield "response.content_part.added", self._place | {"part": self._part}
-
-    def wrote(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[_Event]:
-        more = {"logprobs": logprobs} if self.segment.kind == "text" else {}
-        if new := text if self.input is None else self.input.push(text):
-            yield f"response.{self._kind[0]}.delta", self._place | {"delta": new} | more
-
-    def ended(self) -> Iterator[_Event]:
-        """Events before the item is done."""
+    def events(self, what: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[_Event]:
+        """The events of a step: after the item is added, of new text, or before the item is done."""
         call, (kind, names) = self.segment.call, self._kind
-        if call is not None and self.input is not None and (rest := self.input.finish(call.arguments)):
-            yield f"response.{kind}.delta", {"delta": rest}
-        content = self._part if call is None else self.record("completed")
-        yield f"response.{kind}.done", self._place | {name: content[name] for name in names}
-        if call is None:
-            yield "response.content_part.done", self._place | {"part": content}
+        if what == "began" and call is None:
+            yield "response.content_part.added", self._place | {"part": self._part}
+        elif what == "wrote" and (new := text if self.input is None else self.input.push(text)):
+            more = {"logprobs": logprobs} if self.segment.kind == "text" else {}
+            yield f"response.{kind}.delta", self._place | {"delta": new} | more
+        elif what == "ended":
+            if call is not None and self.input is not None and (rest := self.input.finish(call.arguments)):
+                yield f"response.{kind}.delta", {"delta": rest}
+            content = self._part if call is None else self.record("completed")
+            yield f"response.{kind}.done", self._place | {name: content[name] for name in names}
+            if call is None:
+                yield "response.content_part.done", self._place | {"part": content}
 
 
 _KINDS: dict[str, tuple[str, Sequence[str]]] = {
@@ -232,18 +216,20 @@ _KINDS: dict[str, tuple[str, Sequence[str]]] = {
 _REASONING: dict[str, Any] = {"type": "reasoning", "summary": []}
 
 
-class _Response:
-    """The view of an answer as a response."""
+class _Response(View):
+    """The answer as a response."""
 
-    def __init__(self, answers: Answers, body: ResponseRequest, toolbox: Toolbox) -> None:
-        self._answers = answers
+    kind = "resp"
+
+    def __init__(
+        self, front: Front, answering: ResponseHandle, body: ResponseRequest, talk: Conversation, toolbox: Toolbox
+    ) -> None:
+        super().__init__(front, answering, body, talk.use, talk.warnings)
         self._body = body
-        self._toolbox = toolbox
-        self._warnings = toolbox.warnings + answers.warnings
-        self._id = new_id("resp")
+        self._callables = toolbox.callables
         self._created = time.time()
         self._numbers = itertools.count()
-        self._segments = Segments(answers.front)
+        self._segments = Segments(front)
         self._items: list[_Item] = []
         self._ending: Ending | None = None
 
@@ -251,16 +237,16 @@ class _Response:
         yield self._event("response.created", response=self._record("in_progress"))
         yield self._event("response.in_progress", response=self._record("in_progress"))
 
-    def read(self, part: Part) -> Iterator[str]:
+    def read(self, part: StreamUpdate) -> Iterator[str]:
         self._ending = part.ending
         for step in self._segments.read(part):
-            yield from self._told(*step)
+            yield from self._step(*step)
 
     def ended(self) -> Iterator[str]:
         yield from self._closed()
         yield self._event(f"response.{self._status}", response=self._finished())
 
-    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def whole(self, parts: Sequence[StreamUpdate]) -> dict[str, Any]:
         for _ in (*self.read(parts[0]), *self._closed()):
             pass
         return self._finished()
@@ -272,24 +258,22 @@ class _Response:
     def _closed(self) -> Iterator[str]:
         """End the last item; an answer without items gets an empty message."""
         for step in () if self._items else self._segments.begin("text"):
-            yield from self._told(*step)
+            yield from self._step(*step)
         for step in self._segments.end():
-            yield from self._told(*step, status=self._last_status)
+            yield from self._step(*step, status=self._last_status)
 
-    def _told(
+    def _step(
         self, what: str, segment: Segment, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
     ) -> Iterator[str]:
         """Events of a change of an item; `status` is the item's status at its end."""
         index = segment.index
         if what == "began":
-            name = "" if segment.call is None else segment.call.name
-            named = self._toolbox.callables.get(name)
+            named = None if segment.call is None else self._callables.get(segment.call.name)
             self._items.append(_Item(segment, named, TextReader() if named is not None and named.custom else None))
             record = self._items[index].record("in_progress")
             yield self._event("response.output_item.added", output_index=index, item=record)
         item = self._items[index]
-        events = item.began() if what == "began" else item.wrote(text, logprobs) if what == "wrote" else item.ended()
-        for kind, more in events:
+        for kind, more in item.events(what, text, logprobs):
             yield self._event(kind, item_id=item.id, output_index=index, **more)
         if what == "ended":
             yield self._event("response.output_item.done", output_index=index, item=item.record(status))
@@ -305,7 +289,7 @@ class _Response:
         return "incomplete" if cut else self._status
 
     def _finished(self) -> dict[str, Any]:
-        used, status = self._answers.usage(), self._status
+        used, status = self.usage(), self._status
         *whole, last = self._items
         return self._record(status) | {
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -317,14 +301,14 @@ class _Response:
                 "output_tokens_details": used["completion_tokens_details"],
                 "total_tokens": used["total_tokens"],
             },
-            "speculation": self._answers.speculation(),
-            "warnings": self._warnings + self._answers.misfits(),
+            "speculation": self.speculation(),
+            "warnings": self.warnings + self.misfits(),
         }
 
     def _record(self, status: str) -> dict[str, Any]:
         body = self._body
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -332,7 +316,7 @@ class _Response:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self._answers.front.shown(body.model),
+            "model": self.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -345,7 +329,7 @@ class _Response:
             "truncation": "disabled",
             "metadata": body.metadata or {},
             "usage": None,
-            "warnings": self._warnings,
+            "warnings": self.warnings,
         }
 
     def _event(self, kind: str, **more: Any) -> str:

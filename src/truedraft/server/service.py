@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
 
+from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.stats import StepRecord
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
 from truedraft.engine.policy.decisions import Decisions, ForwardSeconds
+from truedraft.server.access import Client
 from truedraft.server.errors import ApiError
-from truedraft.server.keys import Client
-from truedraft.server.preparing import FormQueue, stopping
+from truedraft.server.preparing import FormQueue, seconds_left, stopping
+from truedraft.text.answers import AnswerReader
+from truedraft.text.calls import CallDelta, Reasoning, parsed
 
 _log = logging.getLogger("truedraft.server")
 
 _LONGEST_WAIT_S = 60
 _IDLE_S = 10.0  # without a request, after which buffers are released to the system
 _RECENT = 0.9  # weight of the old value in exponential moving averages
-_LINGERING = 0.05  # of the last step's time: the longest wait for requests that follow its answers
-_MOST_LINGERING_S = 0.02
+_FOLLOWUP_SHARE = 0.05  # of the last step's time: the longest wait for requests that follow its answers
+_MOST_FOLLOWUP_S = 0.02
 _LEAST_FOLLOWING = 0.25  # share of these waits that must yield a request
 _TRIED_AGAIN = 16  # finished answers until waiting is tried again
 _LEAST_STEPS = 32  # a preempted request runs at least so many before it can be preempted again
 _MOST_OUTPUTS = 64  # per read, so that a slow reader does not delay others
+
+Ending: TypeAlias = Literal["stop", "length", "calls"]
+"""Why an answer ended: at a stop token or text, at the token limit, or with function calls."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,9 +50,9 @@ class Stream:
     Attributes:
         number: index of the sample in its `ResponseHandle`.
         shows_steps: whether draft trees are passed on, too.
+        reader: parses the text; None for plain text.
         waits: whether the request is in the service's queue and not in the engine.
         accepted: entry `i` counts the drafts with `i` accepted tokens.
-        answer: None until the request is finished.
         last_item: the last step that was passed on.
         began_s: when the engine first received it, by `time.monotonic`; 0 before.
         turn: its number among all admissions to the engine, at the latest one; 0 before the first.
@@ -59,6 +67,7 @@ class Stream:
     answering: ResponseHandle
     decisions: Decisions
     shows_steps: bool = False
+    reader: AnswerReader | None = None
     waits: bool = True
     accepted: list[int] = field(default_factory=list)
     answer: Answer | None = None
@@ -85,35 +94,75 @@ class Stream:
     def prompt_ids(self) -> list[int]:
         return list(self.request.tokens[: self.request.prompt_tokens])
 
+    def whole(self) -> StreamUpdate:
+        """The whole output of a finished sample, parsed, without its steps."""
+        answer = self.answer
+        assert answer is not None
+        return StreamUpdate(
+            self, [Piece(answer.text or "", answer.token_ids, [], answer, answer.logprobs or [])], []
+        ).parsed()
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(eq=False, slots=True)
 class StreamUpdate:
-    """New output of a stream, from one or several steps.
+    """New output of a sample, from one or several steps.
 
     Attributes:
-        number: index of the stream.
-        steps: the stream's new steps with their outcomes; empty unless `shows_steps`.
+        steps: with their outcomes; empty unless the sample `shows_steps`.
+        found: plain text, reasoning and pieces of calls, in order, once `parsed` was called.
     """
 
-    number: int
+    stream: Stream
     pieces: list[Piece]
     steps: list[StepItem]
+    found: Sequence[str | Reasoning | CallDelta] = ()
 
-    @classmethod
-    def of(cls, stream: Stream) -> StreamUpdate:
-        """The whole output of a finished stream, without its steps."""
-        answer = stream.answer
-        assert answer is not None
-        return cls(stream.number, [Piece(answer.text or "", answer.token_ids, [], answer, answer.logprobs or [])], [])
+    def parsed(self) -> StreamUpdate:
+        """This update with its text parsed; each update of a sample once, in order."""
+        text, reader = "".join(piece.text for piece in self.pieces), self.stream.reader
+        self.found = [text] if reader is None else reader.push(text, last=self.answer is not None)
+        return self
 
     @property
     def answer(self) -> Answer | None:
-        """The finished answer; None before the last `StreamUpdate` of a stream."""
+        """The finished answer; None before the last update of a sample."""
         return self.pieces[-1].answer if self.pieces else None
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Logprobs of its tokens; empty unless requested."""
+        return [entry for piece in self.pieces for entry in piece.logprobs]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.found if isinstance(part, str))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.found if isinstance(part, Reasoning))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [part for part in self.found if isinstance(part, CallDelta)]
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why the answer ended, None before its end; calls do not count if a stop text cut the last one."""
+        if (answer := self.answer) is None:
+            return None
+        if answer.finish_reason != "stop":
+            return "length"
+        calls = [] if self.stream.reader is None else self.stream.reader.calls
+        cut = answer.stop_text is not None and bool(calls) and parsed(calls[-1].arguments) is None
+        return "calls" if calls and not cut else "stop"
 
 
 class ResponseHandle:
-    """The samples of one HTTP request and their output.
+    """The samples of one HTTP request and their output, which is read once.
 
     Args:
         deadline: by `time.monotonic`; None is no limit.
@@ -166,15 +215,16 @@ class ResponseHandle:
         left = len(self.streams)
         try:
             while left:
-                async with asyncio.timeout(self._left_s):
+                async with asyncio.timeout(seconds_left(self._deadline)):
                     await self._there.wait()
                 for each in self._next():
-                    left -= each.answer is not None
-                    error = self.streams[each.number].request.error
-                    if each.answer is not None and error is not None:
-                        raise self._service.api_error(error, self._names)
-                    if each.answer is not None and each.answer.finish_reason == "cancelled":  # not by the reader
-                        raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
+                    if each.answer is not None:
+                        left -= 1
+                        if each.stream.request.error is not None:
+                            raise self._service.api_error(each.stream.request.error, self._names)
+                        if each.answer.finish_reason == "cancelled":  # not by the reader
+                            message = "the server failed in the middle of an answer; ask again"
+                            raise self._failure or ApiError(500, message)
                     yield each
                 if self._failure is not None and left and not self._news:
                     raise self._failure
@@ -183,16 +233,12 @@ class ResponseHandle:
         finally:
             self.close()
 
-    @property
-    def _left_s(self) -> float | None:
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-
     def _next(self) -> list[StreamUpdate]:
-        """The queued output, at most `_MOST_OUTPUTS` entries, merged by stream."""
+        """The queued output, at most `_MOST_OUTPUTS` entries, merged by sample."""
         found: dict[int, StreamUpdate] = {}
         for _ in range(min(len(self._news), _MOST_OUTPUTS)):
             each = self._news.popleft()
-            before = found.setdefault(each.number, each)
+            before = found.setdefault(each.stream.number, each)
             if before is not each:
                 before.pieces.extend(each.pieces)
                 before.steps.extend(each.steps)
@@ -200,15 +246,14 @@ class ResponseHandle:
             self._there.clear()
         return list(found.values())
 
-    async def answers(self) -> list[Answer]:
-        """The finished answers.
+    async def finished(self) -> None:
+        """Wait for all answers.
 
         Raises:
             ApiError: see `news`.
         """
         async for _ in self.news():
             pass
-        return [each.answer for each in self.streams if each.answer is not None]
 
     def close(self) -> None:
         """Cancel the samples that are not finished."""
@@ -223,14 +268,13 @@ class Service:
     Requests wait here in one queue per client; the engine gets at most `max_batch` of them. The next request is taken
     from the client with the fewest running ones, and among these from the one that was served longest ago. A client
     with no running request preempts one of the client with the most, if that client runs two or more: the preempted
-    request waits again and later continues exactly where it was. It is chosen by its number of preemptions, its
-    admission order and its step count. The choice is made between steps, and all noise after it is new, so the
-    distribution of answers does not depend on it.
+    request waits again and later continues exactly where it was. The choice is made between steps, and all noise after
+    it is new, so the distribution of answers does not depend on it.
 
     Args:
         engine: only this service may step it.
         max_queue: limit of waiting requests.
-        max_per_client: limit of open requests per client; None is no limit.
+        max_per_client: limit of open requests per client.
         max_waiting_bytes: limit of what waiting requests hold in addition to their tokens, such as pixels.
         forward_s: V of the target, for estimated speedups.
         shown_names: names that clients see, by the internal names that errors may hold.
@@ -302,17 +346,9 @@ class Service:
         return ApiError.of(error, fields, self._shown_names)
 
     @property
-    def alive(self) -> bool:
-        """Whether the engine thread runs."""
-        return self._thread is not None and self._thread.is_alive() and not self._ended
-
-    @property
     def trouble(self) -> str | None:
-        """Why no request can be answered until the process is restarted, in a few words; None if the service works.
-
-        Draining does not count.
-        """
-        if not self.alive:
+        """Why no request can be answered until the process is restarted; None if the service works or drains."""
+        if self._thread is None or not self._thread.is_alive() or self._ended:
             return "the thread that steps the engine has ended"
         if self._device_lost is not None:
             return f"the device computes no more ({self._device_lost})"
@@ -368,35 +404,26 @@ class Service:
         self._work.set()
 
     def _refuse_where_full(self, client: Client, count: int, *, late: bool = False) -> None:
-        later = {"Retry-After": str(self._free_in_s())}
+        later, most, opened = self._free_in_s(), self._max_per_client, self._open.get(client, 0)
         if self.draining and (not late or self._ending):
-            raise stopping(self._free_in_s())
-        most = self._max_per_client
+            raise stopping(later)
         ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
         if count > ever:
             raise ApiError(400, f"asks for {count} answers at once, and this server takes {ever}; ask for fewer")
         waiting, room = self.waiting + self._reserved, self.engine.max_batch - self.running
         if waiting + count > self._max_queue + max(room, 0):
-            raise ApiError(
-                429, f"{waiting} requests wait already; ask again in {later['Retry-After']} s", headers=later
-            )
-        if most is not None and self._open.get(client, 0) + count > most:
-            raise ApiError(
-                429, f"this API key has {self._open.get(client, 0)} requests open, of at most {most}", headers=later
-            )
+            raise ApiError(429, f"{waiting} requests wait already; ask again in {later} s", retry_s=later)
+        if most is not None and opened + count > most:
+            raise ApiError(429, f"this API key has {opened} requests open, of at most {most}", retry_s=later)
 
     def _refuse_what_is_large(self, streams: Sequence[Stream]) -> None:
         """Limit the pixels that waiting requests hold; a request above the limit is accepted if no other holds any."""
-        held = _input_bytes(stream for queue in self._waiting.values() for stream in queue)
+        held = _input_bytes(self._queued())
         new = _input_bytes(streams)
         if held and new and held + new > self._max_waiting_bytes:
-            seconds = str(self._free_in_s())
-            raise ApiError(
-                429,
-                f"pictures of {held} bytes wait already, of at most {self._max_waiting_bytes}, and these have {new}; "
-                f"ask again in {seconds} s",
-                headers={"Retry-After": seconds},
-            )
+            later = self._free_in_s()
+            message = f"pictures of {held} bytes wait already, of at most {self._max_waiting_bytes}, and these have"
+            raise ApiError(429, f"{message} {new}; ask again in {later} s", retry_s=later)
 
     def _free_in_s(self) -> int:
         """Whole seconds until there may be room, estimated from the recent running time of requests."""
@@ -422,9 +449,7 @@ class Service:
         """Refuse new requests, and end open ones with an error that says they may be sent again."""
         self.draining = self._ending = True
         self.forms.abort()
-        with self._guard:
-            streams = [stream for queue in self._waiting.values() for stream in queue] + list(self._running)
-        for stream in streams:
+        for stream in self._all():
             stream.answering.fail(stopping())
             self.cancel(stream)
 
@@ -453,12 +478,14 @@ class Service:
                 except Exception as error:  # of a listener, or a bug; an error of one request does not raise here
                     _log.exception("a step failed")
                     self._look_at_device()
-                    self._fail_all(self.api_error(error))
+                    self._fail(self._running, self.api_error(error))
+                    for stream in self._running:
+                        self.engine.cancel(stream.request)
                     busy = False
                 ended = self._hand_over()
                 self._step_began = None
                 if ended and busy:
-                    self._linger(ended, _LINGERING * (time.monotonic() - began))
+                    self._wait_for_followups(ended, _FOLLOWUP_SHARE * (time.monotonic() - began))
                 if not busy and not self.waiting:
                     while not self._work.is_set() and self.engine.measure_ahead():
                         pass
@@ -468,30 +495,32 @@ class Service:
                     self._work.clear()
         finally:  # if the thread ends by a bug, no request may wait for it
             self.draining = self._ended = True  # before clients are notified, because they may query /health at once
-            with self._guard:
-                left = [stream for queue in self._waiting.values() for stream in queue] + self._running
-            self._tell_all(left, stopping())
+            self._fail(self._all(), stopping())
+
+    def _all(self) -> list[Stream]:
+        with self._guard:
+            return [*self._queued(), *self._running]
+
+    def _queued(self) -> Iterator[Stream]:
+        return itertools.chain.from_iterable(self._waiting.values())
 
     def _look_at_device(self) -> None:
         """After an error: check whether the device still computes, because some CUDA errors are permanent."""
         try:
             torch.ones(1, device=self.engine.target.device).item()
         except torch.OutOfMemoryError:  # not permanent
-            return
+            pass
         except Exception as error:
             self._device_lost = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             _log.exception("the device computes no more")
 
-    def _linger(self, ended: int, most_s: float) -> None:
-        """Wait briefly for the requests that clients send after finished answers, so that they join the next step.
-
-        Where clients rarely send one at once, this returns at once, and waits again only every `_TRIED_AGAIN` answers.
-        """
+    def _wait_for_followups(self, ended: int, most_s: float) -> None:
+        """Wait briefly for the requests that clients send after finished answers, so that they join the next step."""
         self._unawaited += 1
         if self._following < _LEAST_FOLLOWING and self._unawaited < _TRIED_AGAIN:
             return
         self._unawaited = 0
-        end = time.monotonic() + min(most_s, _MOST_LINGERING_S)
+        end = time.monotonic() + min(most_s, _MOST_FOLLOWUP_S)
         self._work.clear()
         while self.waiting < ended and not self._stopped and (left := end - time.monotonic()) > 0.0:
             self._work.wait(left)
@@ -550,11 +579,8 @@ class Service:
         queues = [queue for queue in self._waiting.values() if queue]
         if not queues:
             return None
-        runs: dict[Client, int] = {}
-        for stream in self._running:
-            runs[stream.client] = runs.get(stream.client, 0) + 1
-        served = self._served
-        chosen = min(queues, key=lambda queue: (runs.get(queue[0].client, 0), served.get(queue[0].client, 0))).popleft()
+        runs, served = Counter(stream.client for stream in self._running), self._served
+        chosen = min(queues, key=lambda queue: (runs[queue[0].client], served.get(queue[0].client, 0))).popleft()
         self._admitted += 1
         served[chosen.client] = chosen.turn = self._admitted
         return chosen
@@ -565,7 +591,7 @@ class Service:
 
     def _hand_over(self) -> int:
         """Pass the pieces of the last step to the event loop, in one call; returns the number of finished answers."""
-        handed: list[tuple[Stream, StreamUpdate]] = []
+        handed: list[StreamUpdate] = []
         over: list[Stream] = []
         for stream in self._running:
             request = stream.request
@@ -579,11 +605,10 @@ class Service:
                 steps.append(last)
             if not pieces and not steps:
                 continue
-            output = StreamUpdate(stream.number, pieces, steps)
-            if output.answer is not None:
-                stream.answer = output.answer
+            handed.append(StreamUpdate(stream, pieces, steps))
+            if (answer := handed[-1].answer) is not None:
+                stream.answer = answer
                 over.append(stream)
-            handed.append((stream, output))
         if over:
             with self._guard:
                 self._running = [stream for stream in self._running if stream.answer is None]
@@ -597,21 +622,15 @@ class Service:
             self._loop.call_soon_threadsafe(self._take, handed)
         return len(over)
 
-    def _take(self, handed: Sequence[tuple[Stream, StreamUpdate]]) -> None:
+    def _take(self, handed: Sequence[StreamUpdate]) -> None:
         """Deliver output and call the listeners; called in the event loop."""
-        for stream, output in handed:
-            stream.answering.take(output)
-            if output.answer is not None:
+        for each in handed:
+            each.stream.answering.take(each)
+            if each.answer is not None:
                 for listener in self.listeners:
-                    listener(stream)
+                    listener(each.stream)
 
-    def _fail_all(self, error: ApiError) -> None:
-        streams = list(self._running)
-        self._tell_all(streams, error)
-        for stream in streams:
-            self.engine.cancel(stream.request)
-
-    def _tell_all(self, streams: Sequence[Stream], error: ApiError) -> None:
+    def _fail(self, streams: Sequence[Stream], error: ApiError) -> None:
         for stream in streams:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(stream.answering.fail, error)

@@ -1,8 +1,9 @@
-"""From an engine to a listening server with a graceful shutdown."""
+"""From an engine to a listening server with a graceful shutdown, and limits of time and number for connections."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import socket
 import ssl
@@ -11,10 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from truedraft.core.params import SamplingParams
 from truedraft.engine import Engine
@@ -22,21 +24,28 @@ from truedraft.engine.policy.sizes import made_up_prompt
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import read_bytes
 from truedraft.progress import Progress
+from truedraft.server.access import ApiKeys, Hosts
 from truedraft.server.app import build_app
-from truedraft.server.connections import BACKLOG, Connection, Connections, most_connections
 from truedraft.server.front import Front
-from truedraft.server.hosts import Hosts
-from truedraft.server.keys import ApiKeys
-from truedraft.server.metrics import Metrics
+from truedraft.server.metrics import Metrics, Spans
 from truedraft.server.options import ServerOptions, bound_socket
 from truedraft.server.service import Service
 from truedraft.verification.specs import rule_from_spec
 
 _log = logging.getLogger("truedraft.server")
 
+BACKLOG = 16
+"""Connections accepted in one turn of the event loop."""
+
+_RESERVED = 6 * BACKLOG
+"""File descriptors reserved for connections accepted before others are closed, and for files."""
+_DESCRIPTORS = Path("/proc/self/fd"), Path("/dev/fd")
+"""Folders with an entry for each open file descriptor."""
+_LEAST, _MOST = 8, 65_536
+_LOG_EVERY_S = 1.0
 _WARM_PROMPT, _WARM_TOKENS = 48, 16
 """Tokens of the warm-up's prompt and of each answer."""
-_TELL_S = 5.0
+_LOG_PROGRESS_S = 5.0
 """Seconds between log lines of the warm-up's progress."""
 _ENDING_S = 5
 """Seconds for sending the rest of answers after open requests were aborted."""
@@ -59,6 +68,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     names = options.served_model_name or (_without_folder(name),)
     _check(engine, names)
     hosts = Hosts(options.host, options.allowed_host)
+    read_bytes("max_body_bytes", options.max_body_bytes)  # the gate reads it later, at the first request
     service = Service(
         engine,
         max_queue=options.max_queue,
@@ -68,55 +78,25 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         hung_after_s=options.hung_after_s,
     )
     template = None if options.chat_template is None else _read("chat_template", options.chat_template)
-    front = Front(
-        service,
-        names,
-        {words: rule_from_spec(words) for words in options.allow_rule},
-        options.max_samples,
-        options.max_new_tokens,
-        options.request_timeout_s,
-        options.share_prefixes,
-        template,
-        options.trust_control_tokens,
-    )
-    for words, rule in front.rules.items():
+    rules = {words: rule_from_spec(words) for words in options.allow_rule}
+    for words, rule in rules.items():
         with errors_about("allow_rule"):
             rule.check(engine.drafter.kinds_for(rule.judges), words)
     if options.otlp_endpoint is not None:
-        from truedraft.server.spans import Spans
-
         service.listeners.append(Spans(names[0], options.otlp_endpoint))
-    metrics = Metrics(service, names[0], options.price_per_hour)
     keys = ApiKeys({}) if options.api_key_file is None else ApiKeys.read(options.api_key_file)
-    app = build_app(
-        front,
-        metrics,
-        keys,
-        hosts,
-        max_body_bytes=read_bytes("max_body_bytes", options.max_body_bytes),
-        body_timeout_s=options.body_timeout_s,
-        cors_origins=options.cors_origin,
-        playground=not options.no_playground,
-    )
-    return app, service
+    metrics = Metrics(service, names[0], options.price_per_hour)
+    return build_app(Front(service, names, rules, options, template), metrics, keys, hosts), service
 
 
 def _check(engine: Engine, names: Sequence[str]) -> None:
-    """Refuse an engine that cannot be served under these names.
-
-    Raises:
-        OptionError: its noise is fixed, or an adapter has one of the names.
-    """
+    """Refuse an engine that cannot be served under these names."""
     if engine.entropy is not None:
-        raise OptionError(
-            "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine without "
-            "it",
-            field="entropy",
-        )
+        message = "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine"
+        raise OptionError(f"{message} without it", field="entropy")
     if twice := set(names) & set(engine.target.adapters):
-        raise OptionError(
-            f"has the name {min(twice)!r}, which the model is served by; give it another", field="adapters"
-        )
+        message = f"has the name {min(twice)!r}, which the model is served by; give it another"
+        raise OptionError(message, field="adapters")
 
 
 def _without_folder(name: str) -> str:
@@ -225,12 +205,12 @@ def warm_up(engine: Engine) -> None:
 
 
 def _logged() -> Progress:
-    """Progress that is logged every `_TELL_S` seconds."""
+    """Progress that is logged every `_LOG_PROGRESS_S` seconds."""
     last_s = time.monotonic()
 
     def report(done: float, remark: str) -> None:
         nonlocal last_s
-        if time.monotonic() - last_s >= _TELL_S:
+        if time.monotonic() - last_s >= _LOG_PROGRESS_S:
             last_s = time.monotonic()
             _log.info("making ready: %.0f %%, %s", 100.0 * done, remark)
 
@@ -253,7 +233,7 @@ class _Server(uvicorn.Server):
         self._service = service
         self._drain_s = drain_s
         self._ready = ready
-        self._ending: asyncio.Task[None] | None = None
+        self._ending: concurrent.futures.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -273,12 +253,10 @@ class _Server(uvicorn.Server):
         if self._loop is None:
             self.should_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._begin_ending, 0.0 if again else self._drain_s)
-
-    def _begin_ending(self, seconds: float) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
-        self._ending = asyncio.ensure_future(self._end_after(seconds))
+            if self._ending is not None:
+                self._ending.cancel()
+            ending = self._end_after(0.0 if again else self._drain_s)
+            self._ending = asyncio.run_coroutine_threadsafe(ending, self._loop)
 
     async def _end_after(self, seconds: float) -> None:
         """Stop once all requests are answered, at the latest after `seconds`; new requests are refused."""
@@ -291,3 +269,128 @@ class _Server(uvicorn.Server):
         # Finished answers may still be in transit to a slow reader.
         self.config.timeout_graceful_shutdown = max(int(end - time.monotonic()), 0) + _ENDING_S
         self.should_exit = True
+
+
+def most_connections(requested: int | None) -> int:
+    """The limit of open connections: the requested one, or what the limit of open files leaves.
+
+    Raises:
+        OptionError: the limit of open files is too low.
+    """
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = 2 * _MOST if limit == resource.RLIM_INFINITY else limit
+    except ImportError:  # Windows
+        limit = _MOST
+    used = next((len(list(each.iterdir())) for each in _DESCRIPTORS if each.is_dir()), _RESERVED)
+    left = limit - used - _RESERVED
+    if left < (requested or _LEAST):
+        ways = "ask for fewer" if requested else "raise it"
+        message = f"the limit of {limit} open files leaves {max(left, 0)} connections; {ways} (ulimit -n)"
+        raise OptionError(message, field="max_connections")
+    return min(left, requested or _MOST)
+
+
+class Connections:
+    """The connections of one server.
+
+    Above the limit, the oldest connection without a complete request is closed, else the oldest with a client that does
+    not read.
+
+    Args:
+        most: limit of open connections.
+        head_s: time limit for a request's head, from the connection or the end of the last answer.
+    """
+
+    def __init__(self, most: int, head_s: float) -> None:
+        self.head_s = head_s
+        self._most = most
+        self._open: dict[Connection, None] = {}  # the oldest first
+        self._logged_s = -_LOG_EVERY_S
+        self._failures = 0  # of accepting, since the last log entry
+
+    def add(self, connection: Connection) -> None:
+        """Add a connection; above the limit another one is closed, or this one."""
+        self._open[connection] = None
+        if len(self._open) <= self._most:
+            return
+        if not (self._drop(lambda each: each.asks and each is not connection) or self._drop(lambda each: each.stands)):
+            connection.refuse()
+
+    def remove(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+
+    def _drop(self, may: Callable[[Connection], bool]) -> bool:
+        connection = next((each for each in self._open if may(each)), None)
+        if connection is None:
+            return False
+        self.remove(connection)
+        connection.transport.abort()
+        return True
+
+    def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """asyncio's exception handler; errors of accepting are logged at most once every `_LOG_EVERY_S` seconds."""
+        if "socket.accept()" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+            return
+        self._failures += 1
+        if (now := time.monotonic()) >= self._logged_s + _LOG_EVERY_S:
+            error = context.get("exception")
+            _log.error("no connection could be accepted (%s), %d times since this was told", error, self._failures)
+            self._logged_s, self._failures = now, 0
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if its client does not send a request in time."""
+
+    def __init__(self, *, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._all = connections
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether no complete request has arrived."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    @property
+    def stands(self) -> bool:
+        """Whether its client does not read what is sent."""
+        return self.flow.write_paused
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+        self._all.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._all.remove(self)
+        self._forget_deadline()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget_deadline()  # the head is complete
+
+    def on_response_complete(self) -> None:
+        self._watch()
+        super().on_response_complete()  # may start the next request
+
+    def _watch(self) -> None:
+        self._forget_deadline()
+        self._deadline = self.loop.call_later(self._all.head_s, self.transport.abort)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def refuse(self) -> None:
+        self._all.remove(self)
+        message = b'{"error": {"message": "this server has too many open connections; ask again in 1 s"}}'
+        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+        self.transport.write(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(message) + message)
+        self.transport.close()

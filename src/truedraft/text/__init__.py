@@ -1,7 +1,6 @@
 """Between text and token ids: tokenizers, incremental detokenization, stop texts. The engine processes only ids."""
 
-from truedraft.text.detokenizer import REPLACEMENT, StreamDetokenizer
-from truedraft.text.stopping import StopScanner, TextStream
+from truedraft.text.detokenizer import REPLACEMENT, StopScanner, StreamDetokenizer, TextStream
 from truedraft.text.tokenizer import Tokenizer
 
 __all__ = ["REPLACEMENT", "StopScanner", "StreamDetokenizer", "TextStream", "Tokenizer"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from truedraft.text.schemas import property_of, type_of, types_of
 
 if TYPE_CHECKING:
     from truedraft.text.notations import Notation
@@ -30,11 +33,7 @@ def new_call_id() -> str:
 
 @dataclass(slots=True)
 class Call:
-    """One call, as far as it has been parsed.
-
-    Attributes:
-        arguments: JSON text.
-    """
+    """One call, as far as it has been parsed; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -47,11 +46,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """New output of one call.
-
-    Attributes:
-        begins: whether this delta is the first of the call; its name is known from here on.
-    """
+    """New output of one call; the name is known when it `begins`."""
 
     index: int
     call: Call
@@ -59,47 +54,30 @@ class CallDelta:
     arguments: str
 
 
-class ReadText(Protocol):
-    """Incremental parser of a call's arguments."""
+class CallText:
+    """Incremental parser of one call: the text after its opening mark; or of the arguments of a call by name.
 
-    @property
-    def fails(self) -> bool:
-        """Whether the text cannot be parsed."""
+    Attributes:
+        fails: whether the text cannot be parsed.
+        name: of the function; None while it is unknown.
+        id: that the model wrote; None where it wrote none.
+        value: JSON text of the arguments so far.
+        begun: whether the arguments have begun.
+        rest: the text after the call; None while it is open.
+        broken: index from which the text is parsed again if it turns out to be no call.
+    """
 
-    @property
-    def value(self) -> str:
-        """JSON text of the arguments so far."""
-
-    @property
-    def rest(self) -> str | None:
-        """The text after the arguments; None while they are open."""
+    fails = False
+    name: str | None = None
+    id: str | None = None
+    value = ""
+    begun = True
+    rest: str | None = None
+    broken = 0
 
     def push(self, more: str) -> None:
         """Parse more text."""
-
-
-class ArgumentsText(ReadText, Protocol):
-    """Parser of the arguments of a call with a known name."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether the arguments have begun."""
-
-
-class CallText(ReadText, Protocol):
-    """Parser of one call: the text after its opening mark and before its closing mark."""
-
-    @property
-    def name(self) -> str | None:
-        """Name of the function; None while it is unknown."""
-
-    @property
-    def id(self) -> str | None:
-        """Id that the model wrote; None where it wrote none."""
-
-    @property
-    def broken(self) -> int:
-        """Index from which the text is parsed again if it turns out to be no call."""
+        raise NotImplementedError
 
 
 class CallsReader:
@@ -130,6 +108,7 @@ class CallsReader:
         self._held = ""  # not yet parsed
         self._marks = ""  # parsed marks, which are text if no call follows
         self._left: Sequence[str] = ()  # of the marks being parsed
+        self._begins = False  # whether these begin all calls, not one
         self._call: Call | None = None  # being parsed
         self._body: CallText = notation.body.reader(notation, tools)
         self._raw: list[str] = []  # input of `_body`
@@ -152,7 +131,7 @@ class CallsReader:
             found.append(self._space)
         return found
 
-    def _tell(self, text: str, found: list[str | CallDelta]) -> None:
+    def _add_text(self, text: str, found: list[str | CallDelta]) -> None:
         if not self._wrote:
             text = self._space + text
             self._wrote = bool(text.strip())
@@ -165,38 +144,30 @@ class CallsReader:
         held = self._held
         allowed = self._most is None or len(self._calls) < self._most
         if allowed and self._bare and not self._wrote and held.lstrip()[:1] == "{":
-            self._tell(held[: held.index("{")], found)
+            self._add_text(held[: held.index("{")], found)
             return self._begin_call(held.lstrip())
         if allowed and self._again:
             found_call = re.search(rf"{re.escape(self._again)}\s*(?={{)", held)
             if found_call is not None:
-                self._tell(held[: found_call.end()], found)
+                self._add_text(held[: found_call.end()], found)
                 return self._begin_call(held[found_call.end() :])
         marks = [words[0] for words in (self._begin, self._opening) if words and allowed]
         place, mark = min(((place, mark) for mark in marks if (place := held.find(mark)) >= 0), default=(-1, ""))
         if place >= 0:
-            self._tell(held[:place], found)
+            self._add_text(held[:place], found)
             self._marks, self._held = mark, held[place + len(mark) :]
-            self._left = self._begin[1:] if mark in self._begin[:1] else self._opening[1:]
-            self._step = self._read_begin if mark in self._begin[:1] else self._read_opening
+            self._begins, self._step = mark in self._begin[:1], self._read_marks
+            self._left = self._begin[1:] if self._begins else self._opening[1:]
             return True
         kept = 0 if last else max((overlap(held, mark) for mark in marks), default=0)
         if self._again and not last and (half := re.search(rf"{re.escape(self._again)}\s*$", held)) is not None:
             kept = max(kept, len(held) - half.start())
         self._held = held[len(held) - kept :]
-        self._tell(held[: len(held) - kept], found)
+        self._add_text(held[: len(held) - kept], found)
         return False
 
-    def _read_begin(self, found: list[str | CallDelta], last: bool) -> bool:
-        return self._read_marks(found, last, self._read_between)
-
-    def _read_opening(self, found: list[str | CallDelta], last: bool) -> bool:
-        return self._read_marks(found, last, self._read_call)
-
-    def _read_marks(
-        self, found: list[str | CallDelta], last: bool, then: Callable[[list[str | CallDelta], bool], bool]
-    ) -> bool:
-        place = behind(self._held, self._left)
+    def _read_marks(self, found: list[str | CallDelta], last: bool) -> bool:
+        place = match_words(self._held, self._left)
         if place is None and not last:
             return False
         if place is None and self._formed:
@@ -204,16 +175,16 @@ class CallsReader:
         if place is None or place < 0:
             return self._give_up(self._held, found)
         self._marks += self._held[:place]
-        if then == self._read_call:
+        if not self._begins:
             return self._begin_call(self._held[place:])
-        self._held, self._step = self._held[place:], then
+        self._held, self._step = self._held[place:], self._read_between
         return bool(self._held) or last
 
     def _read_between(self, found: list[str | CallDelta], last: bool) -> bool:
         """After a mark that begins calls, or after a call: parse the next call or the end."""
         held = self._held.lstrip(" \t\r\n,;")
-        opens = behind(held, self._opening or ["{"])
-        ends = behind(held, self._end) if self._end else -1
+        opens = match_words(held, self._opening or ["{"])
+        ends = match_words(held, self._end) if self._end else -1
         if (opens is None or ends is None or not held) and not last:
             return False
         if ends is not None and ends >= 0:
@@ -267,7 +238,7 @@ class CallsReader:
     def _read_closing(self, found: list[str | CallDelta], last: bool) -> bool:
         """Drop the marks after a call, as far as present; returns whether parsing can continue."""
         while self._left:  # the first ones may be missing
-            place = behind(self._held, self._left[:1])
+            place = match_words(self._held, self._left[:1])
             if place is None:
                 if not last:
                     return False
@@ -297,10 +268,17 @@ class CallsReader:
         return bool(self._held)
 
 
+_LONGEST_LITERAL = 1 << 14
+"""Most characters of a value in Python's notation; longer ones are text."""
+
+_STRING = {"string"}
+_SPACE = " \t\r\n"
 _LITERAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_OF_LITERALS = re.compile(r"(?:[^\W_]|[+.-])*")
+_OF_STRINGS = re.compile(r'(?:[^"\\\x00-\x1f]|\\.)*', re.DOTALL)
 
 
-class RecordText:
+class RecordText(CallText):
     """Parser of a call that is a JSON object with a name and arguments.
 
     Worked example: in `{"name": "f", "arguments": {"x": [1, "}` the name is f and the arguments so far are the text
@@ -312,10 +290,6 @@ class RecordText:
 
     def __init__(self, wanted: Sequence[str]) -> None:
         self.text = ""
-        self.fails = False
-        self.name: str | None = None
-        self.id: str | None = None
-        self.value = ""
         self.begun = False  # whether the opening brace was read
         self._wanted = wanted
         self._whole = False  # whether the arguments ended
@@ -324,48 +298,48 @@ class RecordText:
         self._open: list[str] = []  # brackets
         self._expected = ""
         self._literal_from: int | None = None
-        self._quoted = self._escaped = False
+        self._quoted = False
         self._key: str | None = None
         self._value_from = 0
         self._string_from = 0
         self._string = ""  # the last whole one, quotes included
 
-    @property
-    def rest(self) -> str | None:
-        return None if self._end is None else self.text[self._end :]
-
     def push(self, more: str) -> None:
         self.text += more
-        while self._place < len(self.text) and self._end is None and not self.fails:
-            self._take(self.text[self._place])
-            self._place += 1
+        while self._place < len(self.text) and self._end is None and not self.fails and self._take():
+            pass
         if not self._wanted:
             self.value = self.text[: self._end].strip()
         elif self._key in self._wanted and not self._whole:
             value = self.text[self._value_from :].strip()
             self.value = "" if value.startswith('"') else value
+        self.broken = self._string_from or self._place  # an open string extends to the first quote of the next call
+        self.rest = None if self._end is None else self.text[self._end :]
 
-    @property
-    def broken(self) -> int:
-        return self._string_from or self._place  # an unclosed string extends to the first quote of the next call
-
-    def _take(self, character: str) -> None:
-        if self._quoted:
-            self._in_string(character)
-            return
-        if self._literal_from is not None:
-            if character.isalnum() or character in "+-.":
-                return
-            self.fails = _LITERAL.fullmatch(self.text, self._literal_from, self._place) is None
-            self._literal_from, self._expected = None, "next"
-        if self.fails or character in " \t\r\n":
-            return
-        if self._open:
-            self._in_object(character)
-            return
-        self.begun = character == "{"
-        self.fails = not self.begun
-        self._open, self._expected = ["{"], "first key"
+    def _take(self) -> bool:
+        """Read the rest of a string or literal, or one more character; False if more text is needed for that."""
+        text, place = self.text, self._place
+        if self._quoted or self._literal_from is not None:
+            pattern = _OF_STRINGS if self._quoted else _OF_LITERALS
+            end = pattern.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing, too
+            self._place = end
+            if end == len(text) or (self._quoted and text[end] == "\\"):
+                return False
+            if self._literal_from is not None:
+                self.fails = _LITERAL.fullmatch(text, self._literal_from, end) is None
+                self._literal_from, self._expected, self._place = None, "next", end + self.fails
+                return True
+            self._quoted, self._place, self._string = False, end + 1, text[self._string_from : end + 1]
+            self.fails = text[end] != '"' or _string(self._string) is None
+            return True
+        if text[place] not in _SPACE and self._open:
+            self._in_object(text[place])
+        elif text[place] not in _SPACE:
+            self.begun = text[place] == "{"
+            self.fails = not self.begun
+            self._open, self._expected = ["{"], "first key"
+        self._place += 1
+        return True
 
     def _in_object(self, character: str) -> None:
         state, depth = self._expected, len(self._open)
@@ -397,18 +371,6 @@ class RecordText:
             whole = self.name is not None and self._whole
             self._end, self.fails = (self._place, False) if whole and depth == 1 and state == "next" else (None, True)
 
-    def _in_string(self, character: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._quoted = False
-            self._string = self.text[self._string_from : self._place + 1]
-            self.fails = _string(self._string) is None
-        else:
-            self.fails = character < " "
-
     def _end_value(self) -> None:
         value = self.text[self._value_from : self._place].strip()
         if self._key == "name":
@@ -422,10 +384,10 @@ class RecordText:
         self._key = None
 
 
-class NamedText:
+class NamedText(CallText):
     """Parser of a call with its name before its arguments."""
 
-    def __init__(self, notation: Notation, arguments: Callable[[str], ArgumentsText]) -> None:
+    def __init__(self, notation: Notation, arguments: Callable[[str], CallText]) -> None:
         self.text = ""
         self._notation = notation
         before, _, after_id = notation.between.rpartition("{id}")
@@ -435,52 +397,150 @@ class NamedText:
         no_opening = f"(?!{re.escape(words_of(notation.opening)[0])})"
         self._head = re.compile(rf"\s*(?P<name>(?:{no_opening}[^\s<>{{}}\"])+?){known}\s*")
         self._make = arguments
-        self._arguments: ArgumentsText | None = None
+        self._arguments: CallText | None = None
         self._found: re.Match[str] | None = None
-        self._failed = False
-
-    @property
-    def fails(self) -> bool:
-        return self._failed or (self._arguments is not None and self._arguments.fails)
-
-    @property
-    def name(self) -> str | None:
-        begun = self._arguments is not None and self._arguments.begun
-        return self._found["name"] if self._found is not None and begun else None
-
-    @property
-    def id(self) -> str | None:
-        if self._found is None or not self._found["id"]:
-            return None
-        return self._notation.call_id.format(name=self._found["name"], id=self._found["id"])
-
-    @property
-    def broken(self) -> int:
-        return 0
-
-    @property
-    def value(self) -> str:
-        return "" if self._arguments is None else self._arguments.value
-
-    @property
-    def rest(self) -> str | None:
-        return None if self._arguments is None else self._arguments.rest
 
     def push(self, more: str) -> None:
-        if self._arguments is not None:
-            self._arguments.push(more)
-            return
-        self.text += more
-        head, mark, after_mark = self.text.partition(self._mark)
-        if not mark:
-            self._failed = len(head[: len(head) - overlap(head, self._mark)].split()) > 1
-            return
-        self._found = self._head.fullmatch(head)
-        if self._found is None:
-            self._failed = True
-            return
-        self._arguments = self._make(self._found["name"])
-        self._arguments.push((mark if self._keeps else "") + after_mark)
+        if self._arguments is None:
+            self.text += more
+            head, mark, after_mark = self.text.partition(self._mark)
+            if not mark:
+                self.fails = len(head[: len(head) - overlap(head, self._mark)].split()) > 1
+                return
+            self._found = self._head.fullmatch(head)
+            self.fails = self._found is None
+            if self._found is None:
+                return
+            self._arguments = self._make(self._found["name"])
+            more = (mark if self._keeps else "") + after_mark
+        self._arguments.push(more)
+        self.fails, self.value, self.rest = self._arguments.fails, self._arguments.value, self._arguments.rest
+        if self._found is not None and self._arguments.begun and self.name is None:
+            self.name, number = self._found["name"], self._found["id"]
+            self.id = self._notation.call_id.format(name=self.name, id=number) if number else None
+
+
+class ParametersText(CallText):
+    """Parser of arguments written one by one between marks, converted to JSON.
+
+    Strings are verbatim and streamed as they arrive; other values are JSON. A value without its closing mark ends where
+    the next key or the closing of the call follows as the notation writes it (on a new line, if the notation does so).
+    If the next call follows there, this one is none.
+
+    Args:
+        marks: before a key, between it and its value, and after the value.
+        closing: the marks that end the call.
+        opening: the marks that begin the next call, and the one after its name.
+        schema: of the arguments; None if unknown.
+    """
+
+    def __init__(
+        self,
+        marks: tuple[str, str, str],
+        closing: Sequence[str],
+        opening: tuple[Sequence[str], str],
+        schema: Mapping[str, Any] | None,
+    ) -> None:
+        self._key_mark, self._middle, value_end = marks[0], marks[1].split(), marks[2].strip()
+        self._closing, self._marks = closing, (marks[0], value_end, *closing)
+        self._opening, (head, after_name) = opening[0], (r"\s*".join(map(re.escape, opening[0])), opening[1])
+        self._half_call = re.compile(rf"{head}\s*[^\s<>{{}}\"]*\s*")
+        self._call = re.compile(rf"{head}\s*[^\s<>{{}}\"]+\s*{re.escape(after_name)}")
+        self._trims = marks[1].endswith("\n")  # one line break around values
+        key, end, *ends = map(re.escape, self._marks)
+        self._next = re.compile("|".join((key, *ends)))
+        early = "|".join((key, r"\s*".join(ends), ends[-1]))
+        line, before = ("\n?" if self._trims else ""), ("\n" if "\n" in marks[2] else "")
+        self._stop = re.compile(f"{line}{end}|{before}(?={early}|{self._call.pattern})")
+        self._schema = schema or {}
+        self._held = ""
+        self._step: Callable[[], bool] = self._between
+        self._types: frozenset[str] = frozenset()
+        self._taken: list[str] = []  # of a value that is emitted when complete
+        self._first = True  # whether nothing of the value was read yet
+
+    def push(self, more: str) -> None:
+        self._held += more
+        while self.rest is None and not self.fails and self._step():
+            pass
+
+    def _between(self) -> bool:
+        found = self._next.search(self._held)
+        if found is None:
+            return False
+        self.fails = self._call.search(self._held, 0, found.end()) is not None
+        if found.group() == self._key_mark:
+            self._held, self._step = self._held[found.end() :], self._key
+            return True
+        self.value += "}" if self.value else "{}"
+        self.rest = self._held[found.start() :]
+        return False
+
+    def _key(self) -> bool:
+        place = self._held.find(self._middle[-1])
+        if place < 0:
+            return False
+        key, _, gap = self._held[:place].partition(self._middle[0])
+        key = key.strip()
+        self.fails = bool(gap.strip()) or "<" in key or "\n" in key
+        self._held = self._held[place + len(self._middle[-1]) :]
+        self._types = types_of(property_of(self._schema, key), self._schema)
+        self.value += ("{" if not self.value else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+        self.value += '"' if self._types == _STRING else ""
+        self._first, self._step = True, self._value
+        return True
+
+    def _value(self) -> bool:
+        stop = self._stop.search(self._held)
+        text = self._held[: self._sure if stop is None else stop.start()]
+        self._held = self._held[len(text) if stop is None else stop.end() :]
+        self.fails = stop is not None and self._call.match(self._held) is not None and not stop.group().strip()
+        if text and self._first:
+            text, self._first = text.removeprefix("\n" if self._trims else ""), False
+        if self._types == _STRING:
+            self.value += json.dumps(text, ensure_ascii=False)[1:-1] + ("" if stop is None else '"')
+        else:
+            self._taken.append(text)
+        if stop is None:
+            return False
+        if self._types != _STRING:
+            self.value += _json_of("".join(self._taken), self._types)
+            self._taken.clear()
+        self._step = self._between
+        return True
+
+    @property
+    def _sure(self) -> int:
+        """Length of the held text that certainly belongs to an unfinished value."""
+        held, end = self._held, self._held.rfind(self._closing[0])
+        place = len(held) - max(overlap(held, mark) for mark in (*self._marks, self._opening[0]))
+        if end >= 0 and match_words(held[end:], self._closing) is None:
+            place = min(place, end)
+        call = held.rfind(self._opening[0])
+        if call >= 0 and (match_words(held[call:], self._opening) is None or self._half_call.fullmatch(held, call)):
+            place = min(place, call)
+        return len(held[:place].removesuffix("\n"))
+
+
+def _json_of(text: str, types: frozenset[str]) -> str:
+    """A value in JSON, or in Python's notation as some templates show it; anything else is a string."""
+    stripped, may_be_text = text.strip(), not types or "string" in types
+    try:
+        kind, shown = type_of(json.loads(stripped, parse_constant=_no_constant)), stripped
+    except (ValueError, RecursionError):
+        if may_be_text:
+            return json.dumps(text, ensure_ascii=False)
+        try:
+            value = ast.literal_eval(stripped[:_LONGEST_LITERAL])
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return json.dumps(text, ensure_ascii=False)
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return json.dumps(text, ensure_ascii=False) if may_be_text and (kind == "string" or not fits) else shown
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
 
 
 def parsed(text: str) -> Any:
@@ -505,7 +565,7 @@ def words_of(marks: str) -> list[str]:
     return _WORDS.findall(marks)
 
 
-def behind(text: str, words: Sequence[str]) -> int | None:
+def match_words(text: str, words: Sequence[str]) -> int | None:
     """The index after words at the beginning of a text, with any whitespace between them.
 
     Returns:

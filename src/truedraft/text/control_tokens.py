@@ -27,6 +27,7 @@ _TRUSTED_MARKS = frozenset(("system", "developer", "assistant"))
 wrote them. Special tokens are text in these roles too."""
 _MARKS = range(0xE000, 0xF900)  # the private use area, of which two unused characters are taken
 _SECRET_CHARACTERS, _LARGE_AREA = 8, range(0x100000, 0x10FFFE)  # 2^128 names
+_MARK = re.compile(r"[^\w\s▁]")  # no words, numbers and whitespace, because templates write them as text
 _HINT = 3  # first characters of a token, a quick test that most texts fail
 
 
@@ -61,7 +62,7 @@ class ControlTokens:
         added = getattr(backend, "added_tokens_decoder", {}).values()
         special = [token for token in added if token.special]
         written = [token for token in added if not token.special and token.content in template]
-        marks = [token for token in written if _is_mark(token.content)]
+        marks = [token for token in written if _MARK.search(token.content)]
         normalizer = backend.backend_tokenizer.normalizer if getattr(backend, "is_fast", False) else None
         self._special = _Finder(special, normalizer)
         self._all = _Finder([*special, *marks], normalizer)
@@ -85,7 +86,7 @@ class ControlTokens:
             return list(self._backend(text, verbose=False, add_special_tokens=False).input_ids)
         if not getattr(self._backend, "is_fast", False):
             raise PromptError(f"a text spells {token!r}, which {self._name!r} cannot keep as text; leave it out")
-        return self._read(text)
+        return ids_of(self._copy, text)
 
     def marked(
         self,
@@ -101,7 +102,8 @@ class ControlTokens:
         finders = [self._special if each.get("role") in _TRUSTED_MARKS else self._all for each in messages]
         texts: list[tuple[str, str, _Finder]] = []  # place, text, and its finder
         for place, (message, finder) in enumerate(zip(messages, finders, strict=True)):
-            texts += [(f"messages[{place}]", text, finder) for text in texts_in(_without_role(message))]
+            shown = {key: value for key, value in message.items() if key != "role"}
+            texts += [(f"messages[{place}]", text, finder) for text in texts_in(shown)]
         texts += [("tools", text, self._all) for text in texts_in(tools)]
         texts += [("chat_template_kwargs", text, self._all) for text in texts_in(variables)]
         spans = {
@@ -165,9 +167,9 @@ class ControlTokens:
                 raise PromptError(f"{refused}where its chat template cuts the text apart; leave it out")
             named.append(piece if typed else self._named(piece, spans))
         expected = self._backend(whole, verbose=False, add_special_tokens=False).input_ids
-        if self._read(self._named(whole, self._all.spans(whole))) != list(expected):
+        if ids_of(self._copy, self._named(whole, self._all.spans(whole))) != list(expected):
             raise PromptError(f"{refused}whose text it cannot tell from the token; leave it out")
-        return self._read("".join(named))
+        return ids_of(self._copy, "".join(named))
 
     def _named(self, text: str, spans: Collection[tuple[int, int, int]]) -> str:
         parts, place = [], 0
@@ -175,9 +177,6 @@ class ControlTokens:
             parts += [text[place:first], self._names[number]]
             place = end
         return "".join(parts) + text[place:]
-
-    def _read(self, text: str) -> list[int]:
-        return ids_of(self._copy, text)
 
     @cached_property
     def _names(self) -> list[str]:
@@ -241,10 +240,7 @@ class _Finder:
         return self.tokens[spans[0][2]].content if spans else ""
 
     def joined(self, texts: Sequence[str]) -> list[str]:
-        """Tails of tokens at the beginning of a text, if another text ends with the head; the longest first.
-
-        A template may write texts next to each other, without whitespace between them.
-        """
+        """Tails of tokens at the beginning of a text, if another text ends with the head; the longest first."""
         heads = frozenset[int]().union(*(self._edges(text.rstrip()[::-1], self._heads, -1) for text in texts))
         tails = [
             tail
@@ -269,10 +265,7 @@ class _Finder:
         if self._normalizer is not None:
             backend.normalizer = self._normalizer
         backend.add_tokens(
-            [
-                AddedToken(token.content, normalized=token.normalized, single_word=token.single_word)
-                for token in self.tokens
-            ]
+            [AddedToken(each.content, normalized=each.normalized, single_word=each.single_word) for each in self.tokens]
         )
         return backend
 
@@ -286,18 +279,9 @@ def _parts(tokens: Sequence[Any], part: Callable[[str, int], str]) -> dict[str, 
     return {text: frozenset(numbers) for text, numbers in found.items()}
 
 
-def _is_mark(token: str) -> bool:
-    """Whether a token is a mark; words, numbers and whitespace are not, because templates write them as text."""
-    return re.search(r"[^\w\s▁]", token) is not None
-
-
 def _merged(merge: str | Sequence[str]) -> set[str]:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return {left, right, left + right}
-
-
-def _without_role(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key != "role"}
 
 
 def _with_marks(text: str, spans: Sequence[tuple[int, int, int]], joined: Sequence[str], marks: tuple[str, str]) -> str:
@@ -341,10 +325,8 @@ def refuse_half_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         place = error.start
-        raise PromptError(
-            f"a text has half a character (a lone surrogate, U+{ord(text[place]):04X}) at place {place}; read its "
-            'bytes with errors="replace"'
-        ) from error
+        half = f"a text has half a character (a lone surrogate, U+{ord(text[place]):04X}) at place {place}"
+        raise PromptError(f'{half}; read its bytes with errors="replace"') from error
 
 
 def _mapped(value: _Value, change: Callable[[str], str]) -> _Value:

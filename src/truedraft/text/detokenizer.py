@@ -1,10 +1,21 @@
-"""Incremental detokenization: never a part of a character, and in sum exactly the text of decoding all ids."""
+"""The text of a growing sequence of ids: incremental detokenization, and stop texts.
+
+Pieces never end in a part of a character, and join to exactly the text of decoding all ids. An answer ends before the
+first stop text that becomes complete, at the token that completes it.
+
+Example with stop text "END" and tokens "a E", "N", "D b": after the first, "a " is released and "E" held, as it may
+begin the stop text; the third completes it, so the answer is "a " and keeps one token, the only one with text of it.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
+
+from truedraft.errors import OptionError
+from truedraft.text.calls import overlap
 
 REPLACEMENT = "\ufffd"
 """The replacement for bytes that make no character."""
@@ -36,11 +47,7 @@ class Decoder(Protocol):
 
 
 class ShownTokens:
-    """A decoder that writes some special tokens by their names, and passes all others to another decoder.
-
-    Args:
-        names: by id of the tokens to show; tokens with a text of their own do not change.
-    """
+    """A decoder that writes some special tokens, by their ids, by name, and passes all others to another decoder."""
 
     def __init__(self, decoder: Decoder, names: Mapping[int, str]) -> None:
         self._decoder = decoder
@@ -104,20 +111,14 @@ class StreamDetokenizer:
         self._window, self._released, self._held = [], 0, False
         return rest
 
-    def _has_text(self, token: int) -> bool:
-        return 0 <= token < self._tokenizer.vocab_size and token not in self._tokenizer.skipped_ids
-
     def _push(self, token: int) -> str:
-        if not self._has_text(token):
+        if not 0 <= token < self._tokenizer.vocab_size or token in self._tokenizer.skipped_ids:
             return ""
         self._window.append(token)
         if token in self._tokenizer.byte_values:
             # A run is decoded only when it ends, so that it costs no more than its length.
             self._held = True
             return ""
-        return self._release()
-
-    def _release(self) -> str:
         text = self._tokenizer.decode(self._window)
         final = _final_length(text)
         piece = text[self._released : final]
@@ -142,3 +143,195 @@ class StreamDetokenizer:
 def _final_length(text: str) -> int:
     """Length of the text that no later bytes can change: an incomplete character decodes to one U+FFFD."""
     return len(text) - text.endswith(REPLACEMENT)
+
+
+class StopScanner:
+    """Pass text through up to the first stop text, holding back a possible beginning of one.
+
+    The stop text that is complete first wins; of those complete at the same character, the one that begins first. So
+    the answer does not depend on how the text is chunked.
+
+    Raises:
+        OptionError: a stop text is empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str) or any(not isinstance(stop, str) or not stop for stop in stops):
+            raise OptionError(f"stop must hold texts of at least one character, got {stops!r}")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Process the next text; return the text safe to emit, and whether a stop text was found right after it."""
+        if self.found is not None:
+            return "", True
+        text = self._held + text
+        first = self._first(text)
+        if first is not None:
+            start, self.found = first
+            self._held = ""
+            return text[:start], True
+        start = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[start:]
+        return text[:start], False
+
+    def would_stop(self, text: str) -> bool:
+        """Whether this text, if it came next, would complete a stop text; changes nothing."""
+        return self.found is not None or self._first(self._held + text) is not None
+
+    def finish(self) -> str:
+        """Return the held text at the end of the answer."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        ends = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        return min(ends)[1:] if ends else None
+
+
+class TextStream:
+    """The text of one answer, token by token, ended by stop texts.
+
+    Args:
+        tokenizer: None leaves the text empty.
+        stops: texts that end the answer, which ends before them.
+        least_tokens: of the answer; a stop text that begins earlier does not count.
+        shown: names by id of special tokens that the text shows.
+
+    Raises:
+        OptionError: stop texts without a tokenizer, or an empty one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decoder | None,
+        stops: Sequence[str] = (),
+        least_tokens: int = 0,
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
+        self._scanner = StopScanner(stops)
+        if tokenizer is None and stops:
+            raise OptionError(
+                f"stop {stops!r} needs a tokenizer, and this model has none; use stop_token_ids, "
+                "or load a folder with tokenizer files"
+            )
+        if tokenizer is not None and shown:
+            tokenizer = ShownTokens(tokenizer, shown)
+        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
+        self._scans = bool(stops)
+        self._least = least_tokens
+        self._last_bytes = {stop.encode(errors="replace")[-1] for stop in stops}
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+        self._length = 0  # characters emitted
+        self._read = 0  # characters read from the detokenizer, emitted or held by the scanner
+        # Points with nothing held back: numbers of tokens, and the length of their text.
+        self._clean_tokens: list[int] = [0]
+        self._clean_lengths: list[int] = [0]
+        self._kept: int | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def stopped(self) -> bool:
+        return self._kept is not None
+
+    @property
+    def stop_text(self) -> str | None:
+        return self._scanner.found
+
+    @property
+    def kept_tokens(self) -> int:
+        """Number of tokens that the answer keeps: all, or after a stop the fewest with a text that begins with `text`.
+
+        So a token with the last characters before the stop text counts, even if the stop text begins inside it; tokens
+        of only the stop text, and special tokens right before it, do not.
+        """
+        return len(self._ids) if self._kept is None else self._kept
+
+    @property
+    def settled_tokens(self) -> int:
+        """Number of tokens that the answer keeps whatever follows: never more than `kept_tokens` will be.
+
+        Without stop texts all. Otherwise those needed by the text emitted so far; of the tokens of a character, or of a
+        run of bytes, only the first counts until text after them is emitted.
+        """
+        if self.stopped or not self._scans:
+            return self.kept_tokens
+        return self._too_few() + 1 if self._length else 0
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Process the next token; return the text that may be emitted now, and whether the answer ends after it."""
+        if self.stopped:
+            return "", True
+        self._ids.append(token_id)
+        if self._detokenizer is None:
+            return "", False
+        text = self._detokenizer.push([token_id])
+        if self._completes_in_held_bytes(token_id, text):
+            text += self._detokenizer.pending()
+        self._read += len(text)
+        if self._scans and not self._detokenizer.holding:
+            self._clean_tokens.append(len(self._ids))
+            self._clean_lengths.append(self._read)
+        return self._scan(text)
+
+    def finish(self) -> str:
+        """Return the held text at the end of the answer."""
+        if self.stopped or self._detokenizer is None:
+            return ""
+        piece, stopped = self._scan(self._detokenizer.finish())
+        return piece if stopped else piece + self._emit(self._scanner.finish())
+
+    def _completes_in_held_bytes(self, token_id: int, text: str) -> bool:
+        """Whether this token's held byte completes a stop text, as a line break does in Llama 2."""
+        if self._tokenizer is None or self._detokenizer is None or self._is_early:
+            return False
+        if self._tokenizer.byte_values.get(token_id) not in self._last_bytes:  # so that long runs of bytes are cheap
+            return False
+        pending = self._detokenizer.pending()
+        # An incomplete or broken run of bytes decodes to U+FFFD for each: no text yet.
+        return not pending.endswith(REPLACEMENT) and self._scanner.would_stop(text + pending)
+
+    @property
+    def _is_early(self) -> bool:
+        return len(self._ids) <= self._least
+
+    def _scan(self, text: str) -> tuple[str, bool]:
+        if self._is_early:
+            return self._emit(text), False
+        piece, stopped = self._scanner.push(text)
+        self._emit(piece)
+        if stopped:
+            self._kept = self._count_kept()
+        return piece, stopped
+
+    def _emit(self, piece: str) -> str:
+        if piece:
+            self._pieces.append(piece)
+            self._length += len(piece)
+        return piece
+
+    def _count_kept(self) -> int:
+        """The fewest tokens with a text that begins with the emitted text; computed once, at the end of an answer."""
+        if self._length == 0 or self._tokenizer is None:
+            return 0
+        for count in range(self._too_few() + 1, len(self._ids)):
+            if self._tokenizer.decode(self._ids[:count]).startswith(self.text):
+                return count
+        return len(self._ids)
+
+    def _too_few(self) -> int:
+        """The most tokens known to be too few for the emitted text: nothing was held, and their text was shorter."""
+        return self._clean_tokens[bisect_left(self._clean_lengths, self._length) - 1]

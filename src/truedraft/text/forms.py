@@ -25,16 +25,11 @@ from numpy.typing import NDArray
 from truedraft.core.params import Structured
 from truedraft.core.shaping import Path
 from truedraft.errors import FormMemoryError, MissingExtraError, OptionError
-from truedraft.text.schemas import gist_of, map_schemas, problem_of, simplified
+from truedraft.text.schemas import JSON_LAYOUT, gist_of, map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.text.trial import Trial
 
 MOST_CHARACTERS = 1 << 16
-JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Default JSON layout: on one line, as Python's json.dumps writes it.
-
-If whitespace were allowed anywhere, small models would write it endlessly, and little of an answer would be forced.
-"""
 _MOST_ITEMS = 10_000
 """Limit of parser items for one mask, which is about a tenth of a second.
 
@@ -126,9 +121,8 @@ class Forms:
                 "structured answers need the package llguidance; install it by: pip install 'truedraft[structured]'"
             ) from error
         if not self._eos_ids:
-            raise OptionError(
-                "needs a model that can end its answer, and this one has no end-of-text token", field="structured"
-            )
+            message = "needs a model that can end its answer, and this one has no end-of-text token"
+            raise OptionError(message, field="structured")
         try:
             return from_tokenizer(self._tokenizer.backend, n_vocab=self._vocab, eos_token=self._eos_ids[0])
         except Exception as error:  # such as a slow tokenizer
@@ -210,7 +204,10 @@ class Forms:
             with self._one_trial:
                 if there := self.found(structured, owner):  # another thread was first
                     return there
-                found = trial.run(self._tokenizer_json(), grammar, self._limits, self._vocab, self._eos_ids[0])
+                backend = copy(self._tokenizer.backend.backend_tokenizer)  # for the other process, as `llguidance.hf`
+                backend.no_padding()
+                backend.no_truncation()
+                found = trial.run(str(backend.to_str()), grammar, self._limits, self._vocab, self._eos_ids[0])
             if isinstance(found, str):
                 raise _refusal(found, grammar)
             held = found or held  # not every system reports it
@@ -237,10 +234,7 @@ class Forms:
         return matcher
 
     def _anew(self, key: _Key, spent: Prepared) -> Prepared | None:
-        """Compile a form again after other answers have used up its limit of states.
-
-        None if that takes too long for a step; the next request for the form then prepares it.
-        """
+        """Compile a form again after other answers have used up its limit of states."""
         with self._lock:
             if self._alive.get(key) is spent:
                 del self._alive[key]
@@ -267,11 +261,9 @@ class Forms:
                     del self._kept[kept.pop()]
                 taken = self._taken(counts)
                 if taken and taken + held > most:
-                    raise FormMemoryError(
-                        f"needs {held >> 20} MiB, and the forms of open requests hold {taken >> 20} of {most >> 20} "
-                        "MiB already; ask again in a moment",
-                        field="structured",
-                    )
+                    there = f"the forms of open requests hold {taken >> 20} of {most >> 20} MiB already"
+                    message = f"needs {held >> 20} MiB, and {there}; ask again in a moment"
+                    raise FormMemoryError(message, field="structured")
 
     def _taken(self, counts: Callable[[_Key], bool]) -> int:
         return sum(each.held for each in {form for key, form in self._alive.items() if counts(key)})
@@ -279,13 +271,6 @@ class Forms:
     @property
     def _limits(self) -> dict[str, Any]:
         return _LIMITS | {"step_max_items": _MOST_ITEMS, "verbose_errors": False}
-
-    def _tokenizer_json(self) -> str:
-        """The tokenizer serialized for another process, as `llguidance.hf` does it."""
-        backend = copy(self._tokenizer.backend.backend_tokenizer)
-        backend.no_padding()
-        backend.no_truncation()
-        return str(backend.to_str())
 
 
 def _bounds(owner: Hashable) -> tuple[tuple[Callable[[_Key], bool], int], ...]:
@@ -342,7 +327,7 @@ class FormState:
     def allows(self, path: Path, token: int) -> bool:
         self._go_on()
         key = tuple(path)
-        matcher = None if key in self._masks else self._behind(key)
+        matcher = None if key in self._masks else self._matcher_after(key)
         if matcher is None or matcher.is_error() or matcher.is_stopped():
             return bool(self._mask(key)[token >> 3] >> (token & 7) & 1)
         trial = matcher.deep_copy()  # a token that is too ambiguous would break the state
@@ -386,11 +371,7 @@ class FormState:
         return known, text
 
     def _spelled(self, matcher: Any, known: list[int], text: bytes) -> list[int]:
-        """Forced tokens after some tokens, as the tokenizer encodes them.
-
-        The last tokens are dropped if they might merge with what follows; the end of text is added if nothing may
-        follow.
-        """
+        """Forced tokens after some tokens, as the tokenizer encodes them."""
         sure, open_end = self._guide.tokenize_partial(text) if text else ([], b"")
         whole = [*sure, *(self._guide.tokenize_bytes(open_end) if open_end else ())]
         ids = [*known, *whole]
@@ -420,7 +401,7 @@ class FormState:
                 self._learn(new)
                 self._forced = None
 
-    def _behind(self, path: tuple[int, ...]) -> Any:
+    def _matcher_after(self, path: tuple[int, ...]) -> Any:
         """The matcher after a path, read-only; None after a path that leaves the form."""
         if not path:
             return self._matcher
@@ -443,9 +424,9 @@ class FormState:
         if key not in self._masks:
             if len(self._masks) >= _MOST_MASKS:
                 self._masks.clear()
-            mask = self._made(self._behind(key))
+            mask = self._made(self._matcher_after(key))
             if mask is None and self._began_anew():
-                mask = self._made(self._behind(key))
+                mask = self._made(self._matcher_after(key))
             self._masks[key] = mask if mask is not None else bytes(self._mask_bytes)
         return self._masks[key]
 
@@ -477,15 +458,11 @@ class FormState:
             return ""
         shared = not self._is_anew and "too many states" in self._error
         again = ", some of which other answers had used; ask once more" if shared else ""
-        return f"it exceeds {_exceeded(self._error) or _first_line(self._error)}{again}"
+        return f"it exceeds {_exceeded(self._error) or gist_of(self._error) or 'it is not understood'}{again}"
 
 
 def _grammar_of(structured: Structured, matcher: Any) -> str:
-    """A Lark grammar for llguidance that allows all tokenisations of its text.
-
-    By default the library allows only one tokenisation of forced text. A model that prefers another one, after which
-    the rest of its answer may differ too, could never produce it.
-    """
+    """A Lark grammar for llguidance that allows all tokenisations of its text."""
     kind, value = structured.kind, structured.value
     if kind == "grammar":
         grammar = map_schemas(str(value), lambda schema, _: simplified(schema))
@@ -497,14 +474,13 @@ def _grammar_of(structured: Structured, matcher: Any) -> str:
         schema = simplified(json.loads(value) if kind == "json_schema" else {"type": "object"})
         read = json.loads(matcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_LAYOUT))
         grammar = "start: %json " + json.dumps(read["grammars"][0]["json_schema"])
+    # With forcing, the library allows only one tokenisation of forced text, which a model may never write.
     return str(matcher.grammar_from_lark(grammar + '\n%llguidance {"no_forcing": true}\n'))
 
 
 def _is_quick(grammar: str, kind: str) -> bool:
-    """Whether the library's limits, or the size of a grammar, bound the time to prepare it to some tenths of a second.
-
-    They bound neither intersections of expressions, nor multiples, nor the depth of rules that refer to each other.
-    """
+    """Whether the limits or the size of a grammar bound the time to prepare it to some tenths of seconds."""
+    # They bound neither intersections of expressions, nor multiples, nor the depth of rules that refer to each other.
     return (
         len(grammar) <= _QUICK_CHARACTERS
         and _multiples(grammar) <= _QUICK_MULTIPLES
@@ -534,12 +510,9 @@ def _refusal(message: str, grammar: str) -> OptionError:
         return schema
 
     map_schemas(grammar, look)
-    return OptionError(f"cannot be read ({problems[0] if problems else _first_line(message)})", field="structured")
+    problem = problems[0] if problems else gist_of(message) or "it is not understood"
+    return OptionError(f"cannot be read ({problem})", field="structured")
 
 
 def _exceeded(message: str) -> str:
     return next((what for sign, what in _EXCEEDED.items() if sign in message), "")
-
-
-def _first_line(message: str) -> str:
-    return gist_of(message) or "it is not understood"

@@ -112,11 +112,7 @@ class HistoryForm:
         return [{**tool, "function": {**added, **tool["function"]}} for tool in tools]
 
     def fitted(self, messages: Sequence[Mapping[str, Any]], notation: Notation) -> list[dict[str, Any]]:
-        """Messages in this form.
-
-        Args:
-            messages: in OpenAI's format, with arguments as objects if they are objects.
-        """
+        """Messages in OpenAI's format in this form; arguments are objects if they can be."""
         found = [self._fitted(message) for message in messages]
         if self.calls_as_text:
             found = [_with_calls_as_text(message, notation) for message in found]
@@ -160,7 +156,7 @@ def _with_calls_as_text(message: dict[str, Any], notation: Notation) -> dict[str
     calls = [(each["name"], each["arguments"]) for each in functions]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     written = notation.written(calls)
-    return {**rest, "content": _beside(message["content"], "\n", written) if message["content"] else written}
+    return {**rest, "content": _concatenated(message["content"], "\n", written) if message["content"] else written}
 
 
 def _as_users(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
@@ -169,12 +165,12 @@ def _as_users(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         if is_result:
             pieces = [("<tool_response>\n", each["content"], "\n</tool_response>") for each in group]
             lines = itertools.chain(pieces[0], *(("\n", *each) for each in pieces[1:]))
-            yield {"role": "user", "content": _beside(*lines)}
+            yield {"role": "user", "content": _concatenated(*lines)}
         else:
             yield from group
 
 
-def _beside(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+def _concatenated(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Contents concatenated: a text, or a list of parts if one of them is such a list, as with pictures."""
     texts = [each for each in contents if isinstance(each, str)]
     if len(texts) == len(contents):
@@ -249,14 +245,10 @@ def _plain(messages: Sequence[Mapping[str, Any]], *, system: bool) -> list[dict[
         if not says_nothing(made):
             kept.append(made)
     found: list[dict[str, Any]] = []
-    for joins, group in itertools.groupby(kept, _is_users_text):
+    for joins, group in itertools.groupby(kept, lambda each: (each["role"], type(each["content"])) == ("user", str)):
         turn = list(group)
         found += [turn[0] | {"content": "\n\n".join(each["content"] for each in turn)}] if joins else turn
     return found
-
-
-def _is_users_text(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "user" and isinstance(message["content"], str)
 
 
 def says_nothing(message: Mapping[str, Any]) -> bool:

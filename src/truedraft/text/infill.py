@@ -7,31 +7,20 @@ then the token after which the answer begins; Mistral's write the suffix first, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from truedraft.errors import PromptError
 from truedraft.text.control_tokens import ControlTokens
 from truedraft.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """The names of one family's tokens.
-
-    Attributes:
-        prefix: before the prefix text.
-        suffix: before the suffix text.
-        middle: before the answer; None if the suffix comes first and the answer follows the prefix.
-        ends: further tokens that end the answer, if the vocabulary has them.
-    """
+class _Family(NamedTuple):
+    """Names of tokens: before prefix, suffix and answer, and further ends. Without `middle` the suffix comes first."""
 
     prefix: str
     suffix: str
     middle: str | None
     ends: tuple[str, ...] = ()
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.prefix, self.suffix, self.middle) if name is not None)
 
 
 _FAMILIES = (
@@ -54,14 +43,7 @@ _ANCHOR = "\u263a"  # a character that no tokenizer merges with what follows
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """The infilling tokens of one tokenizer.
-
-    Attributes:
-        control: tokens that stay text when an editor's text spells them.
-        prefix: token before the prefix text.
-        suffix: token before the suffix text.
-        middle: token before the answer; None if the answer follows the prefix.
-    """
+    """The infilling tokens of one tokenizer; `control` keeps tokens that the texts of an editor spell as text."""
 
     tokenizer: Tokenizer
     control: ControlTokens
@@ -78,23 +60,22 @@ class Infilling:
             PromptError: no family has.
         """
         backend = tokenizer.backend
-        for family in _FAMILIES:
-            names = (*family.needed, *family.ends)
-            found = dict(zip(names, map(backend.convert_tokens_to_ids, names), strict=True))
+        for prefix, suffix, middle, ends in _FAMILIES:
+            needed = (prefix, suffix) if middle is None else (prefix, suffix, middle)
+            found = {name: backend.convert_tokens_to_ids(name) for name in (*needed, *ends)}
             ids = {name: number for name, number in found.items() if number not in (None, backend.unk_token_id)}
-            if all(name in ids for name in family.needed):
-                control = ControlTokens(backend, tokenizer.name, "".join(names))
-                middle = None if family.middle is None else ids[family.middle]
-                ends = tuple(sorted(set(ids.values())))
-                return cls(tokenizer, control, ids[family.prefix], ids[family.suffix], middle, ends)
+            if all(name in ids for name in needed):
+                control = ControlTokens(backend, tokenizer.name, "".join(found))
+                answer = None if middle is None else ids[middle]
+                return cls(tokenizer, control, ids[prefix], ids[suffix], answer, tuple(sorted(set(ids.values()))))
         raise PromptError(
             f"needs tokens for a text in the middle, such as <|fim_middle|>, and the vocabulary of {tokenizer.name!r} "
             "has none; leave it out, or take a model that was trained with them",
             field="suffix",
         )
 
-    def prompt(self, before: str, behind: str) -> list[int]:
-        """Prompt ids for the text between `before` and `behind`.
+    def prompt(self, before: str, after: str) -> list[int]:
+        """Prompt ids for the text between `before` and `after`.
 
         Raises:
             PromptError: a text spells a token that this tokenizer cannot keep as text.
@@ -102,7 +83,7 @@ class Infilling:
         first = self.tokenizer.backend.bos_token_id
         begun = [first] if first is not None and self.tokenizer.encode("")[:1] == [first] else []
         head = [self.prefix, *self.control.literal_ids(before)]
-        tail = [self.suffix, *self._continued(behind)]
+        tail = [self.suffix, *self._continued(after)]
         return [*begun, *tail, *head] if self.middle is None else [*begun, *head, *tail, self.middle]
 
     def _continued(self, text: str) -> list[int]:

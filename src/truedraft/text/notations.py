@@ -11,39 +11,21 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from truedraft.core.params import Structured
 from truedraft.errors import OptionError
-from truedraft.text.calls import (
-    Call,
-    CallDelta,
-    CallsReader,
-    CallText,
-    NamedText,
-    Reasoning,
-    RecordText,
-    Schemas,
-    new_call_id,
-    overlap,
-    words_of,
-)
-from truedraft.text.channels import ChannelReader
+from truedraft.text.calls import CallText, NamedText, ParametersText, RecordText, Schemas, new_call_id, words_of
 from truedraft.text.forms import MOST_CHARACTERS
-from truedraft.text.parameters import ParametersText
-from truedraft.text.properties import beside_itself, moved, options_of, parts_of, referred_in, types_of, values_of
-
-__all__ = [
-    "NOTATIONS",
-    "UNKNOWN",
-    "AnswerReader",
-    "Call",
-    "CallDelta",
-    "Notation",
-    "Reasoning",
-    "ReasoningMarks",
-    "notation_of",
-]
+from truedraft.text.schemas import (
+    beside_itself,
+    moved,
+    options_of,
+    parts_of,
+    referred_in,
+    types_of,
+    values_of,
+)
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _EXAMPLE: Mapping[str, Any] = {"ARGUMENT": "VALUE"}
@@ -61,33 +43,18 @@ class ReasoningMarks:
         return prompt.rstrip().endswith(self.opening)
 
 
-class Body(Protocol):
-    """The text between the marks around a call."""
-
-    def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        """Return a parser of a call."""
-
-    def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        """Rules of a Lark grammar; the one called `rule` matches a call with its marks."""
-
-    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
-        """A call with its marks, as text."""
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A JSON object with the name and the arguments.
-
-    Attributes:
-        arguments: possible keys of the arguments.
-    """
+    """A JSON object with the name and the arguments, by the key of these."""
 
     arguments: str = "arguments"
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
+        """A parser of a call."""
         return RecordText(("arguments", "parameters"))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
+        """Rules of a Lark grammar; the one called `rule` matches a call with its marks."""
         place = f"#/properties/{self.arguments}"
         top, arguments, layout = parts_of(moved(schema, place))
         properties: dict[str, Any] = {"name": {"const": name}, self.arguments: arguments}
@@ -106,6 +73,7 @@ class Record:
         yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
 
     def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call with its marks, as text."""
         record = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
         return f"{notation.opening}{record}{notation.closing}"
 
@@ -200,6 +168,10 @@ class Parameters:
         return f"{notation.opening}{name}{notation.between}{''.join(shown)}{notation.closing}"
 
 
+Body: TypeAlias = Record | Named | Parameters
+"""The text between the marks around a call."""
+
+
 def _about(name: str, key: str | None = None) -> str:
     """A comment before a schema, which error messages about the schema quote."""
     return f"// function {json.dumps(name)}" + ("" if key is None else f", argument {json.dumps(key)}")
@@ -269,7 +241,7 @@ class Notation:
         thoughts = "not marked" if marks is None else f"between {marks.opening} and {marks.closing}"
         return f"calls of functions {calls}; reasoning {thoughts}"
 
-    def told(self, tools: Sequence[Mapping[str, Any]]) -> str:
+    def tools_text(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The system text that describes the tools, for templates that do not."""
         lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
         form = self.written([("NAME", _EXAMPLE)])
@@ -483,102 +455,3 @@ def notation_of(template: str, tokens: Mapping[str, int] | None = None) -> Notat
     found = replace(found, reasoning=found.reasoning or marks)
     text = found.marks
     return replace(found, special={token: number for token, number in (tokens or {}).items() if token in text})
-
-
-class AnswerReader:
-    """Splits a streamed answer into text, reasoning and calls. The result does not depend on how the text is chunked.
-
-    Reasoning is the text between its marks at the beginning of an answer. Whitespace around it is dropped.
-
-    Args:
-        tools: functions that may be called; if empty, no calls are parsed.
-        reasoning_open: whether the prompt ends inside reasoning.
-        calls_only: whether a form allows no text, so that what looks like text is a truncated call.
-
-    Attributes:
-        calls: those parsed to their end or to the end of the answer.
-    """
-
-    def __init__(
-        self,
-        notation: Notation,
-        tools: Schemas | None = None,
-        *,
-        parallel: bool = True,
-        reasoning_open: bool = False,
-        calls_only: bool = False,
-    ) -> None:
-        self._calls_only = calls_only
-        self.calls: list[Call] = []
-        self._channels = ChannelReader(tools or {}, parallel, self.calls, calls_only) if notation.channels else None
-        self._reader = CallsReader(notation, tools, parallel, self.calls, calls_only) if tools else None
-        self._marks = notation.reasoning
-        self._before = self._marks is not None and not reasoning_open  # whether reasoning may still begin
-        self._inside = self._marks is not None and reasoning_open
-        self._begun = False  # whether any reasoning but whitespace was read
-        self._trims = False  # whether whitespace after reasoning is dropped
-        self._held = ""
-        self._pushed = self._reasoned = 0
-
-    @property
-    def reasoned(self) -> int:
-        """Number of characters of the reasoning at the beginning of the answer, marks included."""
-        if self._channels is not None:
-            return self._channels.reasoned
-        return self._pushed if self._inside else self._reasoned
-
-    def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
-        """Parse the next text.
-
-        Returns:
-            Plain text, reasoning and call deltas, in order.
-        """
-        found = self._read(text, last)
-        return [part for part in found if not isinstance(part, str)] if self._calls_only else found
-
-    def _read(self, text: str, last: bool) -> list[str | Reasoning | CallDelta]:
-        if self._channels is not None:
-            return self._channels.push(text, last=last)
-        self._pushed += len(text)
-        found: list[str | Reasoning | CallDelta] = []
-        if self._before or self._inside or self._trims:
-            text = self._reason(self._held + text, found, last)
-        if self._reader is not None:
-            found += self._reader.push(text, last=last)
-        elif text:
-            found.append(text)
-        return found
-
-    def _reason(self, text: str, found: list[str | Reasoning | CallDelta], last: bool) -> str:
-        """Take reasoning from the beginning of a text, or hold it back; returns the text after it."""
-        assert self._marks is not None
-        opening, closing = self._marks.opening, self._marks.closing
-        self._held = ""
-        if self._before or (self._inside and not self._begun):  # some models repeat the mark that ends the prompt
-            start = text.lstrip()
-            if opening.startswith(start) and start != opening and not last:
-                self._held = text
-                return ""
-            if start.startswith(opening):
-                text, self._inside = start.removeprefix(opening), True
-            self._before = False
-        if self._inside:
-            end = text.find(closing)
-            inside = text if end < 0 else text[:end]
-            kept = overlap(inside, closing) if end < 0 and not last else 0
-            inside = inside[: len(inside) - kept]
-            shown = inside.rstrip() if self._begun else inside.strip()
-            if end < 0:
-                self._held = text[len(inside.rstrip()) :]
-            if shown:
-                self._begun = True
-                found.append(Reasoning(shown))
-            if end < 0:
-                return ""
-            self._inside, self._trims = False, True
-            text = text[end + len(closing) :]
-            self._reasoned = self._pushed - len(text)
-        if self._trims:
-            text = text.lstrip()
-            self._trims = not text
-        return text

@@ -26,11 +26,11 @@ class _Place:
     """Position in an answer.
 
     Attributes:
-        part: "before" any mark, "inside" the reasoning, "behind" (after) it, or "without" any.
+        part: "before" any mark, "inside" the reasoning, "after" it, or "without" any.
         held: text that may begin the next mark.
     """
 
-    part: Literal["before", "inside", "behind", "without"]
+    part: Literal["before", "inside", "after", "without"]
     held: str = ""
     count: int = 0
 
@@ -72,11 +72,11 @@ class ReasonedForm:
         self._text = lru_cache(_TEXTS)(tokenizer.token_text)
         self._closing = tokenizer.plain_ids(span.closing)
         self._place = _Place("inside" if span.inside else "before")
-        self._behind: list[int] = []  # tokens of the answer after its reasoning
+        self._after: list[int] = []  # tokens of the answer after its reasoning
         self._without: list[int] = []  # all tokens of the answer, while it has no reasoning
         self._forms: dict[str, Form] = {}
         if start is not None:
-            self._forms["behind"] = start(self._behind)
+            self._forms["after"] = start(self._after)
             if not span.inside:
                 self._forms["without"] = start(self._without)
         self._inside: dict[str, NDArray[np.bool_]] = {}  # masks inside the reasoning, by `held`
@@ -94,7 +94,7 @@ class ReasonedForm:
         self._go_on()
         place, first = self._place, 0
         for number, token in enumerate(path):
-            if place.part in ("behind", "without"):
+            if place.part in ("after", "without"):
                 form = self._forms.get(place.part)
                 return first + (len(path) - first if form is None else form.legal(path[first:]))
             if not self._allows(place, path[first:number], token):
@@ -122,8 +122,8 @@ class ReasonedForm:
     def _go_on(self) -> None:
         for token in self._tokens[self._read :]:
             self._read += 1
-            if self._place.part == "behind":
-                self._behind.append(token)
+            if self._place.part == "after":
+                self._after.append(token)
             elif self._place.part != "inside":
                 self._without.append(token)
             self._place = self._next(self._place, token)
@@ -137,10 +137,10 @@ class ReasonedForm:
 
     def _step(self, place: _Place, token: int, first: int, number: int) -> tuple[_Place, int]:
         after = self._next(place, token)
-        return after, number + 1 if after.part == "behind" != place.part else first
+        return after, number + 1 if after.part == "after" != place.part else first
 
     def _next(self, place: _Place, token: int) -> _Place:
-        if place.part in ("behind", "without"):
+        if place.part in ("after", "without"):
             return place
         text = place.held + self._text(token)
         count = place.count
@@ -150,7 +150,7 @@ class ReasonedForm:
                 return _Place("before" if self._span.opening.startswith(text) else "without", text)
             text, count = text.removeprefix(self._span.opening), -1
         if self._span.closing in text:
-            return _Place("behind")
+            return _Place("after")
         return _Place("inside", text[len(text) - overlap(text, self._span.closing) :], count + 1)
 
     def _late(self, place: _Place) -> int:
@@ -164,16 +164,16 @@ class ReasonedForm:
             if 0 <= late < len(self._closing):
                 return token == self._closing[late]
             return not self._forms or not (token in self._ends or self._runs_over(place, self._text(token)))
-        form = self._forms.get("behind" if place.part == "behind" else "without")
+        form = self._forms.get("after" if place.part == "after" else "without")
         if form is None or (place.part == "before" and self._opens(place, self._text(token))):
             return True
-        return form.allows(path, token) and (place.part == "behind" or form.legal(path) == len(path))
+        return form.allows(path, token) and (place.part == "after" or form.legal(path) == len(path))
 
     def _mask(self, path: Path) -> NDArray[np.bool_]:
         place, first = self._walk(path)
         if place.part == "inside":
             return self._mask_inside(place)
-        form = self._forms.get("behind" if place.part == "behind" else "without")
+        form = self._forms.get("after" if place.part == "after" else "without")
         if form is None:
             return np.ones(self._vocab, dtype=np.bool_)
         mask = form.masks([path[first:]])[0]

@@ -41,22 +41,8 @@ _ORDERING = ("sort", "dictsort", "unique", "groupby", "min", "max")
 _SLOW = ("urlize", "wordwrap", "pprint", "title", "wordcount", "urlencode", "striptags")
 """Filters that process each character in Python, or by many expressions."""
 _HOLDING = (list, tuple, dict, set, frozenset, MappingView, Namespace)
-_COMPARING = (
-    "in",
-    "eq",
-    "==",
-    "equalto",
-    "ne",
-    "!=",
-    "lt",
-    "<",
-    "lessthan",
-    "le",
-    "<=",
-    "gt",
-    ">",
-    "greaterthan",
-    "ge",
+_COMPARING = frozenset(
+    ["in", "eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge"]
 )
 
 
@@ -98,14 +84,12 @@ def _compiled(source: str) -> Any:
         trim_blocks=stock.trim_blocks,
         lstrip_blocks=stock.lstrip_blocks,
         extensions=[type(each) for each in stock.extensions.values()],
-        finalize=_shown,
+        finalize=_as_text,
     )
     bounded.globals.update({name: each for name, each in stock.globals.items() if name != "lipsum"})
     bounded.globals.pop("lipsum", None)
     bounded.filters.update({name: _counted(name, each) for name, each in stock.filters.items()})
-    bounded.filters |= {
-        _STEP: _step, _MADE: _made, _READ: _read, _CUT: _cut, _JOINED: _joined, _PASSED: _passed,
-    }  # fmt: skip
+    bounded.filters |= {name: _passing(count) for name, count in _PASSING.items()} | {_JOINED: _joined}
     bounded.tests.update({name: _compared(each) for name, each in stock.tests.items() if name in _COMPARING})
     return bounded.from_string(source)
 
@@ -233,47 +217,27 @@ def _written(value: Any) -> Any:
     return value
 
 
-def _shown(value: Any) -> Any:
-    return value if isinstance(value, str) else _as_text(value)
-
-
 def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     _spend(1, _characters(value))
     return str(value)
 
 
-@pass_context
-def _step(context: Context, steps: int) -> None:
-    _spend(steps)
+def _passing(count: Callable[[Any], object]) -> Callable[[Context, Any], Any]:
+    """A filter that counts a value and returns it; with a context, so that Jinja does not evaluate it beforehand."""
 
+    @pass_context
+    def passing(context: Context, value: Any) -> Any:
+        count(value)
+        return value
 
-@pass_context
-def _made(context: Context, value: Any) -> Any:
-    _characters(value)
-    return value
-
-
-@pass_context
-def _read(context: Context, value: Any) -> Any:
-    _spend(1 + _characters(value) // 100)
-    return value
-
-
-@pass_context
-def _cut(context: Context, value: Any) -> Any:
-    _spend(_entries(value))
-    return value
-
-
-@pass_context
-def _passed(context: Context, value: Any) -> Any:
-    _spend(2)
-    return value
+    return passing
 
 
 @pass_context
 def _joined(context: Context, parts: Sequence[Any]) -> str:
-    texts = [each if isinstance(each, str) else _as_text(each) for each in parts]
+    texts = [*map(_as_text, parts)]
     _spend(len(texts), sum(map(len, texts)))
     return "".join(texts)
 
@@ -308,6 +272,13 @@ def _by(name: str, node: Any) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno or 1)
 
 
+_PASSING: Mapping[str, Callable[[Any], object]] = {
+    _STEP: _spend,
+    _MADE: _characters,
+    _READ: lambda value: _spend(1 + _characters(value) // 100),
+    _CUT: lambda value: _spend(_entries(value)),
+    _PASSED: lambda _: _spend(2),
+}
 _COUNTED: Mapping[type[nodes.Node], Callable[[Any], Any]] = {
     **dict.fromkeys((nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock), _of_body),
     **dict.fromkeys((nodes.List, nodes.Tuple, nodes.Dict), _of_literal),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from inspect import signature
 from itertools import takewhile
 from pathlib import Path
@@ -13,27 +15,17 @@ from typing import Any, TypedDict, Unpack
 
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError, PromptLengthError, first_line
 from truedraft.text.control_tokens import ControlTokens, MarkedChat, refuse_half_characters, texts_in
-from truedraft.text.vocabulary import Vocabulary
 
 # A folder or repository with none of these has no tokenizer: prompts and answers are ids. A file outside this list
 # (a SentencePiece model under a name of its own, say) is named by tokenizer_config.json, which is in it.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD = "word"  # answer of the probe that shows what a template writes after it
-_MOST_CLOSING = (
-    2  # special tokens that close a turn: more belong to a larger form, and the last of them may open a turn
-)
-
-
+_MOST_CLOSING = 2
+"""Special tokens that close a turn: more belong to a larger form, and the last of them may open a turn."""
 _WITH_NULL = "messages_with_null"
 _COMPOSED = 3
 """Most UTF-8 bytes of a text per byte of its NFC."""
@@ -86,7 +78,8 @@ class Tokenizer:
         local = folder.is_dir()
         if local and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
             return None
-        if not local and (folder.exists() or _looks_like_a_path(name)):
+        is_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
+        if not local and (folder.exists() or is_path):
             raise ModelNotFoundError(f"no such folder: {name!r}; give the folder of a model or a hub name")
         from transformers import AutoTokenizer
 
@@ -100,7 +93,10 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception for a broken file
             if not local:
                 _refuse_missing_name(name, error)
-                if not _has_cached_files(name, revision):
+                from huggingface_hub import try_to_load_from_cache
+
+                cached = (try_to_load_from_cache(name, file, revision=revision) for file in _TOKENIZER_FILES)
+                if not any(isinstance(file, str) for file in cached):  # otherwise its files are broken
                     return None
             raise ModelError(
                 f"the tokenizer of {name!r} cannot be read ({first_line(error)}); fetch its files again, "
@@ -114,7 +110,8 @@ class Tokenizer:
         Raises:
             PromptError: the text has a lone surrogate.
         """
-        return list(self._ids(text))
+        refuse_half_characters(text)
+        return list(self.backend(text, verbose=False).input_ids)
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
         """Encode a part of a text, without special tokens.
@@ -122,11 +119,8 @@ class Tokenizer:
         Raises:
             PromptError: the text has a lone surrogate.
         """
-        return tuple(self._ids(text, add_special_tokens=False))
-
-    def _ids(self, text: str, **how: bool) -> Sequence[int]:
         refuse_half_characters(text)
-        return self.backend(text, verbose=False, **how).input_ids
+        return tuple(self.backend(text, verbose=False, add_special_tokens=False).input_ids)
 
     def least_tokens(self, text: str) -> int:
         """Lower bound of a text's tokens, from its bytes; 0 if unknown for this tokenizer."""
@@ -135,10 +129,7 @@ class Tokenizer:
 
     @cached_property
     def _token_bytes(self) -> tuple[int, bytes]:
-        """The most bytes of a text that become one token, and the bytes that become none.
-
-        The first is 0 if unlimited or unknown. It is known for tokenizers that work on bytes.
-        """
+        """The most bytes of a text that become one token, and the bytes that become none."""
         from transformers import PreTrainedTokenizerBase
 
         is_usual = type(self.backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
@@ -148,7 +139,7 @@ class Tokenizer:
         model = json.loads(tokenizer.model.__getstate__())
         steps = _steps(tokenizer.normalizer) + _steps(tokenizer.pre_tokenizer)
         by_bytes = any(step["type"] == "ByteLevel" for step in steps)
-        alphabet = _byte_letters() if by_bytes else {f"<0x{byte:02X}>": byte for byte in range(256)}
+        alphabet = byte_letters() if by_bytes else {f"<0x{byte:02X}>": byte for byte in range(256)}
         left_out = bytes(byte for letter, byte in alphabet.items() if letter not in words)
         added = list(self.backend.added_tokens_decoder.values())
         if (
@@ -250,10 +241,8 @@ class Tokenizer:
         marked = self._marked(messages, how)
         if marked is not None:
             place, token = marked.found
-            raise PromptError(
-                f"{place} spells {token!r}, a control token of {self.name!r}, which cannot be kept as text here; "
-                "leave it out"
-            )
+            refusal = f"{place} spells {token!r}, a control token of {self.name!r}, which cannot be kept as text here"
+            raise PromptError(f"{refusal}; leave it out")
         return str(self._templated(messages, how, tokenize=False))
 
     def conversation_text(
@@ -322,9 +311,8 @@ class Tokenizer:
 
         more = dict(variables or {})
         if taken := {"messages", *signature(self.backend.apply_chat_template).parameters} & more.keys():
-            raise OptionError(
-                f"may not hold {min(taken)!r}, a word of the tokenizer's own", field="chat_template_kwargs"
-            )
+            message = f"may not hold {min(taken)!r}, a word of the tokenizer's own"
+            raise OptionError(message, field="chat_template_kwargs")
         if not continues and any(message.get("content", "") is None for message in messages):
             # The library drops null, which some templates need; variables keep it.
             more[_WITH_NULL] = [dict(message) for message in messages]
@@ -416,11 +404,10 @@ class Tokenizer:
 
     @cached_property
     def _about_ids(self) -> tuple[int, frozenset[int], dict[int, int]]:
-        """Vocabulary size, ids without text and byte values; cached, because reading 262,144 tokens takes half a
-        second.
-        """
+        """Vocabulary size, ids without text and byte values; cached, because reading large ones takes half a second."""
         vocabulary = Vocabulary.without_rules(self.backend)
-        return len(vocabulary), vocabulary.special | vocabulary.holes, vocabulary.byte_values
+        unused = frozenset(range(len(vocabulary))) - vocabulary.tokens.keys()
+        return len(vocabulary), vocabulary.special | unused, vocabulary.byte_values
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
@@ -440,15 +427,12 @@ def _keeps_all(step: Mapping[str, Any]) -> bool:
     )
 
 
-def _byte_letters() -> dict[str, int]:
-    """By letter of a byte-level vocabulary, as GPT-2's, the byte that it encodes."""
+@cache
+def byte_letters() -> Mapping[str, int]:
+    """By letter of byte-level vocabularies its byte: printable bytes are themselves, others are letters beyond 255."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in shown)
     return {chr(byte): byte for byte in shown} | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
 
 
 def _refuse_missing_name(name: str, error: Exception) -> None:
@@ -469,8 +453,103 @@ def _refuse_missing_name(name: str, error: Exception) -> None:
         ) from error
 
 
-def _has_cached_files(name: str, revision: str | None) -> bool:
-    """Whether tokenizer files are in the hub's cache after a failed load: then they exist and are broken."""
-    from huggingface_hub import try_to_load_from_cache
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids of one tokenizer.
 
-    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _TOKENIZER_FILES)
+    Properties that do not change the meaning of ids are left out: which token begins, ends or pads a text (a base model
+    and its chat-tuned sibling differ there), templates, truncation, and how text is split before merging.
+
+    Attributes:
+        tokens: by id, added tokens included.
+        kind: the algorithm (BPE, Unigram, ...).
+        rules: in order: merges, or the scores of the pieces.
+        added: ids of the tokens that are matched as a whole before merging, special ones included.
+        special: ids that decoding drops.
+        byte_fallback: whether tokens such as `<0x0A>` are decoded as bytes.
+    """
+
+    tokens: dict[int, str]
+    kind: str
+    rules: tuple[str, ...]
+    added: frozenset[int]
+    special: frozenset[int]
+    byte_fallback: bool
+
+    @classmethod
+    def of(cls, backend: Any) -> Vocabulary:
+        ids = cls.without_rules(backend)
+        if not backend.is_fast:  # its rules have another format; only its ids are compared
+            return ids
+        kind, rules = _rules(json.loads(backend.backend_tokenizer.to_str())["model"])
+        return replace(ids, kind=kind, rules=rules)
+
+    @classmethod
+    def without_rules(cls, backend: Any) -> Vocabulary:
+        """The vocabulary without kind and rules, which are slow to read."""
+        tokens = {number: token for token, number in backend.get_vocab().items()}
+        added = {number: token for number, token in backend.added_tokens_decoder.items() if number >= 0}
+        tokens.update({number: token.content for number, token in added.items()})
+        special = {number for number, token in added.items() if token.special}
+        if not backend.is_fast:
+            special |= set(backend.all_special_ids)
+            fallback = any(_BYTE_TOKEN.fullmatch(token) for token in tokens.values())
+            return cls(tokens, "slow", (), frozenset(added), frozenset(special), fallback)
+        decoder = backend.backend_tokenizer.decoder
+        fallback = decoder is not None and holds_type(json.loads(decoder.__getstate__()), "ByteFallback")
+        return cls(tokens, "", (), frozenset(added), frozenset(special), fallback)
+
+    def __len__(self) -> int:
+        return max(self.tokens, default=-1) + 1
+
+    @property
+    def byte_values(self) -> dict[int, int]:
+        """By id the byte of each token that decodes to one raw byte."""
+        if not self.byte_fallback:
+            return {}
+        return {number: int(token[3:5], 16) for number, token in self.tokens.items() if _BYTE_TOKEN.fullmatch(token)}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash over tokens, kind, rules and added tokens, as hexadecimal digits."""
+        digest = hashlib.sha256(f"truedraft vocabulary 1\n{self.kind}\n".encode())
+        for part in (sorted(self.tokens.items()), self.rules, sorted(self.added)):
+            digest.update(json.dumps(part).encode() + b"\n")
+        return digest.hexdigest()
+
+    def difference(self, other: Vocabulary, name: str, other_name: str) -> str:
+        """One sentence on where the two first differ; empty if they do not."""
+        for number in sorted(self.tokens.keys() | other.tokens.keys()):
+            mine, theirs = self.tokens.get(number), other.tokens.get(number)
+            if mine != theirs:
+                own, its = ("absent" if token is None else repr(token) for token in (mine, theirs))
+                return f"id {number} is {own} in {name!r} and {its} in {other_name!r}"
+        if self.kind != other.kind:
+            return f"all ids agree, but {name!r} is a {self.kind} tokenizer and {other_name!r} a {other.kind} one"
+        for number in sorted(self.added ^ other.added):
+            whole, cut = (name, other_name) if number in self.added else (other_name, name)
+            return f"id {number} ({self.tokens[number]!r}) is always one token in {whole!r} and may be cut in {cut!r}"
+        for place, (mine, theirs) in enumerate(zip(self.rules, other.rules, strict=False)):
+            if mine != theirs:
+                return f"all ids agree, but rule {place} is {mine!r} in {name!r} and {theirs!r} in {other_name!r}"
+        if len(self.rules) != len(other.rules):
+            return f"all ids agree, but {name!r} has {len(self.rules)} rules and {other_name!r} has {len(other.rules)}"
+        return ""
+
+
+def _rules(model: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The kind and the rules of a model, in one format for all versions of the file format."""
+    kind = str(model.get("type") or ("BPE" if "merges" in model else "WordLevel"))
+    if kind == "BPE":  # a merge is "a b" in old files and ["a", "b"] in new ones
+        merges = model.get("merges") or []
+        return kind, tuple(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)
+    if kind == "Unigram":
+        return kind, tuple(f"{piece} {score!r}" for piece, score in model["vocab"])
+    return kind, ()
+
+
+def holds_type(described: object, wanted: str) -> bool:
+    """Whether a part of a tokenizer, or a part inside it, has the type."""
+    if isinstance(described, dict):
+        return described.get("type") == wanted or any(holds_type(part, wanted) for part in described.values())
+    return isinstance(described, list) and any(holds_type(part, wanted) for part in described)

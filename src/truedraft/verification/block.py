@@ -14,9 +14,8 @@ from torch import Tensor
 from truedraft.core.noise import Purpose
 from truedraft.core.proposal import DrawKind
 from truedraft.errors import IncompatibleRuleError
-from truedraft.verification.host import HostWalk
 from truedraft.verification.rule import HasKind, JudgedRow, Outcome
-from truedraft.verification.speculative import SpeculativeSampling
+from truedraft.verification.speculative import HostWalk, SpeculativeSampling
 from truedraft.verification.walk import Batch, Number, WalkPlan, either, is_joint, larger
 
 _TINY = torch.finfo(torch.float64).tiny

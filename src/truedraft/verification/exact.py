@@ -40,10 +40,6 @@ def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dic
 
     A step that ends early is followed by a step from its end, so answers of the full length are compared. Siblings'
     subtrees are independent, so only the subtree below the accepted child matters.
-
-    Args:
-        target: the target's distribution `[vocab]` after a prefix, float64.
-        scheme: called with the answer so far and the end of it that this step drafted.
     """
     # For every prefix of an answer, its mass by the part drafted in this step; an outcome makes it longer.
     reached: list[dict[Prefix, dict[Prefix, float]]] = [{} for _ in range(length + 1)]

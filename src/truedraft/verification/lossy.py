@@ -100,12 +100,7 @@ class ThresholdAcceptance(Rule):
         return verdicts
 
     def _deepest(self, shape: TreeShape, thresholds: Sequence[float], p_x: Sequence[float]) -> tuple[int, ...]:
-        """The deepest path of accepted nodes; of equally deep ones that with the largest product, then the first.
-
-        Args:
-            thresholds: of the tree rows with children, in order.
-            p_x: target probabilities, one for each node's token.
-        """
+        """The deepest path of accepted nodes; of equally deep ones that with the largest product, then the first."""
         least = dict(zip((row for row, nodes in enumerate(shape.children) if nodes), thresholds, strict=True))
         reached = {-1: (0, 1.0)}  # depth and product of probabilities, by node
         for node, parent in enumerate(shape.parents):
@@ -160,7 +155,6 @@ class TypicalAcceptance(ThresholdAcceptance):
 
     @property
     def spec(self) -> str:
-        """See `Rule.spec`."""
         return f"{self.name},epsilon={self.epsilon:g},delta={self.delta:g}"
 
     def thresholds(self, probs: Tensor) -> Tensor:
@@ -186,7 +180,6 @@ class LenientArgmax(ThresholdAcceptance):
 
     @property
     def spec(self) -> str:
-        """See `Rule.spec`."""
         return f"{self.name},lenience={self.lenience:g}"
 
     def thresholds(self, probs: Tensor) -> Tensor:
@@ -224,7 +217,6 @@ class LenientSampling(SpeculativeSampling):
 
     @property
     def spec(self) -> str:
-        """See `Rule.spec`."""
         return f"{self.name},lenience={self.lenience:g}"
 
     @property
@@ -275,7 +267,7 @@ class NodeDraw:
     Attributes:
         dist: number of the node's distribution; draws of one distribution without replacement share removals.
         q: `[nodes, vocab]`: that distribution before any removal; one-hot for a deterministic candidate.
-        uniform: `[nodes]` in (0, 1), float64: noise that draws a rejected token, where a later draw depends on it.
+        uniform: `[nodes]` in (0, 1): noise that draws a rejected token, where a later draw depends on it.
     """
 
     dist: int
@@ -285,12 +277,7 @@ class NodeDraw:
 
 
 def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor:
-    """The distribution `[nodes, vocab]` of the token emitted at nodes with target distributions `p` `[nodes, vocab]`.
-
-    Args:
-        draws: those made at each node, in order; the nodes differ only in their distributions.
-        lenience: l in (0, 1].
-    """
+    """The distribution `[nodes, vocab]` of the token emitted at nodes that differ only in distributions."""
     dist = torch.zeros_like(p)
     reach = torch.ones_like(p[:, :1])
     left = p
@@ -311,11 +298,8 @@ def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tenso
 def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[float, float]:
     """Total variation and KL (nats) of the emitted distribution where all draws of a node are deterministic.
 
-    A closed form in the candidates' probabilities: the remaining mass is emitted in proportion to p.
-
-    Args:
-        p_x: target probabilities of the candidates, each token once, in order.
-        lenience: l in (0, 1].
+    A closed form in the target probabilities of the candidates, each token once, in order: the remaining mass is
+    emitted in proportion to p.
     """
     distance, kl, reach, left = 0.0, 0.0, 1.0, 1.0
     for mass in p_x:
@@ -364,14 +348,7 @@ def lenient_divergence(
     noise: Sequence[Noise],
     paths: Sequence[Sequence[int]],
 ) -> list[tuple[Divergence, ...]]:
-    """For each request the divergence of every token on its accepted path, and of the token after it.
-
-    Args:
-        lenience: l in (0, 1].
-        probs: target distributions `[rows, vocab]` of each request.
-        noise: of each request at this step; used under keys of no other decision.
-        paths: accepted nodes of each request.
-    """
+    """For each request the divergence of every token on its accepted path, and of the token after it."""
     requests = [
         [_Node(proposal, proposal.draws[row], table[row], own, depth) for depth, row in enumerate(rows)]
         for proposal, table, own, rows in zip(

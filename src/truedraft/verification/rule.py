@@ -36,12 +36,7 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
-    """A tree row of a group, as input of the group's kernel.
-
-    Attributes:
-        p: `[vocab]`: the target's distribution there.
-        draws: the tokens drawn there, in order.
-    """
+    """A tree row of a group, as input of the group's kernel: the target's distribution `[vocab]`, and its draws."""
 
     p: Tensor
     draws: tuple[DrawnToken, ...]
@@ -49,10 +44,9 @@ class JudgedRow:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One outcome of a group of tree rows.
+    """One outcome of a group of tree rows, with its probability over the rule's own noise.
 
     Attributes:
-        probability: over the rule's own noise.
         tokens: emitted by the group.
         accepted: number of drafted tokens, the first of `tokens`; at most one more token follows.
     """
@@ -89,11 +83,7 @@ class BatchVerdicts:
 def read_verdicts(
     decided: Sequence[tuple[BatchVerdicts, Sequence[Proposal]]], also: Sequence[Tensor] = ()
 ) -> tuple[list[list[Verdict]], list[list[float]]]:
-    """Read the verdicts on batches, with their proposals' ids that are still on a device; the host waits once.
-
-    Returns:
-        The verdicts on each batch, and the numbers in each tensor of `also`, flat.
-    """
+    """Read the verdicts on batches, their ids that are still on a device, and the numbers in `also`; waits once."""
     trees = [proposal.tree for _, proposals in decided for proposal in proposals if proposal.tree.on_device]
     of_batches = [each for batch, _ in decided for each in batch.wanted]
     numbers = iter(transfers.fetch([*also, *(tree.tokens for tree in trees), *of_batches]))
@@ -188,7 +178,6 @@ class Rule(ABC):
         """Verify a batch of proposals: `accept`, and read the verdicts; on a device the host waits once.
 
         Args:
-            proposals: one for each request.
             probs: for each request the target's distributions `[rows, vocab]`: row 0 after the context, row i + 1 after
                 node i.
             noise: for each request the noise of this step.
@@ -214,8 +203,7 @@ class Rule(ABC):
         probs: Sequence[Tensor],
         noise: Sequence[Noise],
     ) -> list[Verdict]:
-        """Add each token's divergence, for a lossy rule that did not compute it in `accept`; arguments as in
-        `verify`."""
+        """Add each token's divergence, for a lossy rule that did not compute it in `accept`."""
         return verdicts
 
     # The kernel: tree rows that are judged together form a group. The distribution of an answer follows by recursion

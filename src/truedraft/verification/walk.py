@@ -59,7 +59,6 @@ class _LaterRun:
 
     Attributes:
         index: of the draw in its row.
-        node: of the drawn token.
         dist: number of the draft distribution; -1 for a deterministic candidate.
         removed: nodes with tokens that earlier draws removed from that distribution.
     """
@@ -143,22 +142,15 @@ class WalkPlan:
     """Indices of a batch.
 
     Attributes:
-        rows: number of tree rows of each request.
         first_rows: the root's tree row of each request.
         depths: one for each tree row.
         joint: tree rows for which `is_joint` is true.
-        drafts: whether there are any draws.
         doublings: pointer doublings that reach the deepest node.
         rounds: most runs that a walk can reject; 0 where nothing is drafted.
         width: most candidates of a tree row.
         draws: of each request, number of draws of first runs.
         keys: of the decisions about these draws, then about later runs.
-        roots: `[requests]`: `first_rows`.
-        own: `[rows]`: their numbers.
         draw_rows: tree rows of the draws of first runs; `draw_row` `[draws]` as an array.
-        draw_column: `[draws]`: their indices in the row.
-        draw_node: `[draws]`: their nodes.
-        draw_child: `[draws]`: the tree rows of these nodes.
         draw_key: `[draws]`: indices into `keys`.
         sampled_draws: `[sampled]`: indices of the draws from a distribution.
         sampled_dist: `[sampled]`: their distributions.
@@ -295,7 +287,6 @@ class Batch:
         p: `[rows, vocab]`: the target's distributions.
         q: `[dists, vocab]`: the draft's distributions.
         dtype: in which p and q are compared.
-        tokens: `[nodes]`.
         uniforms: `[keys]`, float64: the numbers that decide acceptance.
         weights: `[rows]`, float64: factors of p, or None.
     """
@@ -345,12 +336,7 @@ class Batch:
         return p if self.weights is None else p * self.weights[rows][:, None].to(self.dtype)
 
     def draft(self, runs: Tensor, removed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The draft distributions of some runs, `[runs, vocab]`; for candidates 1 at each of them.
-
-        Args:
-            runs: `[runs]`.
-            removed: removes tokens `[runs, tokens]` from distributions `[runs, vocab]`.
-        """
+        """The draft distributions `[runs, vocab]` of some runs, 1 at each candidate; `removed` takes tokens out."""
         plan = self.plan
         dist = plan.dist[runs]
         if not len(self.q):

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import truedraft.certify.engines.allowance as allowance_module
+import truedraft.certify.engines.answer_probs as allowance_module
 from truedraft import SamplingParams
-from truedraft.certify.engines.allowance import EXACT, measured_allowance
-from truedraft.certify.engines.answer_probs import Judge
+from truedraft.certify.engines.answer_probs import EXACT, Judge, measured_allowance
 from truedraft.measure.peers import FILTERS, Question, Reply
 from truedraft.testing import MarkovModel
 

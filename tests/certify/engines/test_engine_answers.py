@@ -13,8 +13,7 @@ import torch
 import truedraft.certify.engines.answer_probs as answer_module
 from truedraft import SamplingParams
 from truedraft.certify.checks import Status
-from truedraft.certify.engines.allowance import EXACT, Allowance
-from truedraft.certify.engines.answer_probs import AnswerProbs, Judge, ended_tokens, filtered
+from truedraft.certify.engines.answer_probs import EXACT, Allowance, AnswerProbs, Judge, ended_tokens, filtered
 from truedraft.certify.engines.behaviour import lengths
 from truedraft.core.probs import probs_from_logits
 from truedraft.measure.peers import FILTERS, Question, Reply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,15 +13,14 @@ from torch import Tensor
 from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.e_process import EventTests
-from truedraft.certify.engines.allowance import Allowance
 from truedraft.certify.engines.alternatives import (
     COPIED,
     Alternative,
     alternatives_for,
     ngram_candidates,
 )
-from truedraft.certify.engines.answer_probs import AnswerProbs, filtered
-from truedraft.certify.engines.bets import WEIGHTS, Bets
+from truedraft.certify.engines.answer_probs import Allowance, AnswerProbs, filtered
+from truedraft.certify.engines.evidence import Bets
 from truedraft.core import probs as L
 from truedraft.measure.peers import FILTERS, Question
 
@@ -36,6 +35,26 @@ def answer_of(logits: Tensor, tokens: list[int], params: SamplingParams, slack: 
 
 def random_logits(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gains(
+    alternatives: Sequence[Alternative],
+    logits: Tensor,
+    params: SamplingParams,
+    slack: float = 0.0,
+    drafts: Mapping[str, Tensor] | None = None,
+    likeliest: int | None = None,
+) -> Tensor:
+    """What each bet gains at each token, `[vocab, alternatives, weights]`."""
+    found = []
+    for token in range(VOCAB):
+        answer = answer_of(logits, [token], params, slack)
+        if likeliest is not None:
+            answer = replace(answer, likeliest=logits.topk(likeliest, dim=-1).indices)
+        bets = Bets(alternatives)
+        bets.add(answer, drafts or {})
+        found.append(bets._logs.exp())
+    return torch.stack(found)
 
 
 def worst_within(p: Tensor, gain: Tensor, slack: float) -> Tensor:
@@ -65,16 +84,9 @@ def test_no_engine_within_the_allowance_gains_on_average(slack: float) -> None:
         def alternative(answer: AnswerProbs, drafts: Mapping[str, Tensor], other: Tensor = other) -> Tensor:
             return other * (answer.probs > 0.0) / (other * (answer.probs > 0.0)).sum()
 
-        for weight in range(len(WEIGHTS)):
-            gains = []
-            for token in range(VOCAB):
-                answer = answer_of(logits, [token], params, slack)
-                bets = Bets([Alternative("another", "another", alternative)])
-                bets.add(answer, {})
-                gains.append(math.exp(float(bets._logs[0, weight])))
-            p = answer.probs[0]
-            worst = worst_within(p, torch.tensor(gains, dtype=torch.float64), slack)
-            assert float((worst * torch.tensor(gains)).sum()) <= 1.0 + 1e-9
+        p = answer_of(logits, [0], params, slack).probs[0]
+        for gain in gains([Alternative("another", "another", alternative)], logits, params, slack)[:, 0].unbind(1):
+            assert float((worst_within(p, gain, slack) * gain).sum()) <= 1.0 + 1e-9
 
 
 def test_no_engine_whose_logits_are_off_gains_on_average() -> None:
@@ -83,21 +95,14 @@ def test_no_engine_whose_logits_are_off_gains_on_average() -> None:
     largest = 0.0
     for seed in range(15):
         logits, other = random_logits(1, seed), torch.softmax(random_logits(1, 100 + seed), dim=-1)
-
-        def alternative(answer: AnswerProbs, drafts: Mapping[str, Tensor], other: Tensor = other) -> Tensor:
-            return other
-
-        gains = []
-        for token in range(VOCAB):
-            bets = Bets([Alternative("another", "another", alternative)])
-            bets.add(answer_of(logits, [token], params, off), {})
-            gains.append(bets._logs[0].exp())
+        another = Alternative("another", "another", lambda answer, drafts, other=other: other)
+        gain = gains([another], logits, params, off)[:, 0]
         for high in range(1, VOCAB):
-            lifted = torch.stack(gains)[:, -1].argsort(descending=True)[:high]
+            lifted = gain[:, -1].argsort(descending=True)[:high]
             moved = logits - off
             moved[0, lifted] += 2.0 * off
             theirs = filtered(moved, params, FILTERS).probs[0]
-            largest = max(largest, float((theirs[:, None] * torch.stack(gains)).sum(dim=0).max()))
+            largest = max(largest, float((theirs @ gain).max()))
     assert 0.98 < largest <= 1.0 + 1e-9
 
 
@@ -134,18 +139,12 @@ def test_nothing_is_gained_from_an_engine_that_cuts_a_nucleus_elsewhere_by_round
     for seed in range(80):
         logits = random_logits(1, seed)
         drafts = {"draft": torch.softmax(random_logits(1, 500 + seed), dim=-1)}
-        gains = []
-        for token in range(VOCAB):
-            bets = Bets(alternatives)
-            bets.add(answer_of(logits, [token], params, off), drafts)
-            gains.append(bets._logs.exp())
+        gain = gains(alternatives, logits, params, off, drafts)
         for _ in range(20):
             noise = 2.0 * torch.rand(VOCAB, generator=generator, dtype=torch.float64) - 1.0
             theirs = filtered(logits + off * noise, params, FILTERS).probs[0]
             elsewhere += bool(((theirs > 0.0) != (answer_of(logits, [0], params, off).probs[0] > 0.0)).any())
-            mean = sum(theirs[token] * gains[token] for token in range(VOCAB))
-            assert isinstance(mean, Tensor)
-            assert float(mean.max()) <= 1.0 + 1e-9
+            assert float((theirs @ gain.flatten(1)).max()) <= 1.0 + 1e-9
     assert elsewhere > 10
 
 
@@ -171,19 +170,27 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_fault_is_named(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "told_apart"),
+    [
+        *((fault, None) for fault in FAULTS),
+        *((fault, 4) for fault in ("temperature applied twice", "top-p off by one token", "the residual is p")),
+    ],
+)
+def test_a_fault_is_named(fault: str, told_apart: int | None) -> None:
     params = FAULTS[fault]
     generator = torch.Generator().manual_seed(7)
-    bets = Bets(alternatives_for(params, FILTERS, ["draft"]))
-    wanted = next(one for one in alternatives_for(params, FILTERS, ["draft"]) if one.fault == fault)
-    for seed in range(60):
+    alternatives = alternatives_for(params, FILTERS, ["draft"])
+    bets = Bets(alternatives)
+    wanted = next(one for one in alternatives if one.fault == fault)
+    for seed in range(60 if told_apart is None else 80):
         logits = 2.0 * random_logits(40, seed)
         drafts = {"draft": torch.softmax(2.0 * random_logits(40, 1000 + seed), dim=-1)}
-        answer = answer_of(logits, [0] * 40, params)
-        emitted = wanted.probs(answer, drafts)
-        tokens = torch.multinomial(emitted, 1, generator=generator)[:, 0].tolist()
-        bets.add(answer_of(logits, tokens, params), drafts)
+        emitted = wanted.probs(answer_of(logits, [0] * 40, params), drafts)
+        answer = answer_of(logits, torch.multinomial(emitted, 1, generator=generator)[:, 0].tolist(), params)
+        if told_apart is not None:
+            answer = replace(answer, likeliest=logits.topk(told_apart, dim=-1).indices)
+        bets.add(answer, drafts)
     best = bets.results()[0]
     assert best.log_evidence > math.log(1e3)
     assert best.fault == fault
@@ -220,38 +227,14 @@ def test_shared_gumbel_noise_gives_what_drawing_with_it_gives() -> None:
     assert (counted - expected).abs().max() < 5.0 * 0.5 / math.sqrt(draws)
 
 
-@pytest.mark.parametrize("fault", ["temperature applied twice", "top-p off by one token", "the residual is p"])
-def test_a_fault_is_named_where_only_some_tokens_are_told_apart(fault: str) -> None:
-    params = FAULTS[fault]
-    generator = torch.Generator().manual_seed(7)
-    alternatives = alternatives_for(params, FILTERS, ["draft"])
-    bets = Bets(alternatives)
-    wanted = next(one for one in alternatives if one.fault == fault)
-    for seed in range(80):
-        logits = 2.0 * random_logits(40, seed)
-        drafts = {"draft": torch.softmax(2.0 * random_logits(40, 1000 + seed), dim=-1)}
-        emitted = wanted.probs(answer_of(logits, [0] * 40, params), drafts)
-        answer = answer_of(logits, torch.multinomial(emitted, 1, generator=generator)[:, 0].tolist(), params)
-        bets.add(replace(answer, likeliest=logits.topk(4, dim=-1).indices), drafts)
-    assert bets.results()[0].log_evidence > math.log(1e3)
-    assert bets.results()[0].fault == fault
-
-
 def test_nobody_gains_on_average_where_only_some_tokens_are_told_apart() -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9)
     alternatives = alternatives_for(params, FILTERS, ["draft"])
     for seed in range(20):
         logits = random_logits(1, seed)
         drafts = {"draft": torch.softmax(random_logits(1, 500 + seed), dim=-1)}
-        mean, p = (
-            torch.zeros(len(alternatives), len(WEIGHTS), dtype=torch.float64),
-            answer_of(logits, [0], params).probs[0],
-        )
-        for token in range(VOCAB):
-            bets = Bets(alternatives)
-            bets.add(replace(answer_of(logits, [token], params), likeliest=logits.topk(3, dim=-1).indices), drafts)
-            mean += p[token] * bets._logs.exp()
-        assert float(mean.max()) <= 1.0 + 1e-9
+        gain = gains(alternatives, logits, params, drafts=drafts, likeliest=3)
+        assert float((answer_of(logits, [0], params).probs[0] @ gain.flatten(1)).max()) <= 1.0 + 1e-9
 
 
 def test_candidates_are_copied_from_behind_the_same_tokens() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,10 @@ from truedraft import SamplingParams
 from truedraft.certify import Report
 from truedraft.certify.checks import Status
 from truedraft.certify.engines import certify_engine, compare_engines
-from truedraft.certify.engines.allowance import EXACT
 from truedraft.certify.engines.alternatives import COPIED, alternatives_for, ngram_candidates
-from truedraft.certify.engines.answer_probs import AnswerProbs, Judge
+from truedraft.certify.engines.answer_probs import EXACT, AnswerProbs, Judge
 from truedraft.certify.engines.behaviour import lengths
-from truedraft.certify.engines.bets import WEIGHTS, Bets
-from truedraft.certify.engines.evidence import Evidence
+from truedraft.certify.engines.evidence import WEIGHTS, Bets, Evidence
 from truedraft.certify.engines.run import drafted
 from truedraft.errors import OptionError, PeerError
 from truedraft.measure.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
@@ -108,19 +106,27 @@ PROMPTS = [(a, b) for a in range(3) for b in range(3)]
 
 
 class Drawing(Peer):
-    """Draws from the target itself, greedily where that is asked for; tells raw log-probabilities."""
+    """Draws from the target itself, greedily where that is asked for; tells raw log-probabilities.
 
-    def __init__(self, mode: str = "raw", takes: Sequence[str] = (), **changes: object) -> None:
+    `instead` may put another reply in the place of one to a question.
+    """
+
+    def __init__(
+        self,
+        instead: Callable[[Question, Reply], Reply | PeerError] = lambda question, reply: reply,
+        mode: str = "raw",
+        takes: Sequence[str] = (),
+    ) -> None:
         self.facts = PeerFacts("drawing", "", takes=("max_tokens", "temperature", "logprobs", *takes), logprobs=mode)
         self._generator = torch.Generator().manual_seed(1)
-        self._changes = changes
+        self.instead = instead
         self.asked: list[Question] = []
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         self.asked += questions
-        yield from enumerate(map(self.answer, questions))
+        yield from ((number, self.instead(each, self._drawn(each))) for number, each in enumerate(questions))
 
-    def answer(self, question: Question) -> Reply | PeerError:
+    def _drawn(self, question: Question) -> Reply:
         text, told = list(question.prompt), []
         for _ in range(question.params.max_tokens):
             p = TARGET.probs_after(text)
@@ -128,8 +134,7 @@ class Drawing(Peer):
             text.append(int(drawn))
             told.append(math.log(float(p[drawn])))
         ids = tuple(text[len(question.prompt) :])
-        reply = Reply(ids, None, "length", tuple(told) if question.params.logprobs else None)
-        return replace(reply, **self._changes)
+        return Reply(ids, None, "length", tuple(told) if question.params.logprobs else None)
 
 
 def certified(peer: Peer, tokens: int = 400, **more: Any) -> Report:
@@ -157,28 +162,20 @@ def test_long_answers_are_asked_for_as_many_at_once_as_short_ones() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_no_tokens_are_not_enough(params: SamplingParams) -> None:
-    peer = Drawing(token_ids=(), logprobs=None)
-    if not params.greedy:
-        peer.answer = lambda question: (  # type: ignore[method-assign]
-            Reply(()) if question.params.greedy else Drawing.answer(Drawing(), question)
-        )
+    peer = Drawing(lambda question, reply: Reply(()) if question.params.greedy else reply)
     report = certify_engine(peer, TARGET, PROMPTS, params, tokens=64)
     assert "greedy tokens at their own prefixes" in [each.name for each in report.undecided]
 
 
 def test_log_probabilities_behind_temperature_and_filters_are_not_compared() -> None:
-    wrong = Drawing("processed", logprobs=tuple([-9.0] * 32))
+    wrong = Drawing(lambda question, reply: replace(reply, logprobs=(-9.0,) * 32), "processed")
     report = certified(wrong)
     assert status_of(report, "told log-probabilities are the target's") is Status.DOES_NOT_APPLY
     assert report.facts["allowance"] == pytest.approx(0.015)
 
 
 def test_an_engine_that_refuses_log_probabilities_is_asked_without() -> None:
-    peer = Drawing()
-    plain = peer.answer
-    peer.answer = lambda question: (  # type: ignore[method-assign]
-        PeerError("no logprobs") if question.params.logprobs else plain(question)
-    )
+    peer = Drawing(lambda question, reply: PeerError("no logprobs") if question.params.logprobs else reply)
     report = certified(peer)
     assert status_of(report, "greedy tokens at their own prefixes") is Status.HOLDS
     assert not report.facts["dropped"]
@@ -189,21 +186,16 @@ def test_an_engine_that_refuses_log_probabilities_is_asked_without() -> None:
 
 
 def test_ids_that_the_model_has_not_are_dropped_and_told() -> None:
-    peer = Drawing()
-    plain = peer.answer
-    answers = iter(range(10**6))
-    peer.answer = lambda question: (  # type: ignore[method-assign]
-        Reply((0, 99)) if next(answers) % 9 == 0 else plain(question)
-    )
-    report = certified(peer)
+    answers = itertools.count()
+    report = certified(Drawing(lambda question, reply: reply if next(answers) % 9 else Reply((0, 99))))
     assert report.facts["dropped"]["it answered token id 99, and the model has 6: its tokenizer is another one"] > 1
 
 
 def test_ids_that_were_read_from_text_call_nothing_a_fault() -> None:
-    always = {"token_ids": tuple([0] * 4), "logprobs": None}
-    report = certified(Drawing(**always), tokens=2000)
+    always = Reply((0,) * 4, None, "length")
+    report = certified(Drawing(lambda question, reply: always), tokens=2000)
     assert status_of(report, "sampled tokens at their own prefixes") is Status.FAILS
-    report = certified(Drawing(**always, unsure="of its text"), tokens=2000)
+    report = certified(Drawing(lambda question, reply: replace(always, unsure="of its text")), tokens=2000)
     assert status_of(report, "sampled tokens at their own prefixes") is Status.NOT_ENOUGH
     assert not report.failures
 
@@ -214,10 +206,8 @@ def test_a_draft_that_knows_fewer_ids_and_shorter_texts_is_taken_as_far_as_it_go
 
 
 def test_an_engine_that_fails_at_last_loses_nothing_of_what_was_found() -> None:
-    peer = Drawing(takes=("seed",))
-    plain = peer.answer
-    peer.answer = lambda question: (  # type: ignore[method-assign]
-        PeerError("gone") if question.params.max_tokens == 24 else plain(question)
+    peer = Drawing(
+        lambda question, reply: PeerError("gone") if question.params.max_tokens == 24 else reply, takes=["seed"]
     )
     report = certify_engine(peer, TARGET, PROMPTS, SamplingParams(temperature=1.0, seed=0), tokens=400, together=1)
     assert "stop texts and seeds" in [each.name for each in report.undecided]
@@ -271,32 +261,20 @@ def test_no_choice_among_answers_gains_more_than_what_was_paid_for_them() -> Non
 
 def test_an_engine_whose_answers_are_dropped_for_what_they_say_is_not_called_faulty() -> None:
     """Every answer that ends with token 3, so that what is left lacks it."""
-    peer = Drawing()
-    plain = peer.answer
-
-    def answer(question: Question) -> Reply | PeerError:
-        reply = plain(question)
-        assert isinstance(reply, Reply)
-        return PeerError("half a character") if reply.token_ids[-1] == 3 else reply
-
-    peer.answer = answer  # type: ignore[method-assign]
-    report = certified(peer, tokens=4000)
+    dropped = PeerError("half a character")
+    report = certified(Drawing(lambda question, reply: dropped if reply.token_ids[-1] == 3 else reply), tokens=4000)
     assert sum(report.facts["dropped"].values()) > 20
     assert not report.failures
 
 
 def test_two_servers_one_of_which_drops_answers_are_not_called_different() -> None:
-    one, two = Drawing(), Drawing()
-    plain = two.answer
 
-    def answer(question: Question) -> Reply | PeerError:
-        reply = plain(question)
-        assert isinstance(reply, Reply)
-        return PeerError("half a character") if reply.token_ids[0] == 3 and not question.params.greedy else reply
+    def instead(question: Question, reply: Reply) -> Reply | PeerError:
+        drops = reply.token_ids[0] == 3 and not question.params.greedy
+        return PeerError("half a character") if drops else reply
 
-    two.answer = answer  # type: ignore[method-assign]
     params = SamplingParams(temperature=1.0)
-    report = compare_engines(one, two, PROMPTS, params, tokens=6000, together=4)
+    report = compare_engines(Drawing(), Drawing(instead), PROMPTS, params, tokens=6000, together=4)
     finding = report.findings[0]
     assert finding.status is Status.NOT_ENOUGH and "were dropped" in finding.summary
 
@@ -334,12 +312,8 @@ def test_the_order_of_ends_of_text_changes_no_bet() -> None:
 
 
 def test_a_fault_of_greedy_answers_is_told_though_the_engine_fails_afterwards() -> None:
-    peer = Drawing()
-    peer.answer = lambda question: (  # type: ignore[method-assign]
-        Reply((0,) * 32) if question.params.greedy else PeerError("gone")
-    )
-    report = certified(peer)
+    gone = PeerError("gone")
+    report = certified(Drawing(lambda question, reply: Reply((0,) * 32) if question.params.greedy else gone))
     assert status_of(report, "greedy tokens at their own prefixes") is Status.FAILS
-    peer.answer = lambda question: PeerError("gone")  # type: ignore[method-assign]
     with pytest.raises(PeerError, match="gone"):
-        certified(peer)
+        certified(Drawing(lambda question, reply: gone))

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from certify.samplers.own_samplers import FAULTS, token_by_token
-from truedraft.certify.closed_forms import sound
-from truedraft.certify.counts import log_dirichlet, smallest_detectable, total_variation, variation_by_chance
-from truedraft.certify.faults import Fault
-from truedraft.certify.samplers.evidence import Evidence
+from truedraft.certify.e_process import log_dirichlet, smallest_detectable, total_variation, variation_by_chance
+from truedraft.certify.faults import Fault, sound
+from truedraft.certify.samplers.evidence import Evidence, Tally
 from truedraft.certify.samplers.suspects import accepted_by_rule, joint_of, suspects
-from truedraft.certify.samplers.tally import Tally
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
 
 WORLDS = sampler_worlds()

@@ -11,7 +11,6 @@ import torch
 
 from drafters.heads.test_levels import head as level_head
 from engine.test_one_wait import standing_in
-from kinds.p_eagle.test_peagle import head as peagle_head
 from support.backends import HostRecorder
 from support.layer_heads import Records, target
 from support.recorded_heads import StrictRecorder
@@ -29,11 +28,12 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=12, temperature=0.7, seed=5, ignore_eos=True)
 SHAPED = SamplingParams(max_tokens=12, presence_penalty=0.5, ignore_eos=True)
 TEXTS = [PROMPTS[0], PROMPTS[1], [(7 * place + 1) % VOCAB for place in range(90)]]
-NAMES = ["EAGLE-3", "EAGLE-3, fewer ids", "P-EAGLE", "DFlash", "DSpark, fewer ids", "recurrent"]
+NAMES = ["EAGLE-3", "EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent"]
 
 
 def drafter(name: str, recorder: Recorder | None, **options: Any) -> Any:
-    base: Any = {"P-EAGLE": PEagle, "DFlash": DFlash}.get(name, Eagle3 if name.startswith("EAGLE") else DSpark)
+    bases: dict[str, Any] = {"EAGLE-3": Eagle3, "P-EAGLE": PEagle, "DFlash": DFlash}
+    base: Any = bases.get(name.partition(",")[0], DSpark)
     run: Any = BlockRunner if base in (DFlash, DSpark) else Eagle3Runner
 
     class Noted(Records, base):  # type: ignore[misc]
@@ -42,7 +42,7 @@ def drafter(name: str, recorder: Recorder | None, **options: Any) -> Any:
             self._mask = self.head.mask_hidden[0] if base is PEagle else None
             return run(self.head, model, self.recorder, self._replaced(model))
 
-    return Noted(peagle_head(draft_vocab=40) if name == "P-EAGLE" else level_head(name), **options)
+    return Noted(level_head(name), **options)
 
 
 def drafted(name: str, params: Sequence[SamplingParams], recorded: bool, **options: Any) -> tuple[Any, list[Any], Any]:
@@ -88,20 +88,21 @@ def test_chains_are_those_drafted_level_by_level(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
+        ("EAGLE-3, fewer ids", {"branching": (3, 2, 1)}),
         ("DFlash", {"branching": (2, 2, 1)}),
         ("recurrent", {"min_probability": 0.05}),
         ("DSpark", {"min_acceptance": 0.3}),
     ],
 )
 @torch.inference_mode()
-def test_blocks_whose_levels_the_host_looks_at(name: str, options: Any) -> None:
-    """The block is recorded."""
+def test_trees_whose_levels_the_host_looks_at(name: str, options: Any) -> None:
+    """Each forward is recorded."""
     ours, theirs = (drafted(name, [SAMPLED, GREEDY], recorded, **options) for recorded in (True, False))
     assert_equal(ours, theirs)
     assert sum(each.replays for each in ours[2].recorder.made) > 5
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "recurrent"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE, fewer ids", "DFlash", "recurrent"])
 @pytest.mark.parametrize("options", [{}, {"nodes": 9, "beams": 3}], ids=["chain", "tree"])
 @torch.inference_mode()
 def test_a_draft_is_one_replay_and_the_host_waits_once_for_its_shape(name: str, options: Any) -> None:

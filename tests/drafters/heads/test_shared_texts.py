@@ -12,7 +12,6 @@ import torch
 
 from drafters.heads import test_levels, test_recorded_drafts
 from kinds.mtp import test_mtp
-from kinds.p_eagle import test_peagle
 from support.backends import HostRecorder
 from support.layer_heads import Records, on_all_backends, target
 from support.tiny_models import VOCAB
@@ -27,8 +26,8 @@ PARAMS = SamplingParams(max_tokens=12)
 KEPT = 1 << 24
 HEADS: dict[str, Callable[[], Any]] = {
     name: partial(lambda own: test_levels.drafter(test_levels.head(own), nodes=3), name)
-    for name in ("EAGLE-3", "DFlash", "DSpark", "recurrent")
-} | {"P-EAGLE": lambda: test_peagle.Recorded(test_peagle.head())}
+    for name in ("EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "recurrent")
+}
 
 
 def run(engine: Engine, prompt: Sequence[int], params: SamplingParams = PARAMS, **options: Any) -> Any:
@@ -78,7 +77,7 @@ def test_later_turns_are_drafted_for_as_from_the_beginning(name: str, backend: s
     assert drafts(sharing) == drafts(alone) and len(drafts(sharing)) > 10
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "recurrent"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE, fewer ids", "DFlash", "recurrent"])
 @torch.inference_mode()
 def test_pages_of_recorded_heads_are_shared_and_all_given_back(name: str) -> None:
     model = target("graphs")
@@ -102,7 +101,7 @@ def test_pages_of_recorded_heads_are_shared_and_all_given_back(name: str) -> Non
 @torch.inference_mode()
 def test_mtp_layers_share_too(name: str, tmp_path: Path) -> None:
     model = test_mtp.loaded(test_mtp.reference(name).write(tmp_path))
-    sharing, alone = (test_mtp.Recorded(MtpHead.of(model)) for _ in range(2))
+    sharing, alone = (test_mtp.Recorded(MtpHead.for_target(None, model)) for _ in range(2))
     copied, answers = turns(Engine(model, sharing, controller="fixed", prefix_cache_bytes=KEPT))
     assert (copied, answers) == turns(Engine(model, prefix_cache_bytes=KEPT))
     assert max(copied) == (0 if model.pool is not None and model.pool.carries else 128)  # states are kept each 256

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from support.backends import native_backend
-from support.parallel_drafting import SameProcess, beside, markov, near, off_by_one
-from support.tiny_models import CONTEXT, PROMPTS, build, noisy, packed
-from support.tiny_models import VOCAB as TINY_VOCAB
-from truedraft import Engine, SamplingParams
+from support.layer_heads import target as native_target
+from support.parallel_drafting import TEXTS, SameProcess, beside, markov, near, off_by_one, seen
+from support.parallel_drafting import WAYS as EVERY_WAY
+from support.tiny_models import PROMPTS, noisy, packed
+from truedraft import Engine
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import Proposal
@@ -28,23 +27,10 @@ from truedraft.errors import OptionError
 from truedraft.models.backends.native.build import built
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import key_span
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import MarkovModel, ScriptedController, altered
 
-GREEDY = SamplingParams(max_tokens=40)
-SAMPLED = SamplingParams(max_tokens=40, temperature=0.8)
-WAYS = {
-    "greedy": GREEDY,
-    "sampled": SAMPLED,
-    "nucleus": replace(SAMPLED, top_p=0.9, top_k=4),
-    "seeded": replace(SAMPLED, seed=1),
-}
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 0], [3, 1]]
-
-
-def seen(answer: Answer) -> tuple[object, ...]:
-    """All of an answer but the times."""
-    return answer.token_ids, answer.finish_reason, answer.origins, answer.warnings, answer.stats
+WAYS = {**EVERY_WAY, "nucleus": replace(EVERY_WAY["sampled"], top_p=0.9, top_k=4)}
+GREEDY, SAMPLED = WAYS["greedy"], WAYS["sampled"]
 
 
 class Watched:
@@ -112,23 +98,6 @@ def test_a_draft_that_is_always_wrong_never_hits() -> None:
     assert stats.accepted_tokens == 0 and ahead.report["proposals"] > 20 and hit_rate(ahead) == 0.0
 
 
-def native_llama() -> LanguageModel:
-    """Of sizes that the native forward is for."""
-    config = LlamaConfig(
-        vocab_size=TINY_VOCAB,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return HuggingFaceModel(build(config, seed=3, spread=0.15), None, "tiny", native_backend)
-
-
 @pytest.mark.parametrize("way", ["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("kind", ["stock, bfloat16", "native"])
 def test_a_llama_drafts_ahead_bit_for_bit_what_it_drafts_in_turn(way: str, kind: str) -> None:
@@ -136,7 +105,7 @@ def test_a_llama_drafts_ahead_bit_for_bit_what_it_drafts_in_turn(way: str, kind:
     if kind == "native":
         if built(torch.float32).library is None:
             pytest.skip(built(torch.float32).reason)
-        target, draft = native_llama(), native_llama()
+        target, draft = native_target("native"), native_target("native")
     else:
         target, draft = noisy("llama", 0.02), packed("llama", dtype=torch.bfloat16)
     prompts = [list(prompt) for prompt in PROMPTS]
@@ -348,15 +317,11 @@ def test_trees_are_refused() -> None:
         ParallelDraft(DraftModel(model, branching=(2, 1)), worker)
 
 
-def texts() -> Iterator[tuple[int, list[int]]]:
-    for seed in range(40):
-        yield seed, [seed % 5, seed // 7, 3]
-
-
 def test_a_draft_that_is_the_target_guesses_the_token_that_the_rule_draws() -> None:
     """By the very number that draws it."""
     model = markov(1)
-    for entropy, text in texts():
+    for entropy in range(20):
+        text = [entropy % 5, entropy // 7, 3]
         ahead, worker = beside(model, 3)
         params = replace(SAMPLED, max_tokens=13)
         answer = Engine(model, ahead, controller="fixed", entropy=entropy).generate(text, params)

@@ -15,11 +15,14 @@ from functools import partial
 import pytest
 
 from support.parallel_drafting import (
+    TEXTS,
+    WAYS,
     broken_markov,
     dying_markov,
     failing_markov,
     markov,
     near_markov,
+    seen,
     slow_markov,
     tiny_llama,
 )
@@ -29,14 +32,10 @@ from truedraft import Engine, SamplingParams
 from truedraft.certify import Stack, certify
 from truedraft.drafters import DraftModel, ParallelDraft
 from truedraft.drafters.parallel import DraftProcess, ahead_drafter
-from truedraft.engine import Answer
 from truedraft.models.base import LanguageModel
 from truedraft.verification import SpeculativeSampling
 
-GREEDY = SamplingParams(max_tokens=40)
-SAMPLED = SamplingParams(max_tokens=40, temperature=0.8)
-WAYS = [GREEDY, SAMPLED, replace(SAMPLED, seed=1)]
-TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 0], [3, 1]]
+GREEDY, SAMPLED = WAYS["greedy"], WAYS["sampled"]
 LENGTH = 3
 
 
@@ -44,10 +43,6 @@ def made(load: Callable[[], LanguageModel], own: LanguageModel | None = None) ->
     """A drafter whose process has the model that `load` makes there; here it has `own`, or the same."""
     process = DraftProcess(partial(ahead_drafter, load, LENGTH, 0.0))
     return ParallelDraft(DraftModel(own or load(), LENGTH), process), process
-
-
-def seen(answer: Answer) -> tuple[object, ...]:
-    return answer.token_ids, answer.finish_reason, answer.origins, answer.warnings, answer.stats
 
 
 def in_turn() -> Engine:
@@ -80,11 +75,10 @@ def drafter() -> Iterator[ParallelDraft]:
     process.close()
 
 
-@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "seeded"])
+@pytest.mark.parametrize("params", WAYS.values(), ids=WAYS)
 def test_answers_and_counts_are_those_of_the_draft_alone(drafter: ParallelDraft, params: SamplingParams) -> None:
-    target = markov(1)
-    plain = Engine(target, DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
-    answers = Engine(target, drafter, controller="fixed", entropy=3).generate(TEXTS, params)
+    plain = in_turn().generate(TEXTS, params)
+    answers = Engine(markov(1), drafter, controller="fixed", entropy=3).generate(TEXTS, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     report = drafter.report
     assert 0.0 < report["ahead_hit_rate"] < 1.0 and report["ahead_tokens"] > 0
@@ -106,7 +100,7 @@ def test_tokens_do_not_hang_on_how_fast_it_is(drafter: ParallelDraft) -> None:
     before = dict(drafter.report)
     found = []
     for each in (drafter, slow):
-        asked = [replace(params, max_tokens=16) for params in WAYS]
+        asked = [replace(params, max_tokens=16) for params in WAYS.values()]
         answers = Engine(markov(1), each, controller="fixed", entropy=3).generate(TEXTS[:3], asked)
         found.append(list(map(seen, answers)))
     assert found[0] == found[1]
@@ -131,12 +125,12 @@ def test_a_certificate(drafter: ParallelDraft, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_process_that_dies_costs_no_answer() -> None:
     """In the middle of drafting, with four requests under way: they go on in this process, with the same tokens."""
-    params = [*WAYS, SAMPLED]
+    params = [*WAYS.values(), SAMPLED]
     ahead, process = made(partial(dying_markov, 30), near_markov())
     pid = process.pid
     with pytest.warns(RuntimeWarning, match="'draft' goes on without async: .* ended with status 7") as told:
         answers = Engine(markov(1), ahead, controller="fixed", entropy=3).generate(TEXTS, params)
-    plain = Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
+    plain = in_turn().generate(TEXTS, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     assert len(told) == 1 and not process.alive and not runs(pid) and not ahead.held.requests
     assert 0 < ahead.report["proposals"] < sum(each.stats.target_calls for each in answers)
@@ -154,9 +148,7 @@ def test_one_that_is_killed_between_two_steps() -> None:
     with pytest.warns(RuntimeWarning, match="ended with status -9"):
         while not request.closed:
             engine.step()
-    plain = Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(
-        [1, 2, 3], SAMPLED
-    )
+    plain = in_turn().generate([1, 2, 3], SAMPLED)
     assert request.tokens[3:] == plain.token_ids and not request.warnings and engine.check_idle() == []
 
 
@@ -164,9 +156,7 @@ def test_a_draft_that_cannot_be_loaded_there_drafts_here() -> None:
     ahead, process = made(failing_markov, near_markov())
     with pytest.warns(RuntimeWarning, match="ended with status 1: FileNotFoundError: no such draft"):
         answer = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
-    plain = Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(
-        [1, 2, 3], GREEDY
-    )
+    plain = in_turn().generate([1, 2, 3], GREEDY)
     assert seen(answer) == seen(plain) and not process.alive and ahead.report == {}
 
 

@@ -149,9 +149,7 @@ def test_plain_decoding_that_settles_is_what_drafting_must_beat() -> None:
     """Drafts bring a tenth over plain steps that stand between others, and lose a tenth to those in a row."""
     machine = Machine(lambda rows: STEP_S if rows == 1 else 0.0125 + ROW_S * (rows - 2), settles_s=0.0025)
     simulation = simulated(drafters=[SimulatedDrafter(steady(0.36), 0.3 * DRAFT_S)], machine=machine)
-    simulation.run(5.0)
-    simulation.reset()
-    simulation.run(40.0)
+    simulation.run(5.0, 40.0)
     assert simulation.of_plain > 0.97
     assert any(simulation.lengths), "it tries"
 
@@ -160,9 +158,7 @@ def test_plain_decoding_that_settles_is_what_drafting_must_beat() -> None:
 def test_it_comes_near_the_best_length(rate: float) -> None:
     """Found from an acceptance rate of 0.65 that nobody measured, although tokens beyond its drafts go untried."""
     simulation = simulated(steady(rate))
-    simulation.run(2.0)
-    simulation.reset()
-    simulation.run(30.0)
+    simulation.run(2.0, 30.0)
     assert simulation.of_best > 0.96
     if rate == 1.0:
         assert sum(length == 8 for length in simulation.lengths) > 0.95 * len(simulation.lengths)
@@ -221,9 +217,7 @@ def test_curves_that_are_wrong_by_a_factor_of_three_are_put_right(rate: float, b
     """The steps' curve one way, and drafting's the other."""
     machine = Machine(believed=believed, drafting_believed=1 / believed)
     simulation = simulated(steady(rate), machine=machine)
-    simulation.run(2.0)
-    simulation.reset()
-    simulation.run(20.0)
+    simulation.run(2.0, 20.0)
     assert simulation.of_best > 0.96
     assert simulation.of_plain > 0.98
 
@@ -247,13 +241,9 @@ def test_acceptance_that_switches_never_makes_it_slower_than_plain_decoding(
 
 def test_a_drafter_that_becomes_useless_is_dropped_within_two_seconds() -> None:
     simulation = simulated(lambda seconds, request, position: 0.9 if seconds < 10.0 else 0.0)
-    simulation.run(10.0)
-    simulation.reset()
-    simulation.run(2.0)
+    simulation.run(10.0, 2.0)
     assert simulation.of_plain > 0.75
-    simulation.run(1.0)
-    simulation.reset()
-    simulation.run(10.0)
+    simulation.run(1.0, 10.0)
     assert simulation.of_plain > 0.98
 
 
@@ -261,13 +251,9 @@ def test_a_drafter_that_becomes_useless_is_dropped_within_two_seconds() -> None:
 def test_no_gate_stays_shut(useless_s: float) -> None:
     """Acceptance 0 for long; once the drafter is good it is used again, and until then trying it lost under 1 %."""
     simulation = simulated(lambda seconds, request, position: 0.9 if seconds > useless_s else 0.0)
-    simulation.run(5.0)
-    simulation.reset()
-    simulation.run(useless_s - 5.0)
+    simulation.run(5.0, useless_s - 5.0)
     assert simulation.of_plain > 0.99
-    simulation.run(10.0)
-    simulation.reset()
-    simulation.run(5.0)
+    simulation.run(10.0, 5.0)
     assert simulation.of_best > 0.9
 
 
@@ -320,9 +306,7 @@ def test_of_two_drafters_the_better_one_is_found_again_when_they_change_places()
     )
     simulation.run(20.0)
     assert simulation.of_best > 0.93
-    simulation.run(5.0)
-    simulation.reset()
-    simulation.run(10.0)
+    simulation.run(5.0, 10.0)
     assert simulation.of_best > 0.93
     assert sum(each.drafter == "b" for each in simulation.requests[0].decisions[-300:]) > 270
 
@@ -382,9 +366,7 @@ def test_in_a_batch_only_those_draft_whose_drafts_are_accepted() -> None:
         return 0.95 if request == 3 else 0.05
 
     simulation = simulated(drafters=[SimulatedDrafter(acceptance, 0.1 * DRAFT_S)], requests=8)
-    simulation.run(3.0)
-    simulation.reset()
-    simulation.run(10.0)
+    simulation.run(3.0, 10.0)
     mean = [sum(lengths(simulation, number)) / 200 for number in range(8)]
     assert 1.5 < mean[3] < 4.5
     assert max(mean[:3] + mean[4:]) < 0.5
@@ -457,9 +439,7 @@ def test_who_finds_nothing_now_and_then_is_learnt_about_all_the_same() -> None:
     steps = itertools.count()
     drafter = SimulatedDrafter(steady(0.0), hint=lambda request, seconds: Hint(finds=next(steps) % 7 > 2))
     simulation = simulated(drafters=[drafter])
-    simulation.run(2.0)
-    simulation.reset()
-    simulation.run(10.0)
+    simulation.run(2.0, 10.0)
     assert simulation.of_plain > 0.98
 
 
@@ -500,9 +480,7 @@ def test_where_asking_takes_long_it_is_asked_of_fewer_steps(asking_s: float) -> 
     machine = Machine(lambda rows: 0.002 + 0.00006 * (rows - 1))
     drafter = SimulatedDrafter(steady(0.7), token_s=0.0002)
     simulation = simulated(drafters=[drafter], machine=machine, reading_s=asking_s / 5.0, deciding_s=asking_s)
-    simulation.run(1.0)
-    simulation.reset()
-    simulation.run(5.0)
+    simulation.run(1.0, 5.0)
     asked = simulation.deciding_s / asking_s / len(simulation.lengths)
     if asking_s < 1e-4:
         assert asked > 0.99

@@ -1,4 +1,4 @@
-"""Kept costs: found while they hold, measured again when anything they depend on changed, never in the way."""
+"""Kept costs: found while they hold, measured again when what they depend on changed or steps take something else."""
 
 from __future__ import annotations
 
@@ -14,19 +14,33 @@ from typing import NoReturn
 
 import pytest
 import torch
+from timed_doubles import Clock, TimedModel
 
+from support.records import step_record
 from support.tiny_models import noisy, packed
-from truedraft import __version__
+from truedraft import Engine, __version__
 from truedraft.core.params import SamplingParams
 from truedraft.core.theory import CostCurve, TargetCost
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
-from truedraft.engine.policy import CostStore, Effort, Measured, StepCosts, drafter_cost, target_cost
+from truedraft.engine.policy import (
+    CostStore,
+    CurveCheck,
+    Effort,
+    Measured,
+    StepCosts,
+    drafter_cost,
+    parts,
+    sizes,
+    target_cost,
+)
 from truedraft.engine.policy import kept as kept_module
-from truedraft.engine.policy import store as store_module
-from truedraft.engine.policy.store import CostKey, model_identity, target_key
+from truedraft.engine.policy.kept import CostKey, model_identity, target_key
+from truedraft.engine.policy.sizes import ratio_of_steps
 from truedraft.errors import DrafterError
 from truedraft.files import could_not_be_kept
 from truedraft.machine import versions
+from truedraft.measure.bench import OurEngine, Suite
+from truedraft.measure.bench import costs as bench_costs
 from truedraft.testing import MarkovModel
 
 ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
@@ -45,14 +59,17 @@ def cost_of(target: MarkovModel, store: CostStore, **options: bool) -> Measured[
     return target_cost(target, effort=ONCE, store=store, **options)
 
 
-def test_a_cost_is_measured_once(store: CostStore) -> None:
+def test_a_cost_is_measured_once_unless_it_is_to_be_refreshed(store: CostStore) -> None:
     first = cost_of(model(), store)
     assert not first.kept
     assert first.measuring_s > 0.0
     assert first.warnings == ()
-    again = cost_of(model(), store)
+    again = target_cost(model(), store=store, progress=fail)
     assert again == Measured(first.value, True, 0.0, first.path)
     assert [path.name for path in store.folder.iterdir()] == [first.path.name]  # no temporary file stays
+    fresh = cost_of(model(), store, refresh=True)
+    assert not fresh.kept and fresh.warnings == ()
+    assert cost_of(model(), store).value == fresh.value
 
 
 def test_what_was_measured_beside_other_programs_is_kept_until_there_is_better(
@@ -146,72 +163,46 @@ def test_costs_are_measured_where_only_the_sources_are(store: CostStore, monkeyp
     assert versions()["truedraft"] == __version__
 
 
-def test_progress_is_silent_for_a_kept_cost(store: CostStore) -> None:
-    cost_of(model(), store)
-
-    def progress(done: float, label: str) -> None:
-        raise AssertionError("measured again")
-
-    assert target_cost(model(), store=store, progress=progress).kept
-
-
-def test_refresh_measures_again(store: CostStore) -> None:
-    cost_of(model(), store)
-    fresh = cost_of(model(), store, refresh=True)
-    assert not fresh.kept
-    assert fresh.warnings == ()
-    assert cost_of(model(), store).value == fresh.value
-
-
 @pytest.mark.parametrize(
     "damage",
-    [b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"format": 1, "state": 3}', b'{"format": 99, "state": {}, "cost": {}}'],
+    [
+        *(b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"format": 1, "state": 3}', b'{"format": 99, "state": {}, "cost": {}}'),
+        *({"cost": None}, {"cost": {}}, {"cost": {"base": 1, "attention": 2, "request_s": 3}}),
+    ],
 )
-def test_a_corrupt_file_is_rebuilt_with_a_warning(store: CostStore, damage: bytes) -> None:
+def test_a_corrupt_file_is_rebuilt_with_a_warning(store: CostStore, damage: bytes | dict[str, object]) -> None:
     path = cost_of(model(), store).path
-    path.write_bytes(damage)
+    kept = json.loads(path.read_text())
+    path.write_bytes(damage if isinstance(damage, bytes) else json.dumps(kept | damage).encode())
     rebuilt = cost_of(model(), store)
     assert not rebuilt.kept
-    assert len(rebuilt.warnings) == 1
-    assert str(path) in rebuilt.warnings[0]
-    assert "measured again" in rebuilt.warnings[0]
+    (warning,) = rebuilt.warnings
+    assert str(path) in warning and warning.endswith("; they are measured again")
+    assert ("damaged" in warning) == (not isinstance(damage, bytes))
     assert cost_of(model(), store).kept
 
 
-@pytest.mark.parametrize("cost", [None, {}, {"base": 1, "attention": 2, "request_s": 3}])
-def test_a_file_without_a_cost_is_rebuilt(store: CostStore, cost: object) -> None:
-    path = cost_of(model(), store).path
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"cost": cost}))
-    rebuilt = cost_of(model(), store)
-    assert "are damaged" in rebuilt.warnings[0]
-    assert cost_of(model(), store).kept
-
-
-def test_an_unreadable_place_is_told_and_worked_around(store: CostStore) -> None:
+def test_an_unreadable_place_is_told_and_worked_around(store: CostStore, tmp_path: Path) -> None:
     path = cost_of(model(), store).path
     path.unlink()
     path.mkdir()
     found = cost_of(model(), store)
     assert not found.kept
-    assert len(found.warnings) == 2
-    assert "cannot be read" in found.warnings[0]
-    assert "could not be kept" in found.warnings[1]
+    read, kept = found.warnings
+    assert "cannot be read" in read and "could not be kept" in kept
     assert not list(store.folder.glob("*.tmp"))
-
-
-def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     found = cost_of(model(), CostStore(tmp_path / "file" / "costs"))
-    assert not found.kept
-    assert found.value(1, [10]) > 0.0
-    assert len(found.warnings) == 1
-    assert "TRUEDRAFT_CACHE" in found.warnings[0]
+    (kept,) = found.warnings
+    assert not found.kept and found.value(1, [10]) > 0.0 and "TRUEDRAFT_CACHE" in kept
 
 
-def test_other_versions_make_it_stale(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_and_sizes_make_it_stale(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost_of(model(), store)
+    assert "vocab_size was 5, now 6" in cost_of(MarkovModel.random(6, 0, context_length=64), store).warnings[0]
     cost_of(model(), store)
     now = versions() | {"torch": "9.9"}
-    monkeypatch.setattr(store_module, "versions", lambda: now)
+    monkeypatch.setattr(kept_module, "versions", lambda: now)
     stale = cost_of(model(), store)
     assert not stale.kept
     assert stale.warnings[0].endswith("now 9.9); they are measured again")
@@ -219,31 +210,20 @@ def test_other_versions_make_it_stale(store: CostStore, monkeypatch: pytest.Monk
     assert cost_of(model(), store).kept
 
 
-def test_other_fast_paths_have_a_file_of_their_own(store: CostStore) -> None:
-    cost_of(model(), store)
-    faster = model()
-    faster.fast_paths = ("packed weights",)
-    assert not cost_of(faster, store).kept
-    assert cost_of(faster, store).kept
-    assert cost_of(model(), store).kept
-
-
-def test_other_weights_of_the_same_name_make_it_stale(store: CostStore) -> None:
-    cost_of(model(), store)
-    assert "vocab_size was 5, now 6" in cost_of(MarkovModel.random(6, 0, context_length=64), store).warnings[0]
-
-
-def test_dtypes_threads_and_names_are_kept_side_by_side(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_names_dtypes_and_threads_are_kept_side_by_side(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = {cost_of(model(), store).path}
     single = MarkovModel(model().probs.float(), context_length=64)
     paths.add(cost_of(single, store).path)
-    named = model()
-    named.name = "other"
-    paths.add(cost_of(named, store).path)
+    named, faster = model(), model()
+    named.name, faster.fast_paths = "other", ("packed weights",)
+    paths |= {cost_of(named, store).path, cost_of(faster, store).path}
+    assert cost_of(faster, store).kept
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     paths.add(cost_of(model(), store).path)
     monkeypatch.undo()
-    assert len(paths) == 4
+    assert len(paths) == 5
     assert all(path.is_file() for path in paths)
     assert cost_of(model(), store).kept
 
@@ -298,16 +278,15 @@ def test_what_is_kept_is_plain_json(store: CostStore) -> None:
     assert json.loads(store.path(key).read_text())["what"] == "tests"
 
 
-def test_how_many_are_kept_is_told(store: CostStore) -> None:
+def test_costs_are_kept_in_the_cache_folder_and_counted(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
+    assert CostStore().folder == tmp_path / "own" / "costs"
     assert store.describe() == "none kept yet; measured when first asked for"
     cost_of(model(), store)
     cost_of(model(), CostStore(store.folder / "short"))
     assert store.describe() == f"2 kept in {store.folder}; measured when first asked for"
-
-
-def test_costs_are_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
-    assert CostStore().folder == tmp_path / "own" / "costs"
 
 
 def test_a_full_disk_is_told_in_one_sentence_whatever_was_measured(
@@ -323,3 +302,111 @@ def test_a_full_disk_is_told_in_one_sentence_whatever_was_measured(
     stores = CostStore(), CostStore(tmp_path / "costs" / "short")
     told = {store.save(CostKey(what, {}, {}), {}) for store in stores for what in ("one", "another")}
     assert told == {could_not_be_kept(tmp_path, "No space left on device")}
+
+
+V = TargetCost.fit({(rows, context): 0.01 * rows for rows in (1, 2, 4) for context in (10, 100)})
+STEP = step_record(2, 20, 1, target_s=0.02, total_s=0.03)
+
+
+def test_the_median_of_50_decoding_steps_is_told() -> None:
+    told: list[float] = []
+    check = CurveCheck(V, told.append)
+    for number in range(200):
+        slow = number % 5 == 0  # a neighbour now and then
+        check(step_record(2, 20, prefill=True, target_s=9.0))
+        check(dataclasses.replace(STEP, target_s=9.0, settled=False))
+        check(dataclasses.replace(STEP, target_s=0.2 if slow else 0.03 if number >= 100 else 0.02))
+    assert told == pytest.approx([1.0, 1.0, 1.5, 1.5])
+
+
+def test_what_is_too_far_apart() -> None:
+    assert [parts(ratio) for ratio in (0.5, 0.86, 0.88, 1.0, 1.14, 1.16, 3.0)] == [True, True] + [False] * 3 + [
+        True
+    ] * 2
+
+
+class Kept:
+    """A kept curve of a model, judged as time goes by."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = Clock()
+        self.clock.now = 1e9
+        self.store = CostStore(folder, self.clock)
+        self.model = MarkovModel.random(5, 0, context_length=64)
+
+    def use(self) -> Measured[TargetCost]:
+        return target_cost(self.model, effort=ONCE, store=self.store)
+
+    def steps_take(self, ratio: float, after_s: float) -> None:
+        self.clock.now += after_s
+        StepCosts(self.model, store=self.store).judge(ratio)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    found = Kept(tmp_path)
+    found.use()
+    return found
+
+
+@pytest.mark.parametrize("ratio", [0.4, 1.3])
+def test_a_curve_from_which_steps_parted_is_measured_again_after_a_minute(kept: Kept, ratio: float) -> None:
+    kept.steps_take(1.1, after_s=100)
+    assert kept.use().kept
+    kept.steps_take(ratio, after_s=100)
+    again = kept.use()
+    assert not again.kept
+    assert again.warnings and f"steps took {ratio} times what they say" in again.warnings[0]
+    kept.steps_take(2.0, after_s=59)
+    assert kept.use().kept
+    kept.steps_take(2.0, after_s=2)
+    assert not kept.use().kept
+
+
+def test_steps_that_always_part_do_not_have_it_measured_for_ever(kept: Kept) -> None:
+    """A small model's forwards take longer in an engine, whose other work empties the caches, than by themselves."""
+    kept.steps_take(1.4, after_s=100)
+    assert not kept.use().kept
+    kept.steps_take(1.5, after_s=100)
+    assert kept.use().kept, "as before it was measured again"
+    kept.steps_take(0.6, after_s=100)
+    assert not kept.use().kept
+    kept.steps_take(1.0, after_s=100)
+    kept.steps_take(0.6, after_s=100)
+    assert not kept.use().kept, "what was usual once no longer is"
+
+
+def test_nothing_is_kept_and_nothing_is_judged(tmp_path: Path) -> None:
+    store = CostStore(tmp_path / "none")
+    StepCosts(MarkovModel.random(5, 0, context_length=64), store=store).judge(9.0)
+    assert not store.folder.exists()
+
+
+def test_steps_of_an_engine_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("truedraft.engine.step.time.perf_counter", clock)
+    engine = Engine(TimedModel.of(clock, lambda rows, contexts: 0.013 * rows))
+    assert ratio_of_steps(engine, V) == pytest.approx(1.3)
+    assert engine.listeners == []
+    small = Engine(MarkovModel.random(5, 0, context_length=40))
+    assert ratio_of_steps(small, V) is None
+
+
+@pytest.mark.parametrize(("ratio", "measured"), [(1.1, 1), (2.2, 2), (None, 1)])
+def test_a_benchmark_measures_kept_curves_again_where_plain_steps_part(
+    kept: Kept, ratio: float | None, measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def curve(model: MarkovModel, *, progress: object, refresh: bool) -> Measured[TargetCost]:
+        asked.append(refresh)
+        return dataclasses.replace(kept.use(), value=V, kept=not refresh)
+
+    monkeypatch.setattr(bench_costs, "target_cost", curve)
+    monkeypatch.setattr(bench_costs, "read_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(sizes, "ratio_of_steps", lambda engine, forwards: ratio)
+    suite = Suite(kept.model, lossless=True, ours=[OurEngine("plain", Engine(kept.model))])
+    found = bench_costs.measure_costs(suite, SamplingParams(), lambda done, label: None)
+    assert asked == [False, True][:measured]
+    assert found.kept == (measured == 1)
+    assert any("2.20 times" in warning for warning in found.warnings) == (measured == 2)

@@ -18,7 +18,7 @@ from truedraft.drafters import PromptLookup, Redrafter
 from truedraft.drafters.heads.head import HeadRecord
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine.policy import CostStore, Effort, StepCosts, drafter_cost, target_cost
-from truedraft.engine.policy.store import target_key
+from truedraft.engine.policy.kept import target_key
 from truedraft.errors import ModelError, OptionError
 from truedraft.kinds.medusa.drafter import Medusa
 from truedraft.kinds.medusa.guess_trees import GuessTrees, fixed_trees

@@ -52,9 +52,7 @@ def of_best(controller: Controller, clock: FakeClock, temperature: float, row: f
     machine = Machine(lambda rows: STEP_S * (1.0 + row * (rows - 1)))
     simulation = Simulation(controller, {"tree": drafter}, clock, machine, seed=1)
     simulation.requests = [SimulatedRequest(0, SamplingParams(temperature=temperature))]
-    simulation.run(5.0)
-    simulation.reset()
-    simulation.run(60.0)
+    simulation.run(5.0, 60.0)
     brings = list(itertools.accumulate(chances, initial=1.0))
     return sum(brings[nodes] for nodes in simulation.lengths) / simulation.best_tokens
 

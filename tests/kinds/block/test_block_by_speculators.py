@@ -93,7 +93,7 @@ def by_ours(head: BlockHead, embed: Any, output: Any, vectors: Tensor, tokens: T
     x = head.vectors(head.inputs(tokens[0, anchor : anchor + 1], embed), rotation, attend)[0]
     logits, said, state = [], [], None
     for slot in range(head.reach):
-        leaving = head.behind(x[slot : slot + 1], tokens[0, anchor + slot : anchor + slot + 1], state)
+        leaving = head.leaving_after(x[slot : slot + 1], tokens[0, anchor + slot : anchor + slot + 1], state)
         state = leaving.state
         logits.append(head.logits(leaving, output)[0])
         said += [] if not config.confidence else [head.acceptance(leaving)[0]]

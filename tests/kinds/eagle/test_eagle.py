@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.backends import HostRecorder
 from support.eagle_reference import EagleReference, random_eagle
 from support.layer_heads import GREEDY, Records, answers_of, as_transformers_runs_it, plain_answers, target
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB
@@ -22,12 +23,16 @@ from truedraft.core.probs import draw, total_variation
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.drafters import DraftRequest, Eagle3
-from truedraft.drafters.heads import levels
-from truedraft.drafters.heads.levels import LikeliestTree, drawn_tree
+from truedraft.drafters.heads import layers
+from truedraft.drafters.heads.levels import drawn_tree
+from truedraft.drafters.tree_builder import LikeliestTree
+from truedraft.kinds.eagle.drafter import Eagle3Runner
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import native_linears
+from truedraft.models.base import LanguageModel
 from truedraft.models.cache import RequestCache
+from truedraft.training.online.tenants import Tenants
 
 SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=32, inner=64, reach=3, most_positions=CONTEXT)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -53,23 +58,57 @@ class Recorded(Records, Eagle3):
     pass
 
 
-def follow_the_page(made: Eagle3Head, drafter: Any) -> None:
-    """Hold the chains that a drafter with `seen` drafts to the slow reference."""
-    reference = EagleReference(as_transformers_runs_it(), made)
+class Replayed(Records, Eagle3):
+    """Drafts from recordings: `GraphPairs` on a stand-in."""
+
+    def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
+        self.recorder = HostRecorder()
+        return Eagle3Runner(self.head, target, self.recorder)
+
+
+@pytest.mark.parametrize("kind", [Recorded, Replayed])
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.inference_mode()
+def test_chains_are_what_the_page_says(name: str, kind: Any) -> None:
+    made = head(**VARIANTS[name])
+    drafter, reference = kind(made), EagleReference(as_transformers_runs_it(), made)
     assert answers_of(Engine(target(), drafter, controller="fixed"), GREEDY) == plain_answers(GREEDY)
     for text, proposal in drafter.seen[::5]:
         path: list[int] = []
         for token in proposal.tree.host_ids:
-            assert token == int(reference.logits(text, path).argmax()), f"behind {text} {path}"
+            assert token == int(reference.logits(text, path).argmax()), f"after {text} {path}"
             path.append(token)
     assert len(drafter.seen) > 20
+    assert kind is Recorded or sum(each.replays for each in drafter.recorder.made) > 40
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@torch.inference_mode()
-def test_chains_are_what_the_page_says(name: str) -> None:
-    made = head(**VARIANTS[name])
-    follow_the_page(made, Recorded(made))
+def test_forwards_that_are_recorded_are_counted() -> None:
+    """And steps in which there was one are not settled, though the target records nothing."""
+    drafter = Replayed(head())
+    engine = Engine(target(), drafter, controller="fixed")
+    counted, settled = [0], []
+    engine.listeners.append(lambda step: counted.append(drafter.warmups))
+    engine.listeners.append(lambda step: settled.append(step.settled))
+    for _ in range(3):
+        before = drafter.warmups
+        engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
+    assert drafter.warmups == before > 0
+    assert settled == [now == was for was, now in itertools.pairwise(counted)]
+
+
+def test_forwards_of_each_tenants_heads_are_counted() -> None:
+    """Those of one tenant's own, made of other weights, and of the heads that the others have."""
+    tenants = Tenants(Replayed(head()))
+    engine = Engine(target(), tenants, controller="fixed")
+    tenants.take("a", head())
+    counts = []
+    for scope in ("a", None):
+        engine.submit(list(PROMPTS[0]), SamplingParams(max_tokens=8), scope=scope)
+        while engine.step():
+            pass
+        counts.append((tenants.warmups, tenants.base.warmups))
+    assert counts[0][0] > 0 == counts[0][1]
+    assert counts[1][0] > counts[0][0] and counts[1][1] == counts[1][0] - counts[0][0]
 
 
 def test_the_worked_example_of_the_likeliest_tree() -> None:
@@ -133,7 +172,7 @@ def in_few_bits(made: Eagle3Head) -> Eagle3Head:
     other = copy.deepcopy(made)
     for layer in other.modules():
         if isinstance(layer, torch.nn.Linear):
-            (few,) = native_linears([layer], levels._FEW_BITS, torch.float32).values()
+            (few,) = native_linears([layer], layers._FEW_BITS, torch.float32).values()
             layer.weight.copy_(few(torch.eye(layer.in_features)).T)
     return other
 
@@ -142,7 +181,7 @@ def in_few_bits(made: Eagle3Head) -> Eagle3Head:
 @torch.inference_mode()
 def test_a_head_with_few_bits_says_what_its_drafts_are_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token inverts the distribution that goes with it: the page's with such weights, but for inputs of 8 bits."""
-    monkeypatch.setattr(levels, "_LEAST_QUANTIZED", 0)
+    monkeypatch.setattr(layers, "_LEAST_QUANTIZED", 0)
     made = head(draft_vocab=40)
     reference = EagleReference(as_transformers_runs_it(), in_few_bits(made))
     drafter = Recorded(made, num_speculative_tokens=3)
@@ -166,7 +205,7 @@ def test_a_head_with_few_bits_says_what_its_drafts_are_drawn_from(monkeypatch: p
 @pytest.mark.parametrize("options", [{}, {"nodes": 7}, {"branching": (2, 2)}], ids=str)
 @torch.inference_mode()
 def test_few_bits_change_no_answer(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "_LEAST_QUANTIZED", 0)
+    monkeypatch.setattr(layers, "_LEAST_QUANTIZED", 0)
     drafter = Recorded(head(draft_vocab=40), **options)
     engine = Engine(target("native"), drafter, controller="fixed")
     for params in (GREEDY, SamplingParams(max_tokens=24, temperature=1.0, seed=5)):

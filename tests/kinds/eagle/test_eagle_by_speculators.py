@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from support.eagle_reference import random_eagle
 from support.speculators import module_of, with_random_weights
 from truedraft.kinds.eagle.folders import write_speculators_folder
-from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
-from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 
 _WIDTH, _HEADS, _KV_HEADS, _HEAD, _VOCAB, _IDS = 48, 4, 2, 16, 97, 40
 VARIANTS: dict[str, tuple[Any, dict[str, bool]]] = {

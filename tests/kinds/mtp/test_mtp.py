@@ -49,7 +49,7 @@ def answers(model: HuggingFaceModel, drafter: Any, params: SamplingParams) -> li
 @torch.inference_mode()
 def test_drafts_are_those_of_the_page(name: str, tmp_path: Path) -> None:
     slow, model = reference(name), loaded(reference(name).write(tmp_path))
-    drafter = Recorded(MtpHead.of(model))
+    drafter = Recorded(MtpHead.for_target(None, model))
     assert answers(model, drafter, GREEDY) == answers(model, None, GREEDY)
     chosen = drafter.facts["reads"], drafter.facts["returns"]
     for text, proposal in drafter.drafted[::6]:
@@ -87,7 +87,7 @@ class Compared(Mtp):
 def test_caches_hold_what_a_fresh_computation_would(tmp_path: Path) -> None:
     """Beside prompt lookup, whose tokens it did not draft, and behind rejected drafts."""
     model = loaded(reference("qwen3").write(tmp_path))
-    drafter = Compared(MtpHead.of(model), branching=(2, 1))
+    drafter = Compared(MtpHead.for_target(None, model), branching=(2, 1))
     engine = Engine(model, Portfolio({"mtp": drafter, "prompt-lookup": PromptLookup()}), controller="in-turn")
     prompts = [list(PROMPTS[0]) * 3, list(PROMPTS[1])]
     for params in (GREEDY, SEEDED):
@@ -99,7 +99,7 @@ def test_caches_hold_what_a_fresh_computation_would(tmp_path: Path) -> None:
 def test_what_it_reads_is_measured_on_the_targets_own_tokens(tmp_path: Path) -> None:
     """Without a tokenizer behind 8 ids, on 32 tokens of its own."""
     slow, model = reference("deepseek_v3"), loaded(reference("deepseek_v3").write(tmp_path))
-    drafter = Mtp(MtpHead.of(model))
+    drafter = Mtp(MtpHead.for_target(None, model))
     drafter.check(model)
     text = [7919 * place % VOCAB for place in range(1, 9)]
     text += Engine(model).generate(text, SamplingParams(max_tokens=32)).token_ids

@@ -50,7 +50,7 @@ def test_the_first_step_is_that_of_their_forward(theirs: Any, name: str, tmp_pat
     again = theirs.MTPDraftModel.from_pretrained(tmp_path / "ours").eval()
     torch.testing.assert_close(again(input_ids=tokens, hidden_states=vectors)[0][0][0], first, rtol=0, atol=0)
     for place in (None, str(tmp_path / "theirs"), str(tmp_path / "ours")):
-        layer = MtpHead.of(target, place).layer
+        layer = MtpHead.for_target(place, target).layer
         pairs = tokens[0, 1 : 1 + len(first)]
         segment = Segment(layer.pool.acquire(), pairs, chain_shape(len(pairs)), range(len(pairs)))
         _, behind = layer.forward([segment], target.embed(pairs), vectors[0, : len(pairs)])

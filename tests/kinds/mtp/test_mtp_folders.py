@@ -81,7 +81,7 @@ def test_damaged_weights_are_told_in_a_sentence(
     save_file(weights, folder / WEIGHTS)
     target = load_model(model, dtype="float32")
     for read in (
-        lambda: MtpHead.of(target, str(folder)),
+        lambda: MtpHead.for_target(str(folder), target),
         lambda: write_mtp_folder(tmp_path / "again", model, str(folder)),
     ):
         with pytest.raises(ModelError, match=said) as caught:
@@ -99,9 +99,9 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
     about["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = "two"
     (folder / "config.json").write_text(json.dumps(about))
     with pytest.raises(ModelError, match=r"drafts 'two' tokens by its config\.json, not 1 to 1024"):
-        MtpHead.of(target, str(folder))
+        MtpHead.for_target(str(folder), target)
     (folder / "config.json").write_text("{}")
-    assert MtpHead.of(target, str(folder)).reach == 3
+    assert MtpHead.for_target(str(folder), target).reach == 3
     mixed = load_file(folder / WEIGHTS)
     mixed[NORM] = mixed[NORM].half()
     save_file(mixed, folder / WEIGHTS)

@@ -23,7 +23,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Child, Drawing, OpenNode
 from truedraft.kinds.redrafter import sampled_beams as sampled_beams
-from truedraft.kinds.redrafter.beam_trees import BeamTrees
+from truedraft.kinds.redrafter.beams import BeamTrees
 from truedraft.kinds.redrafter.sampled_beams import SampledBeams
 from truedraft.verification.coupled import CoupledSampling
 from truedraft.verification.rule import DrawnToken, JudgedRow
@@ -179,7 +179,7 @@ def test_cutting_by_probability_would_bend_it(monkeypatch: pytest.MonkeyPatch) -
     def by_probability(
         tree: sampled_beams._BeamTree, parent: int, drawn: Sequence[Child], depth: int, number: int
     ) -> list[tuple[float, float]]:
-        above = 1.0 if parent < 0 else tree.nodes[parent].score
+        above = 1.0 if parent < 0 else tree.scores[parent]
         return [(above * q, 0.0) for _, q in drawn]
 
     monkeypatch.setattr(sampled_beams, "_perturbed_scores", by_probability)

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from support.bench_runs import circumstances
 from support.tiny_models import packed
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
@@ -14,7 +15,7 @@ from truedraft.engine.policy.decisions import Decisions
 from truedraft.measure import Footprint, footprint_of
 from truedraft.measure.bench.breakdown import Breakdown
 from truedraft.measure.bench.costs import Memory, reads_alike
-from truedraft.measure.bench.record import Circumstances, bench_record
+from truedraft.measure.bench.record import bench_record
 from truedraft.measure.bench.report import decides, markdown
 from truedraft.measure.bench.runs import Failure, Results, Row, SystemOutput, time_without_core
 from truedraft.measure.bench.summary import (
@@ -227,32 +228,6 @@ def test_each_table_says_what_a_padded_target_is() -> None:
     assert [table.headings[0] for table in padded] == ["cost of a 500 M model,\ntext of a 16 M model"] * 3
     own = all_tables(summaries()[:1], dataclasses.replace(circumstances(), note=None))
     assert [table.headings[0] for table in own] == ["", ""]  # plain decoding drafts nothing
-
-
-def circumstances() -> Circumstances:
-    return Circumstances(
-        model="embedded:target",
-        note="cost of a 500 M model, text of a 16 M model",
-        pad_to="500M",
-        weights=None,
-        drafters=("draft",),
-        peers=(),
-        rule="speculative",
-        dtype="bfloat16",
-        device="cpu",
-        threads=2,
-        fast_paths=("packed weights",),
-        batch=1,
-        prompt_set="heldout",
-        prompts=2,
-        runs=1,
-        sampling={"temperature": 0.0, "max_tokens": 5, "seed": 7},
-        must_agree=True,
-        costs_kept=False,
-        bandwidth=4e10,
-        weight_bytes=10**9,
-        machine={"cpu": "a CPU", "cores": 2, "torch": "2"},
-    )
 
 
 def test_answers_of_no_token_are_told() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from cli.tiny import save_tiny_llama
-from truedraft import Engine, load_model
+from measure.peers.test_transformers import noisy
+from truedraft import Engine
 from truedraft.core.params import SamplingParams
 from truedraft.errors import UnknownOptionError
 from truedraft.measure.bench import Suite, check_peers, load_suite
@@ -27,15 +27,7 @@ SHORT = (9, 80, 33)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A target, and a draft that often agrees with it."""
     target = save_tiny_llama(tmp_path_factory.mktemp("peer") / "target", seed=1, layers=2)
-    draft = load_model(target, dtype="float32", fast_paths=False).module
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    folder = tmp_path_factory.mktemp("peer") / "draft"
-    draft.save_pretrained(folder)
-    for file in Path(target).glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return target, str(folder)
+    return target, str(noisy(target, tmp_path_factory.mktemp("peer") / "draft"))
 
 
 def load(folders: tuple[str, str], pad_to: str | None = None, **parts: Any) -> Suite:

@@ -10,33 +10,31 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from support.bench_runs import summary
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
-from truedraft.core.stats import Counters, RequestStep, StepRecord
+from truedraft.core.stats import RequestStep, StepRecord
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.errors import DataError, MissingExtraError
 from truedraft.measure.bench.plots import draw_all, draw_decisions
 from truedraft.measure.bench.report import OutputFolder
 from truedraft.measure.bench.runs import Row, SystemOutput
-from truedraft.measure.bench.summary import Ratio, Spread, Summary
 
 COSTS = [
     {"rows": rows, "context": context, "seconds": 0.01 + 1e-3 * rows} for rows in (1, 2, 4) for context in (128, 512)
 ]
 
 
-def summary(name: str, speed: float, drafts: bool = False) -> Summary:
-    counters = Counters(accepted_per_position=[8, 4], tried_per_position=[10, 8]) if drafts else None
-    spread, ratio = Spread(speed, speed * 0.9, speed * 1.2), Ratio(speed / 10, 0.5, 2.0, 0.5)
-    return Summary(name, drafts, 1, 5, spread, spread, spread, 4, 1.0, counters, ratio, ratio, *[None] * 4, 1.0, 1, 1)
+def assert_drawn(picture: Path, height: int) -> None:
+    with Image.open(picture) as image:
+        assert image.width >= 1000 and image.height >= height
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
 
 
 def test_all_pictures(tmp_path: Path) -> None:
     shown = [summary("plain", 10.0), summary("a drafter with a rather long name", 25.0, drafts=True)]
     assert draw_all(tmp_path, shown, COSTS, 0.008, "where and how " * 12) == ["speed", "cost", "acceptance"]
     for name in ("speed", "cost", "acceptance"):
-        with Image.open(tmp_path / f"{name}.png") as image:
-            assert image.width >= 1000 and image.height >= 350
-            assert len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
+        assert_drawn(tmp_path / f"{name}.png", 350)
         assert (tmp_path / f"{name}.svg").read_text().count("<path") > 10
 
 
@@ -51,8 +49,7 @@ def test_decisions_over_time(tmp_path: Path) -> None:
         step = RequestStep(0, 9, 1 + nodes, False, nodes, nodes, nodes, number % (nodes + 1), decision=decision)
         decisions(StepRecord((step,), 0.0, 0.0, 0.0, 0.002))
     assert draw_decisions(tmp_path, "auto,x=1", decisions, "where and how") == "decisions-auto-x=1"
-    with Image.open(tmp_path / "decisions-auto-x=1.png") as image:
-        assert image.width >= 1000 and len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
+    assert_drawn(tmp_path / "decisions-auto-x=1.png", 350)
     text = (tmp_path / "decisions-auto-x=1.svg").read_text()
     for colour in ("#0072b2", "#d55e00", "#cccccc"):
         assert colour in text.lower()
@@ -68,19 +65,12 @@ def test_rows_of_an_earlier_benchmark_stay_until_there_is_a_new_one(tmp_path: Pa
     for _ in range(2):
         with OutputFolder(tmp_path) as folder:
             folder.keep(row)
-            folder.keep(row)
+            folder.keep(row, {"note": "n"})
     with OutputFolder(tmp_path):
         pass
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and rows[0]["tokens"] == 2 and rows[0]["token_ids"] == [[1, 2]]
-
-
-def test_what_is_said_of_a_run_stands_in_each_row(tmp_path: Path) -> None:
-    with OutputFolder(tmp_path) as folder:
-        folder.keep(
-            Row("plain", ("a",), 0, 0, 1.0, 1.0, SystemOutput(((1,),), (0.5,), 0.5, 1, 0, 3, 1, 1.0)), {"note": "n"}
-        )
-    assert json.loads((tmp_path / "rows.jsonl").read_text())["note"] == "n"
+    assert rows[1] == rows[0] | {"note": "n"}
 
 
 def test_a_run_that_wrote_nothing_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from support.bench_runs import circumstances, summary
 from support.tiny_models import VOCAB, packed
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
@@ -24,11 +25,10 @@ from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.measure import nodes_for
 from truedraft.measure.bench import trees as trees_of_a_run
 from truedraft.measure.bench.plots import draw_drafted, draw_tree
-from truedraft.measure.bench.record import Circumstances, bench_record
+from truedraft.measure.bench.record import bench_record
 from truedraft.measure.bench.report import OutputFolder, markdown
 from truedraft.measure.bench.runs import Results
 from truedraft.measure.bench.suite import PLAIN, OurEngine, Suite
-from truedraft.measure.bench.summary import Spread, Summary
 from truedraft.measure.bench.trees import ChosenTrees, DraftedTree, drafted_trees, size_trees
 
 CHANCES = ((0.6, 0.1, 0.05, 0.02), (0.5, 0.1, 0.05, 0.02), (0.4, 0.1, 0.05, 0.02))
@@ -104,40 +104,9 @@ def test_trees_chosen_at_each_step_stand_beside_the_counted_one(tmp_path: Path) 
         assert phrase in written
 
 
-def summary(name: str, length: float) -> Summary:
-    spread = Spread(10.0, 9.0, 11.0)
-    return Summary(name, True, 1, 5, spread, spread, spread, 4, length, None, None, None, *[None] * 4, 1.0, 1, 1)
-
-
-def circumstances() -> Circumstances:
-    return Circumstances(
-        model="m",
-        note=None,
-        pad_to=None,
-        weights=None,
-        drafters=("medusa",),
-        peers=(),
-        rule="speculative",
-        dtype="float32",
-        device="cpu",
-        threads=1,
-        fast_paths=(),
-        batch=1,
-        prompt_set="heldout",
-        prompts=1,
-        runs=1,
-        sampling={"max_tokens": 5, "temperature": 0.0},
-        must_agree=True,
-        costs_kept=False,
-        bandwidth=None,
-        weight_bytes=None,
-        machine={},
-    )
-
-
 def test_report_and_record_show_the_trees(tmp_path: Path) -> None:
     trees = [DraftedTree("medusa", counted_tree(8), 2.1, product=2.4)]
-    summaries = [summary(PLAIN, 1.0), summary("medusa", 2.1)]
+    summaries = [summary(PLAIN, 10.0), summary("medusa", 10.0, 2.1)]
     record = bench_record(summaries, circumstances(), [], Results(), (), trees)
     assert record["trees"][0]["measured_over_promised"] == pytest.approx(2.1 / counted_tree(8).expected_tokens)
     with OutputFolder(tmp_path) as folder:

@@ -39,6 +39,16 @@ def refusal(found: Sequence[Reply | PeerError]) -> str:
     return str(reply)
 
 
+def answered(server: ScriptedServer, tokenizer: Tokenizer, **params: Any) -> Reply:
+    with opened(server, tokenizer) as endpoint:
+        return only(endpoint.ask([question(tokenizer, **params)]))
+
+
+def refused(server: ScriptedServer, tokenizer: Tokenizer, **params: Any) -> str:
+    with opened(server, tokenizer) as endpoint:
+        return refusal(endpoint.ask([question(tokenizer, **params)]))
+
+
 def answers_vllm(server: ScriptedServer, tokenizer: Tokenizer, ids: Sequence[int], **choice: Any) -> None:
     server.handlers["/v1/models"] = models("vllm", "m", root="/models/m")
     server.handlers["/version"] = lambda _: Made({"version": "0.32.0"})
@@ -103,18 +113,16 @@ def test_a_stop_token_is_left_out_and_more_tokens_than_asked_for_are_kept(
     ids = tokenizer.plain_ids(ANSWER * 3)
     for text in (ANSWER * 3, tokenizer.decode(ids[:-1])):  # with the text of the stop token, and as vLLM without it
         answers_vllm(server, tokenizer, ids, reason="stop", text=text)
-        with opened(server, tokenizer) as endpoint:
-            reply = only(endpoint.ask([question(tokenizer, max_tokens=2, stop_token_ids=(ids[-1],))]))
+        reply = answered(server, tokenizer, max_tokens=2, stop_token_ids=(ids[-1],))
         assert reply.token_ids == ids[:-1] and len(reply.token_ids) > 2
 
 
 def test_a_stop_text_cuts_the_text_and_not_the_ids(server: ScriptedServer, tokenizer: Tokenizer) -> None:
     ids = tokenizer.plain_ids(ANSWER)
     answers_vllm(server, tokenizer, ids, reason="stop", text=" return")
-    with opened(server, tokenizer) as endpoint:
-        reply = only(endpoint.ask([question(tokenizer, stop=(" a",))]))
-        assert (reply.token_ids, reply.text) == (ids, " return")
-        assert "do not mean the text" in refusal(endpoint.ask([question(tokenizer)]))
+    reply = answered(server, tokenizer, stop=(" a",))
+    assert (reply.token_ids, reply.text) == (ids, " return")
+    assert "do not mean the text" in refused(server, tokenizer)
 
 
 def test_half_a_character_is_compared_up_to_there(server: ScriptedServer, tokenizer: Tokenizer) -> None:
@@ -122,11 +130,9 @@ def test_half_a_character_is_compared_up_to_there(server: ScriptedServer, tokeni
     assert "\ufffd" in tokenizer.decode(ids)
     for text in ("a", "a\ufffd", "a\ufffd\ufffd"):
         answers_vllm(server, tokenizer, ids, text=text)
-        with opened(server, tokenizer) as endpoint:
-            assert only(endpoint.ask([question(tokenizer)])).token_ids == ids
+        assert answered(server, tokenizer).token_ids == ids
     answers_vllm(server, tokenizer, ids, text="b\ufffd")
-    with opened(server, tokenizer) as endpoint:
-        assert "do not mean the text" in refusal(endpoint.ask([question(tokenizer)]))
+    assert "do not mean the text" in refused(server, tokenizer)
 
 
 def llama_cpp(server: ScriptedServer, **told: Any) -> None:
@@ -166,15 +172,12 @@ def test_llama_cpp_knows_no_logprobs_of_tokens_that_it_drafted(server: ScriptedS
     ids = tokenizer.plain_ids(ANSWER)
     entries = [{"id": token, "token": "?", "logprob": 0.0, "top_logprobs": []} for token in ids]
     llama_cpp(server, content=ANSWER, tokens=list(ids), completion_probabilities=entries)
-    with opened(server, tokenizer) as endpoint:
-        reply = only(endpoint.ask([question(tokenizer, logprobs=1)]))
-    assert reply == Reply(ids, ANSWER)
+    assert answered(server, tokenizer, logprobs=1) == Reply(ids, ANSWER)
 
 
 def test_llama_cpp_that_adds_a_token_to_the_prompt_is_found_out(server: ScriptedServer, tokenizer: Tokenizer) -> None:
     llama_cpp(server, content=ANSWER, tokens=list(tokenizer.plain_ids(ANSWER)), tokens_evaluated=99)
-    with opened(server, tokenizer) as endpoint:
-        assert "counts 99 tokens in a prompt of" in refusal(endpoint.ask([question(tokenizer)]))
+    assert "counts 99 tokens in a prompt of" in refused(server, tokenizer)
 
 
 def openai_like(
@@ -271,8 +274,7 @@ def test_a_text_that_merges_with_the_prompt_is_an_error(server: ScriptedServer, 
 def test_names_that_mean_something_else_here_give_way_to_the_text(server: ScriptedServer, tokenizer: Tokenizer) -> None:
     wrong = named_logprobs(tokenizer, tokenizer.plain_ids(" raise a"))
     openai_like(server, tokenizer, ANSWER, logprobs=wrong)
-    with opened(server, tokenizer) as endpoint:
-        reply = only(endpoint.ask([question(tokenizer)]))
+    reply = answered(server, tokenizer)
     assert reply.token_ids == tokenizer.plain_ids(ANSWER) and reply.unsure
 
 
@@ -305,11 +307,9 @@ def test_the_first_of_several_models_is_asked_and_said(server: ScriptedServer, t
 def test_the_date_of_a_version_is_the_same_model(server: ScriptedServer, tokenizer: Tokenizer) -> None:
     ids = tokenizer.plain_ids(ANSWER)
     answers_vllm(server, tokenizer, ids, model="m-2026-01-31")
-    with opened(server, tokenizer) as endpoint:
-        only(endpoint.ask([question(tokenizer)]))
-        answers_vllm(server, tokenizer, ids, model="m-large")
-        found = refusal(endpoint.ask([question(tokenizer)]))
-    assert "was asked for model 'm', and 'm-large' answered" in found
+    assert answered(server, tokenizer).token_ids == ids
+    answers_vllm(server, tokenizer, ids, model="m-large")
+    assert "was asked for model 'm', and 'm-large' answered" in refused(server, tokenizer)
 
 
 def test_the_key_goes_to_the_server(server: ScriptedServer, tokenizer: Tokenizer) -> None:

@@ -125,12 +125,13 @@ def tree(noise: float = 0.12) -> Watched:
     return Watched(draft(FAMILY, noise), branching=(3, 2, 1))
 
 
-def test_plain_decoding() -> None:
-    run(None)
+def chains() -> Watched:
+    return Watched(draft(FAMILY, 0.12), num_speculative_tokens=3, chains=3)
 
 
-def test_prompt_lookup() -> None:
-    run(PromptLookup(max_ngram=2, min_ngram=1))
+@pytest.mark.parametrize("drafter", [None, PromptLookup(max_ngram=2, min_ngram=1)], ids=["none", "prompt-lookup"])
+def test_without_a_draft_model(drafter: Drafter | None) -> None:
+    run(drafter)
 
 
 SAMPLED = SamplingParams(max_tokens=COUNT, temperature=1.0)
@@ -138,25 +139,13 @@ SEEDED = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=3)
 
 
 @pytest.mark.parametrize("params", [None, SAMPLED, SEEDED], ids=["greedy", "sampled", "seeded"])
-def test_draft_chain(params: SamplingParams | None) -> None:
-    drafter = chain()
-    run(drafter, params=params)
-    assert drafter.proposals > 20
-    assert min(drafter.kept_in_full, drafter.kept_in_part, drafter.kept_none) > 0
-
-
-@pytest.mark.parametrize("params", [None, SAMPLED, SEEDED], ids=["greedy", "sampled", "seeded"])
-def test_draft_tree(params: SamplingParams | None) -> None:
-    drafter = tree()
-    run(drafter, params=params)
-    assert min(drafter.kept_in_full, drafter.kept_in_part, drafter.kept_none, drafter.moved) > 0
-
-
-@pytest.mark.parametrize("params", [None, SAMPLED, SEEDED], ids=["greedy", "sampled", "seeded"])
-def test_draft_chains(params: SamplingParams | None) -> None:
-    drafter = Watched(draft(FAMILY, 0.12), num_speculative_tokens=3, chains=3)
-    run(drafter, params=params)
-    assert min(drafter.kept_in_full, drafter.kept_in_part, drafter.kept_none) > 0
+def test_drafts(params: SamplingParams | None) -> None:
+    for make in (chain, tree, chains):
+        drafter = make()
+        run(drafter, params=params)
+        assert drafter.proposals > 20
+        assert min(drafter.kept_in_full, drafter.kept_in_part, drafter.kept_none) > 0
+        assert drafter.moved > 0 or make is not tree
 
 
 @pytest.mark.parametrize("branching", [(1, 1, 1, 1), (2, 2)])
@@ -167,22 +156,19 @@ def test_full_acceptance(branching: tuple[int, ...]) -> None:
     assert drafter.kept_in_full == sum(request.counters.target_calls for request in requests)
 
 
-@pytest.mark.parametrize("make", [chain, tree])
-def test_after_a_pause(make: Callable[[], Watched]) -> None:
-    """Some steps without a budget; then the draft catches up with all it missed in one forward."""
-    drafter = make()
-    run(drafter, Script(None, *[NO_DRAFT] * 3, None, None, NO_DRAFT))
-    assert drafter.pauses > 10
-    assert min(drafter.kept_in_full, drafter.kept_in_part) > 0
+PAUSES = (None, *[NO_DRAFT] * 3, None, None, NO_DRAFT)
+"""Then the draft catches up with all it missed in one forward."""
+CUTS = (None, Budget(1), Budget(3, 1), Budget(2, 2, 3), Budget(4, 3, 5), Budget(4, 3, min_probability=0.5), NO_DRAFT)
+"""Depth, width, nodes and early stops change from step to step."""
 
 
 @pytest.mark.parametrize("make", [chain, tree])
-def test_after_cut_budgets(make: Callable[[], Watched]) -> None:
-    """Depth, width, nodes and early stops change from step to step."""
-    budgets = (None, Budget(1), Budget(3, 1), Budget(2, 2, 3), Budget(4, 3, 5), Budget(4, 3, min_probability=0.5))
-    drafter = make()
-    run(drafter, Script(*budgets, NO_DRAFT))
-    assert min(drafter.kept_in_full, drafter.kept_in_part) > 0
+def test_after_budgets_that_change(make: Callable[[], Watched]) -> None:
+    for budgets in (PAUSES, CUTS):
+        drafter = make()
+        run(drafter, Script(*budgets))
+        assert drafter.pauses > 10 or budgets is not PAUSES
+        assert min(drafter.kept_in_full, drafter.kept_in_part) > 0
 
 
 def test_a_long_prompt_is_read_in_parts() -> None:

@@ -44,20 +44,6 @@ def test_requests_take_the_pages_that_their_texts_need() -> None:
         assert_holds(cache.entries(), tokens)
 
 
-def test_nothing_moves_when_requests_come_and_go() -> None:
-    pool = new_page_pool()
-    cache = filled(pool, range(40))
-    pages, table = pages_of(pool), table_of(cache).table.tolist()
-    generation, address = pages.generation, pages.entries(0)[0].data_ptr()
-    others = [filled(pool, range(20)) for _ in range(4)]
-    for other in others:
-        pool.release(other)
-    filled(pool, range(50))
-    assert table_of(cache).table.tolist() == table
-    assert (pages.generation, pages.entries(0)[0].data_ptr()) == (generation, address)
-    assert_holds(cache.entries(), range(40))
-
-
 def test_a_straight_path_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(new_page_pool(), [1])
     forward(cache, [2, 3, 4])
@@ -98,29 +84,6 @@ def test_reserved_pages_are_all_that_there_are() -> None:
     assert pages.count == 4 and pool.most_bytes == 2 * PAGE_BYTES
     pool.unreserve()
     assert pages.count == 0 and pages.generation > generation and pool.most_bytes is None
-
-
-def test_a_page_with_two_holders_is_never_written() -> None:
-    """A text goes on from another's: whole pages are shared, the part of one is copied; both go on for themselves."""
-    pool = new_page_pool()
-    first = filled(pool, range(2 * PAGE + 5))
-    second = pool.acquire()
-    part = first.part(0, 2 * PAGE + 3, lasting=False)
-    second.extend([(part, 0, 2 * PAGE + 3)])
-    del part
-    shared, own = table_of(first).table.tolist(), table_of(second).table.tolist()
-    assert own[:2] == shared[:2] and own[2] != shared[2]
-    assert pages_of(pool).held == 4
-    fill(second, [700, 701])
-    first.rollback(PAGE + 2)
-    fill(first, [800])
-    assert table_of(first).table[0] == shared[0] and table_of(first).table[1] != shared[1]
-    assert_holds(first.entries(), [*range(PAGE + 2), 800])
-    assert_holds(second.entries(), [*range(2 * PAGE + 3), 700, 701])
-    pool.release(first)
-    assert_holds(second.entries(), [*range(2 * PAGE + 3), 700, 701])
-    pool.release(second)
-    assert pages_of(pool).held == 0
 
 
 @pytest.mark.parametrize(("start", "first"), [(5, 0), (0, 5), (5, 5), (PAGE, 2 * PAGE), (3, PAGE + 7)])
@@ -169,14 +132,6 @@ def test_a_cache_that_was_dropped_holds_nothing() -> None:
     gc.collect()
     assert pages_of(pool).held == 1
     assert_holds(kept[0].entries(), [1])
-
-
-def test_shared_pages_count_once() -> None:
-    pool = new_page_pool()
-    first, second = filled(pool, range(4 * PAGE)), pool.acquire()
-    second.extend([(first.part(0, 3 * PAGE, lasting=False), 0, 3 * PAGE)])
-    assert pool.bytes_for([(4 * PAGE, first), (5 * PAGE, second), (1, None)]) == (4 + 5 - 3 + 1) * PAGE_BYTES
-    assert pool.held_bytes == 4 * PAGE_BYTES
 
 
 def test_pages_are_counted_again_only_once_some_were_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +200,6 @@ def test_misuse_is_refused() -> None:
     for use in (lambda: pool.release(cache), lambda: cache.reserve(1)):
         with pytest.raises(CacheError, match="was given back to its model"):
             use()
-
-
-def test_the_worked_example_of_rows() -> None:
-    assert rows_of(np.array([5, 2]), 14, 18).tolist() == [94, 95, 32, 33]
-    assert [pages_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
 class PagesBesidePlainLists(RuleBasedStateMachine):

@@ -11,20 +11,14 @@ from truedraft.models.cache import WIDEST_GAP, key_span
 HEADS, WIDTH = 4, 64
 
 
-def test_worked_examples() -> None:
+def test_there_are_few_spans_and_each_holds_its_positions() -> None:
     assert [key_span(length) for length in (1, 64, 65, 512, 513, 1088, 1089)] == [64, 64, 128, 512, 1088, 1088, 1152]
-
-
-def test_a_span_holds_its_positions_and_is_its_own_span() -> None:
+    assert len({key_span(length) for length in range(1, 2049)}) == 8 + 16
     for length in range(1, 3000):
         span = key_span(length)
         assert 0 <= span - length <= WIDEST_GAP
         assert key_span(span) == span
         assert key_span(length + 1) >= span
-
-
-def test_there_are_few_spans() -> None:
-    assert len({key_span(length) for length in range(1, 2049)}) == 8 + 16
 
 
 @pytest.mark.skipif(not has_bfloat16(torch.device("cpu")), reason="this CPU has no instructions for bfloat16 products")

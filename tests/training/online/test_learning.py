@@ -33,9 +33,8 @@ from truedraft.drafters.base import StepOutcome
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, OptionError
 from truedraft.kinds.block.module import DFlashHead, DSparkHead
-from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.kinds.medusa.module import MedusaHeads
-from truedraft.kinds.p_eagle.module import PEagleHead
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.training.losses import ForwardKL
 from truedraft.training.online import Learner

@@ -76,7 +76,7 @@ def _alike_sampled(both: Sequence[EngineUnderTest], deadline: Deadline, tokens: 
     spoiled = False
     while sum(each.tokens for each in both) < tokens and not deadline.over:
         beginning = next(beginnings)
-        answers = [each.ask([each.open(beginning, REPEATED_TOKENS) for _ in range(each.together)]) for each in both]
+        answers = [each.send([each.open(beginning, REPEATED_TOKENS) for _ in range(each.together)]) for each in both]
         # The answers that one engine did not drop are a selection, and ids read from text may differ from another
         # engine's.
         spoiled = spoiled or any(each.dropped or any(each.unsure.values()) for each in both)

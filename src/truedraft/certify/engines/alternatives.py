@@ -14,6 +14,7 @@ from torch import Tensor
 
 from truedraft.certify import faults
 from truedraft.certify.engines.answer_probs import AnswerProbs
+from truedraft.certify.faults import argmax
 from truedraft.core.params import SamplingParams
 from truedraft.measure.peers import FILTERS
 
@@ -28,11 +29,10 @@ _BEHIND = 2
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A distribution that a faulty engine may sample from.
+    """A distribution that a faulty engine may sample from, and the class of fault that it represents.
 
-    Attributes:
-        fault: the class of fault that it represents.
-        probs: float64, folded (`AnswerProbs.folded`), from an answer and its drafts; a row that equals p bets nothing.
+    `probs` gives it, float64 and folded (`AnswerProbs.folded`), from an answer and its drafts; a row that equals p bets
+    nothing.
     """
 
     name: str
@@ -68,7 +68,7 @@ def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alte
         Alternative(
             "the likeliest token",
             "greedy above temperature 0",
-            lambda own, drafts: _one_hot(own.folded(own.probs)),
+            lambda own, drafts: argmax(own.folded(own.probs)),
         ),
         *(
             _options(
@@ -112,7 +112,8 @@ def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternat
             found.append(_options(f"top-k {other.top_k}", "top-k off by one token", other, filters))
     if params.min_p > 0.0:
         found.append(_options("no min-p", "min-p ignored", replace(params, min_p=0.0), filters))
-    active = [name for name in filters if _acts(name, params)]
+    plain = SamplingParams(temperature=1.0)
+    active = [name for name in filters if getattr(params, name) != getattr(plain, name)]
     orders = {tuple(name for name in order if name in active) for order in (FILTERS, _TEMPERATURE_LAST, _MIN_P_FIRST)}
     found += [
         _options(f"order {', '.join(order)}", "filters in another order", params, order)
@@ -124,11 +125,6 @@ def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternat
 
 _TEMPERATURE_LAST = ("top_k", "top_p", "min_p", "temperature")
 _MIN_P_FIRST = ("temperature", "min_p", "top_k", "top_p")
-
-
-def _acts(name: str, params: SamplingParams) -> bool:
-    plain = SamplingParams(temperature=1.0)
-    return bool(getattr(params, name) != getattr(plain, name))
 
 
 def _of_state() -> list[Alternative]:
@@ -174,10 +170,6 @@ def _judged(fault: faults.Fault, p: Tensor, q: Tensor) -> Tensor:
     drafted = q.sum(dim=-1, keepdim=True) > 0.5
     drafted[0] = False
     return torch.where(drafted, fault.emitted(p, torch.where(drafted, q, p)), p)
-
-
-def _one_hot(probs: Tensor) -> Tensor:
-    return torch.zeros_like(probs).scatter_(-1, probs.argmax(dim=-1, keepdim=True), 1.0)
 
 
 def _resized(answer: AnswerProbs, filters: Sequence[str], more: int) -> Tensor:

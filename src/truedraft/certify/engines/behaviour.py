@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.certify.checks import Finding, Part, Status
-from truedraft.certify.engines.allowance import Allowance
-from truedraft.certify.engines.answer_probs import Judge, unknown_end
+from truedraft.certify.engines.answer_probs import Allowance, Judge, unknown_end
 from truedraft.certify.engines.under_test import Answered, EngineUnderTest
 from truedraft.measure.peers import Question, Reply
 from truedraft.models.base import LanguageModel
@@ -34,7 +33,7 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
     for question, reply in answered:
         count, most = len(reply.token_ids), question.params.max_tokens
         if count > most and not reply.unsure:
-            long.append(f"{count} tokens where {most} were asked for")
+            long.append(f"{count} tokens where {most} were engine for")
         if any(token in ends for token in reply.token_ids[:-1]) and not question.params.ignore_eos:
             trailing.append("tokens behind an end of text")
         if (
@@ -60,7 +59,7 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
     return found
 
 
-def stop_questions(asked: EngineUnderTest, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
+def stop_questions(engine: EngineUnderTest, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
     """The greedy questions again, each with a stop text from the middle of its first answer."""
     found = []
     for question, reply in greedy:
@@ -69,7 +68,7 @@ def stop_questions(asked: EngineUnderTest, tokenizer: Tokenizer, greedy: Sequenc
             stop = tokenizer.decode(reply.token_ids[place : place + 1])
             # Half a character is in no text, so no engine can search for it.
             usable = stop.strip() and stop in text and REPLACEMENT not in stop
-            if place < len(reply.token_ids) and usable and "stop" in asked.peer.facts.takes:
+            if place < len(reply.token_ids) and usable and "stop" in engine.peer.facts.takes:
                 params = replace(question.params, stop=(stop,), max_tokens=_STOP_TOKENS)
                 found.append(Question(question.prompt, params))
                 break
@@ -79,12 +78,7 @@ def stop_questions(asked: EngineUnderTest, tokenizer: Tokenizer, greedy: Sequenc
 def stops(
     answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: Tokenizer, judge: Judge
 ) -> Finding:  # fmt: skip
-    """Check that answers end before their stop text, and not earlier.
-
-    Args:
-        answered: answers with stop texts.
-        greedy: answers to the same prompts without. They are compared as far as the two agree.
-    """
+    """Check that answers end at their stop text, as far as they agree with the `greedy` ones without it."""
     whole = {question.prompt: tokenizer.decode(reply.token_ids) for question, reply in greedy}
     wrong: list[str] = []
     for question, reply in answered:
@@ -112,22 +106,22 @@ def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
     return answer is not None and len(answer.tokens) > len(reply.token_ids) and not bool(answer.outside[-1])
 
 
-def seeds(asked: EngineUnderTest) -> list[Finding]:
+def seeds(engine: EngineUnderTest) -> list[Finding]:
     """Whether a seed reproduces its answer, also in a batch. Only measured, because few engines promise it."""
-    if asked.params.greedy or "seed" not in asked.peer.facts.takes or asked.params.seed is None:
+    if engine.params.greedy or "seed" not in engine.peer.facts.takes or engine.params.seed is None:
         return []
-    questions = [asked.open(prompt, _SEED_TOKENS) for prompt in asked.prompts[:_SEED_PROMPTS]]
+    questions = [engine.open(prompt, _SEED_TOKENS) for prompt in engine.prompts[:_SEED_PROMPTS]]
     # Separate counts, so that failures here are not outweighed by earlier answers.
     single, company = (
-        EngineUnderTest(asked.peer, asked.prompts, asked.params, together, asked.vocab_size)
-        for together in (1, asked.together + 1)
+        EngineUnderTest(engine.peer, engine.prompts, engine.params, together, engine.vocab_size)
+        for together in (1, engine.together + 1)
     )
-    once, again = single.ask(questions), single.ask(questions)
-    others = [asked.open(prompt, _SEED_TOKENS) for prompt in asked.prompts[-max(1, asked.together - 1) :]]
-    batched = [pair for question in questions for pair in company.ask([question, *others[: asked.together]])]
+    once, again = single.send(questions), single.send(questions)
+    others = [engine.open(prompt, _SEED_TOKENS) for prompt in engine.prompts[-max(1, engine.together - 1) :]]
+    batched = [pair for question in questions for pair in company.send([question, *others[: engine.together]])]
     for each in (single, company):
-        asked.tokens, asked.answers = asked.tokens + each.tokens, asked.answers + each.answers
-        asked.dropped += each.dropped
+        engine.tokens, engine.answers = engine.tokens + each.tokens, engine.answers + each.answers
+        engine.dropped += each.dropped
     return [
         _alike("the same seed, the same answer", once, again),
         _alike("the same seed beside other requests, the same answer", once, batched),
@@ -144,12 +138,7 @@ def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Fin
 
 
 def logprobs(differences: Tensor | None, allowance: Allowance, judged: bool) -> Finding:
-    """Compare the engine's log-probabilities with the target's.
-
-    Args:
-        differences: the engine's minus ours, `[tokens]`; None if it returns none.
-        judged: whether rounding was measured, so that larger differences are a fault.
-    """
+    """Compare log-probabilities; `judged` is whether rounding was measured, so that larger differences are a fault."""
     name = "told log-probabilities are the target's"
     if differences is None or not len(differences):
         return Finding(Part.LOGPROBS, name, Status.DOES_NOT_APPLY, "the engine tells none")
@@ -174,7 +163,7 @@ def _counted(name: str, wrong: Sequence[str], of: int) -> Finding:
     """FAILS on any wrong answer, because each contradicts the promise by itself."""
     facts = {"answers": of, "wrong": len(wrong)}
     if not of:
-        return Finding(Part.BEHAVIOUR, name, Status.DOES_NOT_APPLY, "nothing could be asked", facts)
+        return Finding(Part.BEHAVIOUR, name, Status.DOES_NOT_APPLY, "nothing could be engine", facts)
     if not wrong:
         return Finding(Part.BEHAVIOUR, name, Status.HOLDS, f"in all of {of} answers", facts)
     summary = f"not in {len(wrong)} of {of} answers; the first {wrong[0]}"

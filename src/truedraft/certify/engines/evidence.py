@@ -1,20 +1,171 @@
-"""All evidence of tokens against an engine, in one number that is valid at any stopping time."""
+"""Bets against the hypothesis that an engine's tokens follow the target: products of likelihood ratios.
+
+For an alternative a and a weight w, fixed before the token is seen, (1 - w) p + w a over p is a likelihood ratio. Its
+mean is 1 if the token follows p. If it follows a p' that rounding made of p, its mean is at most 1 + w g TV(a, p) with
+the gain g of `AnswerProbs`. Nothing is bet on doubtful tokens: a is p there. Divided by that, the products are
+e-processes (Ville): the mean over alternatives and weights ever reaches 1/a with probability at most a, whatever the
+stopping time. In the long run the product is largest for the alternative nearest to the engine's distribution, so it
+names the fault.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, EventTests, TokenTests
-from truedraft.certify.engines.alternatives import alternatives_for
-from truedraft.certify.engines.answer_probs import AnswerProbs
-from truedraft.certify.engines.bets import Bet, Bets, Repeated
+from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, EventTests, TokenTests, log_mean
+from truedraft.certify.engines.alternatives import Alternative, alternatives_for
+from truedraft.certify.engines.answer_probs import LEAST_SURE, AnswerProbs
 from truedraft.certify.sampling import Decision, Scored
 from truedraft.core.params import SamplingParams
+
+WEIGHTS = (0.1, 0.3, 0.6, 0.9, 0.99)
+_FLOOR = 1e-4
+"""Replaces p where p has no mass, so that one token on a filter's edge does not decide by itself."""
+_FORBIDDEN = 1e-6
+"""Mass that a correct engine may have where p has none."""
+_SUMMING = 1e-6
+_TRUST = (15.0, 60.0, 250.0)
+_SAME = (0.1, 0.4)
+
+
+@dataclass(frozen=True, slots=True)
+class Bet:
+    """Result of one alternative.
+
+    Attributes:
+        log_evidence: logarithm of its e-value.
+        weight: w with the largest evidence.
+        mean_tv: mean total variation between p and its mixture with the alternative at that weight.
+    """
+
+    name: str
+    fault: str
+    log_evidence: float
+    weight: float
+    mean_tv: float
+
+
+def _grown(weights: Tensor, ratio: Tensor, allowed: Tensor) -> Tensor:
+    """Log growth of bets at a token: of 1 - w + w a/p, minus the largest effect of rounding."""
+    return torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)
+
+
+class Bets:
+    """Bets on several alternatives over one stream of tokens."""
+
+    def __init__(self, alternatives: Sequence[Alternative]) -> None:
+        self._alternatives = list(alternatives)
+        self._logs = torch.zeros(len(self._alternatives), len(WEIGHTS), dtype=torch.float64)
+        self._far = torch.zeros(len(self._alternatives), dtype=torch.float64)
+        self._tokens = 0
+
+    def add(self, answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> None:
+        """Update with an answer, and each draft's distributions `[tokens, vocab]`; a row without mass is no draft."""
+        self._tokens += int(answer.gain.isfinite().sum())
+        p, doubtful = answer.folded(answer.probs), answer.folded(answer.doubtful.double()) > 0.0
+        for number, alternative in enumerate(self._alternatives):
+            self._logs[number] += self._growth(answer, p, alternative.probs(answer, drafts), ~doubtful, number)
+
+    def lose(self, tokens: int, log_ratio: float) -> None:
+        """Pay for dropped tokens, which are unknown, so that their selection gives the rest no gain.
+
+        A lost bet leaves 1 - w, and the largest possible effect of rounding is subtracted.
+        """
+        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+        most = math.expm1(2.0 * log_ratio) / LEAST_SURE + _FORBIDDEN / _FLOOR
+        self._logs += tokens * (torch.log1p(-weights) - torch.log1p(weights * most + _SUMMING))
+
+    def _growth(self, answer: AnswerProbs, p: Tensor, a: Tensor, sure: Tensor, number: int) -> Tensor:
+        """Log growth of bets on one alternative over an answer, `[weights]`."""
+        tokens = answer.places()[:, None]
+        # Its mass on the tokens that are not doubtful is set to p's there.
+        sizes = [(each * sure).sum(dim=-1, keepdim=True) for each in (p, a)]
+        a = torch.where(sure & (sizes[1] > 0.0), a * (sizes[0] / sizes[1].clamp_min(1e-300)), p)
+        distance = 0.5 * (a - p).abs().sum(dim=-1)
+        own, other = (each.gather(-1, tokens)[:, 0] for each in (p, a))
+        ratio = torch.where(own > 0.0, other / own, other / _FLOOR)
+        ratio = torch.where(sure.gather(-1, tokens)[:, 0], ratio, 1.0)  # also for a doubtful token without mass in p
+        # Pays for forbidden tokens that a correct engine may emit.
+        allowed = answer.gain * distance + _FORBIDDEN / _FLOOR * (a * (p == 0.0)).sum(dim=-1)
+        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+        usable = answer.gain.isfinite()
+        self._far[number] += float(distance[usable].sum())
+        ratio, allowed = ratio[usable, None], allowed[usable, None]
+        return _grown(weights, ratio, allowed).sum(dim=0)
+
+    @property
+    def log_evidence(self) -> float:
+        return log_mean(self._logs)
+
+    def results(self) -> list[Bet]:
+        """Results of all alternatives, the largest evidence first."""
+        each = torch.logsumexp(self._logs, dim=-1) - math.log(len(WEIGHTS))
+        found = []
+        for number, alternative in enumerate(self._alternatives):
+            weight = WEIGHTS[int(self._logs[number].argmax())]
+            far = weight * float(self._far[number]) / max(self._tokens, 1)
+            found.append(Bet(alternative.name, alternative.fault, float(each[number]), weight, far))
+        return sorted(found, key=lambda bet: -bet.log_evidence)
+
+
+# ---------------------------------------------------------------------------------------- bets on counts
+
+
+class Repeated:
+    """Bets on counts after equal beginnings, for a few prompts that are sent many times.
+
+    At a beginning that came n times, (counts + c p) / (n + c) is the predicted distribution of the next token if the
+    engine has its own distribution there: a Dirichlet prior around p with concentration c. Whatever an engine does to
+    the joint distribution of the first tokens shows at some beginning, even if it is no known fault. Other bets are on
+    the token that the last answer had at the same place: answers share it if they share their noise.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        self._last: dict[tuple[int, ...], int] = {}
+        self._logs = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
+
+    def add(self, answer: AnswerProbs) -> None:
+        for place, token in enumerate(answer.tokens):
+            beginning = (*answer.question.prompt, -1, *answer.tokens[:place])
+            if bool(answer.gain[place].isfinite()) and not bool(answer.doubtful[place, token]):
+                self._logs += self._of_counts(beginning, answer, place)
+                self._last[beginning] = token
+                self._counts[beginning][token] += 1
+
+    def _of_counts(self, beginning: tuple[int, ...], answer: AnswerProbs, place: int) -> Tensor:
+        """Log growth of all bets at one token, on tokens that are not doubtful, with p's mass there."""
+        counts, p, token = self._counts[beginning], answer.probs[place], answer.tokens[place]
+        total, gain = sum(counts.values()), float(answer.gain[place])
+        if not total:
+            return torch.zeros_like(self._logs)
+        mass = float(p[~answer.doubtful[place]].sum())
+        own = float(p[token]) or _FLOOR
+        seen = torch.tensor(list(counts))
+        shares = torch.tensor([mass * counts[one] / total for one in counts], dtype=torch.float64)
+        distance = float((shares - p[seen]).clamp_min(0.0).sum())
+        last = self._last[beginning]
+        bets = [(total / (total + trust), mass * counts[token] / total, distance) for trust in _TRUST]
+        bets += [(weight, mass * float(token == last), mass - float(p[last])) for weight in _SAME]
+        weights, shares, distances = torch.tensor(bets, dtype=torch.float64).unbind(1)
+        return _grown(weights, shares / own, gain * distances)
+
+    @property
+    def log_evidence(self) -> float:
+        return log_mean(self._logs)
+
+    @property
+    def log_shared(self) -> float:
+        """Logarithm of the mean e-value of the bets that answers are alike."""
+        return log_mean(self._logs[len(_TRUST) :])
+
 
 _OUTSIDE = 1e-6
 """Share of tokens outside the options' support that a correct engine may emit."""
@@ -30,8 +181,7 @@ class Evidence:
         slack: the allowance at the request's temperature.
 
     Attributes:
-        process: all evidence combined; known faults have the largest weight, because they are assumed to be more
-            likely.
+        process: all evidence combined; known faults have the largest weight, because they are assumed to be likelier.
         dropped: number of dropped answers. They may have been dropped for their content, so the rest is a selection.
             Bets pay for each as if they had lost on all of its tokens; after the first one the evidence of events and
             counts is frozen, and events only measure what would have been detected.

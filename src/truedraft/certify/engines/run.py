@@ -13,9 +13,16 @@ from torch import Tensor
 from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
 from truedraft.certify.e_process import ALARM, CERTAIN, ENOUGH
 from truedraft.certify.engines import behaviour
-from truedraft.certify.engines.allowance import Allowance, judging_logits, measured_allowance
 from truedraft.certify.engines.alternatives import COPIED, ngram_candidates
-from truedraft.certify.engines.answer_probs import AnswerProbs, Judge, filtered, with_one_end
+from truedraft.certify.engines.answer_probs import (
+    Allowance,
+    AnswerProbs,
+    Judge,
+    filtered,
+    judging_logits,
+    measured_allowance,
+    with_one_end,
+)
 from truedraft.certify.engines.evidence import Evidence
 from truedraft.certify.engines.under_test import (
     GREEDY_PROMPTS,
@@ -56,10 +63,9 @@ def certify_engine(
     """Check that an engine's tokens follow the model's own forward, and its lengths, stops and seeds.
 
     Args:
-        peer: the engine.
-        target: the model that it is said to run, preferably in float32.
+        target: the model that the engine is said to run, preferably in float32.
         prompts: token ids; more prompts give more power.
-        params: temperature, top-k, top-p, min-p, penalties. With a seed, requests get consecutive seeds from it on.
+        params: temperature, filters, penalties. With a seed, requests get consecutive seeds from it on.
         rounded: the same weights in the engine's likely precision, to measure the effect of rounding.
         drafts: draft models that the engine may use, by name, so that faults of verification can be named.
         allowance: largest difference of its log-probabilities from the target's; None measures it.
@@ -94,7 +100,7 @@ def certify_engine(
     findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
     findings += _promises(engine, greedy, [*greedy, *answers], judge)
     tell(Part.BEHAVIOUR, 1.0)
-    more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
+    more = {"allowance": allowed.log_ratio, "allowance_is": allowed.origin}
     return engine_report(findings, [engine], now() - began, **more)
 
 
@@ -154,7 +160,7 @@ def _sampled(
         if evidence.tokens >= tokens or deadline.over or CERTAIN in evidence.process.reached:
             break
         try:
-            answered = engine.ask(questions)
+            answered = engine.send(questions)
         except PeerError as error:
             failed = error
             break
@@ -223,7 +229,7 @@ def _promises(
     try:
         questions = [] if tokenizer is None else behaviour.stop_questions(engine, tokenizer, greedy[:GREEDY_PROMPTS])
         if questions and tokenizer is not None:
-            found.insert(0, behaviour.stops(engine.ask(questions), greedy, tokenizer, judge))
+            found.insert(0, behaviour.stops(engine.send(questions), greedy, tokenizer, judge))
         found += behaviour.seeds(engine)
     except PeerError as error:
         name = "stop texts and seeds"

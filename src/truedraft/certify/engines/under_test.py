@@ -69,7 +69,7 @@ class EngineUnderTest:
         unseeded = self.params.seed is None or options.greedy
         return Question(tuple(prompt), replace(options, seed=None if unseeded else next(self._seeds)))
 
-    def ask(self, questions: Sequence[Question]) -> list[Answered]:
+    def send(self, questions: Sequence[Question]) -> list[Answered]:
         """Send the questions in groups of `together`. Unusable answers are counted and left out.
 
         Raises:
@@ -115,47 +115,49 @@ def refuse_unusable(peer: Peer, params: SamplingParams) -> None:
         raise OptionError(f"{peer.facts.name} does not take {refused}; leave it out")
 
 
-def greedy_answers(asked: EngineUnderTest, tokens: int, deadline: Deadline) -> list[Answered]:
+def greedy_answers(engine: EngineUnderTest, tokens: int, deadline: Deadline) -> list[Answered]:
     """Greedy answers, with log-probabilities if the engine returns them; many if the user's options are greedy."""
     cold = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if asked.params.greedy else GREEDY_PROMPTS
-    extra = {"logprobs": _RIVALS} if asked.peer.facts.logprobs else {}
-    questions = [asked.open(prompt, _GREEDY_TOKENS, **cold, **extra) for prompt in asked.prompts[:many]]
+    many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if engine.params.greedy else GREEDY_PROMPTS
+    extra = {"logprobs": _RIVALS} if engine.peer.facts.logprobs else {}
+    questions = [engine.open(prompt, _GREEDY_TOKENS, **cold, **extra) for prompt in engine.prompts[:many]]
     found: list[Answered] = []
-    for first in range(0, len(questions), asked.together):
+    for first in range(0, len(questions), engine.together):
         if deadline.over and len(found) >= GREEDY_PROMPTS:
             break
-        answered = asked.ask(questions[first : first + asked.together])
+        answered = engine.send(questions[first : first + engine.together])
         if extra and not first and not answered:  # some servers offer log-probabilities and then reject them
-            asked.dropped.clear()
+            engine.dropped.clear()
             questions = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
-            answered = asked.ask(questions[: asked.together])
+            answered = engine.send(questions[: engine.together])
         found += answered
     return found
 
 
-def groups(asked: EngineUnderTest) -> Iterator[tuple[list[Question], bool]]:
+def groups(engine: EngineUnderTest) -> Iterator[tuple[list[Question], bool]]:
     """Endless groups of questions to send together, each with whether its prompt is one that is repeated."""
-    streams = itertools.cycle(beginnings(asked.prompts, 2 * BEGINNING, _WHOLE))
-    several = max(_STREAMS, asked.together)
-    for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in asked.prompts[:REPEATED_PROMPTS]]):
+    streams = itertools.cycle(beginnings(engine.prompts, 2 * BEGINNING, _WHOLE))
+    several = max(_STREAMS, engine.together)
+    for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in engine.prompts[:REPEATED_PROMPTS]]):
         repeats = several * STREAM_TOKENS // REPEATED_TOKENS
-        for first in range(0, repeats, asked.together):
-            count = min(asked.together, repeats - first)
-            yield [asked.open(beginning, REPEATED_TOKENS) for _ in range(count)], True
-        for first in range(0, several, asked.together):
-            count = min(asked.together, several - first)
-            yield [asked.open(next(streams), STREAM_TOKENS) for _ in range(count)], False
+        for first in range(0, repeats, engine.together):
+            count = min(engine.together, repeats - first)
+            yield [engine.open(beginning, REPEATED_TOKENS) for _ in range(count)], True
+        for first in range(0, several, engine.together):
+            count = min(engine.together, several - first)
+            yield [engine.open(next(streams), STREAM_TOKENS) for _ in range(count)], False
 
 
 # ---------------------------------------------------------------------------------------- report
 
 
-def engine_report(findings: Sequence[Finding], asked: Sequence[EngineUnderTest], seconds: float, **more: Any) -> Report:
-    """The report on an engine, with its findings in order; `asked` may include the engine that it was compared with."""
-    engine, params, together = asked[0].peer.facts, asked[0].params, asked[0].together
-    tokens = sum(each.tokens for each in asked)
-    dropped, unsure = (sum((getattr(each, name) for each in asked), Counter[str]()) for name in ("dropped", "unsure"))
+def engine_report(
+    findings: Sequence[Finding], engines: Sequence[EngineUnderTest], seconds: float, **more: Any
+) -> Report:
+    """The report on an engine, with its findings in order; the second is one that it was compared with."""
+    engine, params, together = engines[0].peer.facts, engines[0].params, engines[0].together
+    tokens = sum(each.tokens for each in engines)
+    dropped, unsure = (sum((getattr(each, name) for each in engines), Counter[str]()) for name in ("dropped", "unsure"))
     options = [f"{engine.name} {engine.version}".strip(), *option_words(params)]
     facts = {
         "engine": facts_of(engine) | {"filters": list(engine.filters)},

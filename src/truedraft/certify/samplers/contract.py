@@ -35,18 +35,18 @@ from truedraft.measure.peers import load_function
 _OFFSET = 3.0
 
 
-def _uniforms(rows: Rows, seed: int) -> Tensor:
-    batch, drafted = rows.draft_tokens.shape
-    return torch.rand(batch, 2 * drafted + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 _ARGUMENTS: Mapping[str, Callable[[Rows, int], Any]] = {
     "draft_tokens": lambda rows, seed: rows.draft_tokens.clone(),
     "draft_probs": lambda rows, seed: rows.draft_probs.clone(),
     "target_probs": lambda rows, seed: rows.target_probs.clone(),
     # Logits have an arbitrary offset in each row, so these are not logarithms of probabilities.
     "target_logits": lambda rows, seed: rows.target_probs.log() + _OFFSET,
-    "uniforms": _uniforms,
+    "uniforms": lambda rows, seed: torch.rand(
+        len(rows),
+        2 * rows.draft_tokens.shape[1] + 1,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
+    ),
     "generator": lambda rows, seed: torch.Generator().manual_seed(seed),
 }
 _OF_TARGET = ("target_probs", "target_logits")
@@ -84,14 +84,7 @@ class Sampler:
         return cls(name, function, tuple(names))
 
     def emit(self, rows: Rows, seed: int) -> Tensor:
-        """Call the sampler.
-
-        Args:
-            rows: its input.
-            seed: for its random numbers, however it gets them.
-
-        Returns:
-            Emitted tokens `[batch, k + 1]`, int64, padded with -1.
+        """The tokens `[batch, k + 1]`, int64, padded with -1, that the sampler emits with the random numbers of a seed.
 
         Raises:
             OptionError: it failed, or returned something else.

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from truedraft.certify.checks import Deadline, Finding, Part, ReportProgress, Status, now
-from truedraft.certify.counts import smallest_detectable, total_variation, variation_by_chance
-from truedraft.certify.e_process import ALARM, CERTAIN
+from truedraft.certify.e_process import ALARM, CERTAIN, smallest_detectable, total_variation, variation_by_chance
 from truedraft.certify.report import Report, evidence_words
 from truedraft.certify.samplers.contract import Sampler
-from truedraft.certify.samplers.evidence import Evidence, diagnose
+from truedraft.certify.samplers.evidence import Evidence, diagnose, worst_places
 from truedraft.certify.samplers.suspects import suspects
-from truedraft.certify.samplers.tally import worst_places
 from truedraft.certify.samplers.worlds import SamplerWorld, sampler_worlds
 from truedraft.errors import OptionError
 
@@ -87,11 +85,8 @@ def certify_sampler(
 
     Args:
         seconds: maximum duration, including the second run, in which a deviation must repeat. A fast sampler takes
-            less.
-        seed: for drafts and for the sampler's numbers.
-        rows: maximum number of rows per world and run.
-        worlds: None is `sampler_worlds`.
-        tell: callback with the completed fraction.
+            less. seed: for drafts and for the sampler's numbers. rows: maximum number of rows per world and run.
+            worlds: None is `sampler_worlds`. tell: callback with the completed fraction.
 
     Raises:
         OptionError: an unusable time, or the sampler failed or returned no tokens.
@@ -136,7 +131,11 @@ def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], se
         "Certificate of a sampler",
         [_verdict(facts, found, worlds, diagnosis), *worlds, *worst_places(tallies)],
         f"{sampler.name}, {rows:,} rows",
-        [*map(_note, itertools.count(1), facts), _kept(kept, by_rule), *diagnosis.get("notes", ())],
+        [
+            *map(_note, itertools.count(1), facts),
+            f"{kept:.3f} drafted tokens kept for each row; speculative sampling keeps {by_rule:.3f}, token by token",
+            *diagnosis.get("notes", ()),
+        ],
         {**about, "runs": facts, "accepted": kept, "accepted_by_rule": by_rule},
         seconds=seconds,
     )
@@ -170,10 +169,6 @@ def _note(number: int, run: Mapping[str, Any]) -> str:
     for level, rows in run["rows_to"].items():
         words.append(f"{level} after {rows} rows, {run['tokens_to'][level]} tokens" if rows else f"{level} not reached")
     return "; ".join(words)
-
-
-def _kept(kept: float, by_rule: float) -> str:
-    return f"{kept:.3f} drafted tokens kept for each row; speculative sampling keeps {by_rule:.3f}, token by token"
 
 
 def _of_worlds(evidence: Evidence) -> list[Finding]:

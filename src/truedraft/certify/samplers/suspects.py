@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from truedraft.certify import closed_forms as forms
+from truedraft.certify import faults
 from truedraft.certify.faults import Fault, faults_of_judging
 from truedraft.certify.samplers.worlds import SamplerWorld
 from truedraft.core import probs as L
 
-_TYPICAL = f"kept where p is above min({forms.EPSILON:g}, {forms.DELTA:g} exp(-H))"
+_TYPICAL = f"kept where p is above min({faults.EPSILON:g}, {faults.DELTA:g} exp(-H))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,32 @@ def suspects() -> list[Fault]:
     """All faults that can be named; `joint_of` gives their output."""
     position, typical, other = "judged at the wrong position", "typical acceptance", "judged at another temperature"
     bonus = "the bonus token is wrong"
+    typically = _judging(lambda p, q: faults.after(faults.typical(p, q), faults.argmax(p)))
     return [
         *faults_of_judging(),
         Fault(position, "by the target one token later", joint=partial(_joint, step=_too_late)),
-        Fault(position, "by the target one token earlier", joint=partial(_joint, step=_too_early)),
+        Fault(
+            position,
+            "by the target one token earlier",
+            joint=partial(_joint, step=lambda level: faults.judged(level.before, level.q, level.q)),
+        ),
         *(Fault(bonus, detail, joint=partial(_joint, bonus=drawn_from)) for detail, drawn_from in _BONUSES),
         Fault("shared noise", "one number judges all drafted tokens of a row", joint=_one_number_for_all),
-        Fault(typical, f"{_TYPICAL}, behind it the argmax", joint=_typical_joint),
-        Fault(typical, f"{_TYPICAL}, behind it a draw from p", lambda p, q: forms.after(forms.typical(p, q), p)),
-        Fault("greedy", "the argmax of p is emitted, whatever was drafted", joint=_greedy),
-        Fault(other, "all of the target's distributions at temperature 2", joint=partial(_flat, 2.0)),
-        Fault(other, "all of the target's distributions at 0.5", joint=partial(_flat, 0.5)),
+        Fault(
+            typical, f"{_TYPICAL}, behind it the argmax", joint=partial(_joint, step=typically, bonus=_BONUSES[2][1])
+        ),
+        Fault(typical, f"{_TYPICAL}, behind it a draw from p", lambda p, q: faults.after(faults.typical(p, q), p)),
+        Fault("greedy", "the argmax of p is emitted, whatever was drafted", joint=partial(_as_if, faults.argmax)),
+        Fault(
+            other,
+            "all of the target's distributions at temperature 2",
+            joint=partial(_as_if, partial(faults.at_temperature, 2.0)),
+        ),
+        Fault(
+            other,
+            "all of the target's distributions at 0.5",
+            joint=partial(_as_if, partial(faults.at_temperature, 0.5)),
+        ),
     ]
 
 
@@ -69,11 +84,11 @@ def joint_of(fault: Fault, world: SamplerWorld) -> Tensor:
     return _joint(world, _judging(fault.form))
 
 
-def _judging(form: forms.Form) -> Step:
+def _judging(form: faults.Form) -> Step:
     return lambda level: form(level.p, level.q)
 
 
-_SOUND = _judging(forms.sound)
+_SOUND = _judging(faults.sound)
 
 
 def accepted_by_rule(world: SamplerWorld) -> float:
@@ -88,11 +103,9 @@ def accepted_by_rule(world: SamplerWorld) -> float:
 # ----------------------------------------------------------------------------------------------------- joint answers
 
 
-def _own_bonus(world: SamplerWorld) -> Tensor:
-    return world.target[-1]
-
-
-def _joint(world: SamplerWorld, step: Step = _SOUND, bonus: Callable[[SamplerWorld], Tensor] = _own_bonus) -> Tensor:
+def _joint(
+    world: SamplerWorld, step: Step = _SOUND, bonus: Callable[[SamplerWorld], Tensor] = lambda world: world.target[-1]
+) -> Tensor:
     """The cells of a token-by-token rule; `bonus` gives `[texts, vocab]` for texts of k tokens."""
     cells = torch.zeros_like(world.joint)
     reach = torch.ones(1, dtype=torch.float64)  # probability that each text was drafted and kept
@@ -116,33 +129,22 @@ def _one_number_for_all(world: SamplerWorld) -> Tensor:
     reach = torch.ones(1, dtype=torch.float64)
     least = torch.ones(1, dtype=torch.float64)
     for p, q in zip(world.target, world.draft, strict=False):
-        accepts = torch.minimum(forms.ratio(p, q).clamp_max(1.0), least[:, None])
+        accepts = torch.minimum(faults.ratio(p, q).clamp_max(1.0), least[:, None])
         kept = q * accepts / least[:, None].clamp_min(1e-300)
-        cells += world.continued((reach[:, None] * forms.rest(kept) * L.residual(p, q)).flatten())
+        cells += world.continued((reach[:, None] * faults.rest(kept) * L.residual(p, q)).flatten())
         reach, least = (reach[:, None] * kept).flatten(), accepts.flatten()
     return cells + (reach[:, None] * world.target[-1]).flatten()
 
 
-def _typical_joint(world: SamplerWorld) -> Tensor:
-    step = _judging(lambda p, q: forms.after(forms.typical(p, q), forms.argmax(p)))
-    return _joint(world, step, lambda world: forms.argmax(world.target[-1]))
-
-
-def _greedy(world: SamplerWorld) -> Tensor:
-    argmax = tuple(forms.argmax(p) for p in world.target)
-    return SamplerWorld(world.name, argmax, world.draft).joint
-
-
-def _flat(temperature: float, world: SamplerWorld) -> Tensor:
-    return SamplerWorld(
-        world.name, tuple(forms.at_temperature(temperature, p) for p in world.target), world.draft
-    ).joint
+def _as_if(changed: Callable[[Tensor], Tensor], world: SamplerWorld) -> Tensor:
+    """The joint distribution of a target with changed distributions."""
+    return SamplerWorld(world.name, tuple(map(changed, world.target)), world.draft).joint
 
 
 _BONUSES: tuple[tuple[str, Callable[[SamplerWorld], Tensor]], ...] = (
     ("drawn one position too early", lambda world: world.target[-2].repeat_interleave(world.vocab, dim=0)),
     ("drawn from the draft's last distribution", lambda world: world.draft[-1].repeat_interleave(world.vocab, dim=0)),
-    ("the argmax, not a draw", lambda world: forms.argmax(world.target[-1])),
+    ("the argmax, not a draw", lambda world: faults.argmax(world.target[-1])),
     ("uniform over the vocabulary", lambda world: torch.full_like(world.target[-1], 1.0 / world.vocab)),
 )
 
@@ -150,10 +152,6 @@ _BONUSES: tuple[tuple[str, Callable[[SamplerWorld], Tensor]], ...] = (
 def _too_late(level: Level) -> tuple[Tensor, Tensor]:
     """After a drafted x: kept with min(1, p'(x) / q(x)), p' the target after x; else from norm(max(0, p' - q))."""
     own = level.after.diagonal(dim1=-2, dim2=-1)
-    kept = level.q * forms.ratio(own, level.q).clamp_max(1.0)
+    kept = level.q * faults.ratio(own, level.q).clamp_max(1.0)
     left = L.residual(level.after, level.q[:, None].expand_as(level.after))  # [texts, drafted, vocab]
     return kept, ((level.q - kept)[..., None] * left).sum(-2)
-
-
-def _too_early(level: Level) -> tuple[Tensor, Tensor]:
-    return forms.judged(level.before, level.q, level.q)

@@ -43,10 +43,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class SamplerWorld:
-    """A target and a draft over all texts of up to k tokens.
+    """A target and a draft over all texts of up to k tokens; the name is for reports.
 
     Attributes:
-        name: for reports.
         target: `[vocab**d, vocab]` for d = 0 to k, float64: the target's distribution after each text of d tokens.
         draft: `[vocab**d, vocab]` for d = 0 to k - 1, float64: the draft's.
     """
@@ -113,9 +112,13 @@ def sampler_worlds() -> list[SamplerWorld]:
     Distributions without zeros, with zeros on either side, peaked, equal, nearly equal and with ties; and candidates
     that were not drawn, as from n-grams.
     """
+    near, other = _table("near p", 4, "dense"), _table("near q", 4, "dense")
     return [
-        *_styled(),
-        _world(4, 2, "target nearly the draft", *_near(4)),
+        *(
+            _world(vocab, k, f"{p} target, {q} draft", _table(f"p{k}", vocab, p), _table(f"q{k}", vocab, q))
+            for vocab, k, p, q in _STYLED
+        ),
+        _world(4, 2, "target nearly the draft", near, lambda text: (1.0 - _NEAR) * near(text) + _NEAR * other(text)),
         _world(3, 2, "target equals the draft", *(_table("equal", 3, "dense"),) * 2),
         _world(3, 2, "ties", _table("ties p", 3, "dense", 2), _table("ties q", 3, "dense", 2)),
         _world(5, 1, "peaked target, flat draft", _peaked("peaked", 5), _table("flat q", 5, "dense", 2)),
@@ -140,13 +143,6 @@ _STYLED = (
 )
 
 
-def _styled() -> list[SamplerWorld]:
-    return [
-        _world(vocab, k, f"{p} target, {q} draft", _table(f"p{k}", vocab, p), _table(f"q{k}", vocab, q))
-        for vocab, k, p, q in _STYLED
-    ]
-
-
 def _world(vocab: int, drafted: int, words: str, target: Probs, draft: Probs) -> SamplerWorld:
     def table(probs: Probs, depth: int) -> Tensor:
         return torch.stack([probs(text) for text in itertools.product(range(vocab), repeat=depth)])
@@ -161,11 +157,6 @@ def _world(vocab: int, drafted: int, words: str, target: Probs, draft: Probs) ->
 
 def _table(name: str, vocab: int, style: str, largest: int = 9) -> Probs:
     return Table(f"sampler {name}", vocab, style, largest).probs
-
-
-def _near(vocab: int) -> tuple[Probs, Probs]:
-    target, other = _table("near p", vocab, "dense"), _table("near q", vocab, "dense")
-    return target, lambda text: (1.0 - _NEAR) * target(text) + _NEAR * other(text)
 
 
 def _peaked(name: str, vocab: int) -> Probs:

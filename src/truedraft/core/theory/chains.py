@@ -37,13 +37,10 @@ def replay_factor(p: float, q: float) -> float:
 def expected_tokens(alpha: float, gamma: int) -> float:
     """(1 - alpha^(gamma+1)) / (1 - alpha): tokens emitted per target call, the recovered or bonus token included.
 
-    Equation 1 of the paper. It is between 1 (nothing accepted) and gamma + 1 (all accepted).
+    Equation 1 of the paper, for acceptance rate alpha and gamma drafted tokens. It is between 1 (nothing accepted) and
+    gamma + 1 (all accepted).
 
     Worked example: alpha = 0.6 and gamma = 2 give 1 + 0.6 + 0.36 = 1.96.
-
-    Args:
-        alpha: acceptance rate, a fraction.
-        gamma: drafted tokens, 0 or more.
 
     Raises:
         OptionError: an argument is out of range.

@@ -89,6 +89,10 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
     def trees(self) -> Self:  # type: ignore[override]
         return self
 
+    @property
+    def warmups(self) -> int:
+        return getattr(self._runner, "warmups", 0)
+
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
         """Expected tokens by number of nodes for requests with such options; None if not measured."""
         return None
@@ -172,6 +176,12 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
                 f"{self.head.plural} need the target's LM head: call check(target) first, as an engine does"
             )
         return self._runner, self._runs_with
+
+    def _last_vectors(self, batch: Sequence[DraftRequest]) -> tuple[Tensor, Tensor]:
+        """The hidden states `[requests, width]` of requests that have some, and the tokens drawn from them."""
+        vectors = [vector for each in batch if (vector := self._vectors[each.id]) is not None]
+        hidden = torch.stack(vectors)
+        return hidden, transfers.upload([each.tokens[-1] for each in batch], hidden.device)
 
     def begin(self, request: DraftRequest) -> None:
         self._vectors[request.id] = None  # set at the end of the prompt

@@ -7,6 +7,7 @@ is written last, so that an incomplete checkpoint is not loaded.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from abc import ABC, abstractmethod
@@ -22,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError, first_line
+from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError, first_line
 from truedraft.files import user_path
 from truedraft.machine import DTYPES, dtype_name
 from truedraft.models.backends.native.linear import is_fastest, native_linears
 from truedraft.models.base import LanguageModel
+from truedraft.models.embedded import embedded_heads
 from truedraft.models.lm_head import LmHead
 from truedraft.models.mapped import in_memory
 from truedraft.models.packed_linear import PackedLinear, can_pack
@@ -36,24 +38,24 @@ Unembed: TypeAlias = Callable[[Tensor], Tensor]
 Product: TypeAlias = Callable[[Tensor], Tensor]
 """A linear layer as it runs between two forwards of the target."""
 
+FETCH_AGAIN = "fetch the file again"
 _TINY = 1e-20  # an embedding of zeros stays one
 _AGAIN = "fetch or train the heads again"  # advice for a damaged file
 _VERSION = 1
 MOST_MODULES = 1024
 """Maximum layers, blocks or guesses of a head: a manipulated file with more could use up all memory."""
-_CONFIG, _WEIGHTS = "config.json", "heads.safetensors"
+_CONFIG, _WEIGHTS, _EMBEDDED = "config.json", "heads.safetensors", "embedded:"
+_PUBLISHED = ("model.safetensors", "pytorch_model.bin")
 
 
 class HeadConfig(Protocol):
-    """Sizes of a head: a dataclass with the fields of `config.json`."""
+    """Sizes of a head: a dataclass with the fields of `config.json`; `width` is that of the LM head's input."""
 
     @property
-    def width(self) -> int:
-        """Entries of the hidden state that enters the target's LM head."""
+    def width(self) -> int: ...
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,10 @@ class HeadRecord:
 
     Attributes:
         target_name: the target's name at training; "" if unknown.
-        fingerprint: of that target, by `LanguageModel.fingerprint`; None if unknown.
+        fingerprint: `LanguageModel.fingerprint` of that target; None if unknown.
         trees: trees of ranks that were counted for it: "greedy" for requests at temperature 0, "sampled" for others.
-        note: a note for the user about a file that does not name its target.
-        sample: of that target, by `LanguageModel.sample`, which does not read all weights; None if unknown.
+        note: for the user, about a file that does not name its target.
+        sample: `LanguageModel.sample` of that target; None if unknown.
     """
 
     target_name: str = ""
@@ -87,8 +89,7 @@ class Head(nn.Module, ABC):
 
     Attributes:
         kind: in `config.json`, of the training command, and of the drafter.
-        noun: name of one such head in messages.
-        plural: name of such heads in messages.
+        noun: one such head in messages; `plural`: several.
         place_word: name of a position in a training's log.
         reads_layers: whether it reads several of the target's layers, those in `config.layers`.
     """
@@ -124,6 +125,23 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def start_from(self, weight: Tensor) -> None:
         """Initialize its own outputs with the weight `[vocab, width]` of the target's LM head."""
+
+    @classmethod
+    def for_target(cls, path: str | None, target: LanguageModel) -> Self:
+        """Load the head at a path, or with `embedded:` an embedded one, with the layers that it reads of a target set.
+
+        Raises:
+            CompositionError: there is no path, because none was trained for the target.
+            ModelError: as of `load`.
+        """
+        kind = cls.kind
+        if path is None:
+            raise CompositionError(
+                f"no {kind!r} drafter was trained for {target.name!r}; train one by truedraft train {kind} --model "
+                f"{target.name}, look elsewhere by --drafters-dir DIR, or name one as {kind}:DIR"
+            )
+        folder = embedded_heads(path.removeprefix(_EMBEDDED)) if path.startswith(_EMBEDDED) else path
+        return cls.load(folder).reading(target.shown_layers)
 
     def with_record(self, record: HeadRecord) -> Self:
         other = copy.copy(self)
@@ -171,8 +189,6 @@ class Head(nn.Module, ABC):
     def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
         """A head of this kind that another project published at a path; None if there is none.
 
-        Only tensors are read, no code that a file may hold.
-
         Args:
             ids_in_d2t: read a table of ids instead of offsets, as in damaged folders.
 
@@ -185,7 +201,7 @@ class Head(nn.Module, ABC):
     def load(cls, folder: Path | str) -> Self:
         """A head in evaluation mode, without gradients, on the CPU, in the dtype of its file.
 
-        Also loads those of other projects, see `load_published`.
+        Also loads those of other projects (`load_published`).
 
         Raises:
             ModelNotFoundError: there is no such folder, or no head in it.
@@ -367,15 +383,11 @@ def placed(weight: Tensor, bias: Tensor | None, target: LanguageModel) -> Produc
 
 
 def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
-    """The tensors of a file by name; no code in it is run.
-
-    Args:
-        file: safetensors, or a torch checkpoint.
-        advice: for a file that holds something else.
+    """The tensors of a safetensors file or torch checkpoint by name; no code in it is run.
 
     Raises:
         ModelNotFoundError: it is missing.
-        ModelError: it cannot be read, or holds something else.
+        ModelError: it cannot be read; or it holds something else, with `advice`.
     """
     if not file.is_file():
         raise ModelNotFoundError(f"{str(file)!r} is missing; {_AGAIN}")
@@ -389,6 +401,36 @@ def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
         raise ModelError(f"{str(file)!r} is no dictionary of tensors; {advice}")
     return state
+
+
+def published_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file with the weights in a folder of another project, and its tensors by name.
+
+    Raises:
+        ModelNotFoundError: there is no such file.
+        ModelError: it cannot be read.
+    """
+    file = next((folder / name for name in _PUBLISHED if (folder / name).is_file()), None)
+    if file is None:
+        raise ModelNotFoundError(f"{str(folder)!r} has neither {' nor '.join(_PUBLISHED)}; fetch one of them")
+    return file, tensors_in(file, FETCH_AGAIN)
+
+
+@contextlib.contextmanager
+def reading_sizes(config: Path) -> Iterator[None]:
+    """Turn the errors of reading sizes from another project's config.json into a `ModelError`."""
+    try:
+        yield
+    except KeyError as error:
+        raise ModelError(f"{str(config)!r} does not name {error.args[0]!r}; fetch it again") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OptionError) as error:
+        raise ModelError(f"{str(config)!r} names what makes no head here ({error}); fetch it again") from error
+
+
+def unnamed_target(what: str, target: str = "") -> str:
+    """The note about a head of another project, of which at most the name of its target is known."""
+    named = f" ({target} by name)" if target else ""
+    return f"{what} does not say which weights it was trained for{named}; it is used because its sizes fit"
 
 
 def write_published(folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:

@@ -8,22 +8,27 @@ Only tensors are read, no code that a file may hold. No such folder identifies i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from truedraft.drafters.heads.head import HeadRecord, tensors_in, write_published
+from truedraft.drafters.heads.head import (
+    FETCH_AGAIN,
+    HeadRecord,
+    published_tensors,
+    reading_sizes,
+    unnamed_target,
+    write_published,
+)
 from truedraft.drafters.heads.layers import LayerConfig, LayerHead
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.errors import ModelError, OptionError
 from truedraft.files import object_of
 
 CONFIG = "config.json"
 SPECULATORS = "speculators_model_type"
-_FILES = ("model.safetensors", "pytorch_model.bin")
-_AGAIN = "fetch the file again"
 _SIZES = {
     "hidden_size": "width",
     "num_attention_heads": "heads",
@@ -34,38 +39,29 @@ _SIZES = {
 _Head = TypeVar("_Head", bound=LayerHead)
 
 
-def named_kind(
-    path: Path, nested: Mapping[str, type[LayerHead]], flat: Mapping[str, type[LayerHead]]
-) -> type[LayerHead] | None:
-    """The kind of head that a folder's config.json names; None if it is not one of these.
-
-    Args:
-        nested: kinds by their names in `speculators`.
-        flat: kinds by the architecture in other projects.
-    """
+def named_kind(path: Path, kinds: Sequence[type[LayerHead]]) -> type[LayerHead] | None:
+    """The one of some kinds of heads that a folder's config.json names; None if it names none of them."""
     record = object_of(path / CONFIG)
-    architectures = record.get("architectures")
-    if not isinstance(architectures, list):
-        architectures = []
+    word, names = record.get(SPECULATORS), record.get("architectures")
+    names = names if isinstance(names, list) else []
     return next(
-        (kind for word, kind in nested.items() if record.get(SPECULATORS) == word),
-        next((kind for word, kind in flat.items() if word in architectures), None),
+        (kind for kind in kinds if kind.speculators[0] == word),
+        next((kind for kind in kinds if any(each in names for each in kind.architectures)), None),
     )
 
 
 def load_layer_folder(
     path: Path,
     kind: type[_Head],
-    found: type[LayerHead] | None,
+    kinds: Sequence[type[LayerHead]],
     sizes: Callable[[Mapping[str, Any], Mapping[str, Tensor]], LayerConfig],
     renamed: Callable[[str], str] = str,
     *,
     ids_in_d2t: bool = False,
-) -> _Head:
-    """Load a head of another project.
+) -> _Head | None:
+    """Load a head of another project; None if the folder names none of `kinds`.
 
     Args:
-        found: the kind that the folder names.
         sizes: computes the sizes from config.json and the weights.
         renamed: maps a weight's name there to the name here.
         ids_in_d2t: read a table of ids instead of offsets, as in damaged folders.
@@ -74,30 +70,22 @@ def load_layer_folder(
         ModelNotFoundError: there are no weights.
         ModelError: a file is damaged, it holds a head of another kind, or the weights do not match config.json.
     """
-    if found is not None and found is not kind:
+    found = named_kind(path, kinds)
+    if found is None:
+        return None
+    if found is not kind:
         raise ModelError(f"{str(path)!r} holds {found.noun}, not {kind.noun}; use {found.kind}:{path}")
-    file = next((path / name for name in _FILES if (path / name).is_file()), None)
-    if file is None:
-        raise ModelNotFoundError(f"{str(path)!r} has neither {' nor '.join(_FILES)}; fetch one of them")
-    named = {renamed(name): each for name, each in tensors_in(file, _AGAIN).items()}
-    weights = {name: each for name, each in named.items() if not name.startswith("verifier_")}
+    file, tensors = published_tensors(path)
+    weights = {name: each for there, each in tensors.items() if not (name := renamed(there)).startswith("verifier_")}
     record = object_of(path / CONFIG)
-    try:
+    with reading_sizes(path / CONFIG):
         config = sizes(record, weights)
         target = str(((record.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path") or "")
         if (ids := _draft_ids(config, weights, file, ids_in_d2t)) is not None:
             weights["draft_ids"] = ids
         head = kind.with_weights(config, weights, file)
         head.rotary(torch.zeros(1))
-    except KeyError as error:
-        raise ModelError(f"{str(path / CONFIG)!r} does not name {error.args[0]!r}; fetch it again") from error
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OptionError) as error:
-        raise ModelError(f"{str(path / CONFIG)!r} names what makes no head here ({error})") from error
-    note = (
-        f"{file.name} in {str(path)!r} does not say which weights it was trained for ({target or 'no target'} by "
-        "name); it is used because its sizes fit"
-    )
-    head.record = HeadRecord(target, note=note)
+    head.record = HeadRecord(target, note=unnamed_target(f"{file.name} in {str(path)!r}", target or "no target"))
     return head
 
 
@@ -121,7 +109,7 @@ def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Ma
         raise OptionError(f"logit_scale is {scale!r}, and heads are read where it is 1.0")
     types = layer.get("layer_types") or (["sliding_attention"] if layer.get("use_sliding_window") else [])
     if set(types) - {"full_attention"}:
-        raise OptionError("some of its layers see a window of the context alone, which is not supported")
+        raise OptionError("some of its layers see only a window of the context, which is not supported")
     if record.get("target_hidden_size") not in (None, layer["hidden_size"]):
         raise OptionError(f"it is {layer['hidden_size']} wide, and its target {record['target_hidden_size']}")
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
@@ -150,15 +138,15 @@ def _draft_ids(config: LayerConfig, weights: dict[str, Tensor], file: Path, ids_
     if offsets is None:
         return None
     if offsets.shape != (config.draft_vocab,) or offsets.is_floating_point():
-        raise ModelError(f"d2t in {str(file)!r} is no list of {config.draft_vocab} whole numbers; {_AGAIN}")
+        raise ModelError(f"d2t in {str(file)!r} is no list of {config.draft_vocab} whole numbers; {FETCH_AGAIN}")
     ids = offsets.long() if ids_in_d2t else offsets.long() + torch.arange(len(offsets))
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids)):
         raise ModelError(
             f"d2t in {str(file)!r} does not name {len(ids)} different ids below {config.vocab_size}: it holds offsets, "
-            f"the draft's token j is the target's token j + d2t[j]; {_AGAIN}"
+            f"the draft's token j is the target's token j + d2t[j]; {FETCH_AGAIN}"
         )
     if known is not None and not torch.equal(known.bool().nonzero()[:, 0], ids.sort().values):
-        raise ModelError(f"d2t and t2d in {str(file)!r} name different ids; {_AGAIN}")
+        raise ModelError(f"d2t and t2d in {str(file)!r} name different ids; {FETCH_AGAIN}")
     return ids
 
 
@@ -185,12 +173,7 @@ def flat_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
 
 
 def speculators_record(word: str, reach: int, target: str, family: str) -> dict[str, Any]:
-    """Entries that `speculators` needs in addition to the layers.
-
-    Args:
-        target: the target's name there; "" if unknown.
-        family: the target's class; "" if unknown.
-    """
+    """Entries that `speculators` needs in addition to the layers; `target` and its class `family` may be ""."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": reach, "verifier_accept_k": 1, "accept_tolerance": 0.0,
     }  # fmt: skip
@@ -208,26 +191,18 @@ def speculators_record(word: str, reach: int, target: str, family: str) -> dict[
 
 
 def write_speculators(
-    head: LayerHead,
-    folder: Path,
-    word: str,
-    architecture: str,
-    layers: Mapping[str, Any],
-    more: Mapping[str, Any],
-    *,
-    target: str,
-    family: str,
+    head: LayerHead, folder: Path, layers: Mapping[str, Any], more: Mapping[str, Any], *, target: str, family: str
 ) -> None:
     """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
 
     Args:
-        architecture: the class that `speculators` loads it with.
         layers: configuration of its layers (`layer_record`).
         target: as of `speculators_record`, as is `family`.
 
     Raises:
         ModelError: the files cannot be written.
     """
+    word, architecture = head.speculators
     about = speculators_record(word, head.reach, target, family) | {
         "architectures": [architecture],
         "draft_vocab_size": head.config.draft_vocab or head.config.vocab_size,

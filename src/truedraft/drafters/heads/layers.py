@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,18 @@ from torch.nn import functional
 
 from truedraft.drafters.heads.head import MOST_MODULES, Head
 from truedraft.errors import OptionError
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.linear import is_fastest, native_linears
+from truedraft.models.base import LanguageModel
 from truedraft.models.llama import RotaryTable, Rotation
+from truedraft.models.packed_linear import PackedLinear, can_pack
 
+HeadT = TypeVar("HeadT", bound=Head)
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` to the output `[rows, heads * head]`."""
+_LEAST_PACKED = 16  # outputs of a layer with packed weights, at least
+_FEW_BITS = 4
+_LEAST_QUANTIZED = 4 << 20  # bytes of a head's weights from which quantization is faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +136,16 @@ class LayerHead(Head):
     """Decoder layers on hidden states of several layers of the target.
 
     Its modules are `embed_tokens` and `lm_head`, None if it uses the target's, and the buffer `draft_ids`, the target's
-    ids of its reduced vocabulary, `[draft_vocab]`, or None. Weight names are those of published heads, so that the kind
-    of a folder is visible.
+    ids of its reduced vocabulary, `[draft_vocab]`, or None. Weight names are those of published heads.
+
+    Attributes:
+        speculators: its name, and its class, in `speculators`.
+        architectures: its classes in other projects.
     """
 
     reads_layers: ClassVar[bool] = True
+    speculators: ClassVar[tuple[str, str]]
+    architectures: ClassVar[tuple[str, ...]] = ()
     config: Any
     norm: nn.RMSNorm
     embed_tokens: nn.Embedding | None
@@ -237,3 +250,44 @@ class DecoderLayer(nn.Module):
         x = x + attention.o_proj(attend(query, key, value))
         added: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + added
+
+
+def copied(head: HeadT, target: LanguageModel) -> HeadT:
+    """A copy of a head in the dtype and on the device of a target; integer tensors keep their dtype."""
+    weights = {
+        name: each.to(target.device, target.dtype if each.is_floating_point() else each.dtype, copy=True)
+        for name, each in head.state_dict().items()
+    }
+    with torch.device("meta"):
+        own = type(head)(head.config)
+    own.load_state_dict(weights, assign=True)
+    return own.eval().requires_grad_(False)
+
+
+def bits_for(head: Head) -> int:
+    """Bits of the weights of a head while it drafts; 0 to keep them unquantized.
+
+    Quantization changes what is drafted but no answer: draws are verified with the distribution of the quantized head.
+    """
+    weights = [each.weight for each in head.modules() if isinstance(each, nn.Linear)]
+    if sum(each.nbytes for each in weights) < _LEAST_QUANTIZED or weights[0].device.type != "cpu":
+        return 0
+    return _FEW_BITS if built(weights[0].dtype).library is not None else 0
+
+
+def packed(head: HeadT, bits: int) -> HeadT:
+    """The head with its linear layers packed for their kernels, quantized to `bits` if not 0."""
+    layers = {
+        name: layer
+        for name, layer in head.named_modules()
+        if isinstance(layer, nn.Linear) and layer.weight.dim() > 1 and layer.out_features >= _LEAST_PACKED
+    }
+    some = next(head.parameters())
+    natively = bits or is_fastest(some.device, some.dtype)
+    fewer = native_linears(layers.values(), bits, some.dtype) if natively else {}
+    for name, layer in layers.items():
+        if layer in fewer:
+            head.set_submodule(name, fewer[layer])
+        elif can_pack(layer.weight.device, layer.weight.dtype):
+            head.set_submodule(name, PackedLinear(layer.weight, layer.bias))
+    return head

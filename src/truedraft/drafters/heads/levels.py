@@ -6,7 +6,6 @@ Their trees grow level by level, whether each level is its own forward (EAGLE-3)
 from __future__ import annotations
 
 import heapq
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,16 +14,14 @@ from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
-from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.core.top_k import TopK
-from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter, trees_of
@@ -32,238 +29,57 @@ from truedraft.drafters.heads.head import Head
 from truedraft.drafters.heads.texts import HeadTexts, LayerText
 from truedraft.drafters.held import HeadCaches, Held
 from truedraft.drafters.tree_builder import (
+    LikeliestTree,
+    TextPath,
     TreeBuilder,
-    chain_numbers_of,
-    chains_alike,
+    draw_chains,
     draw_level,
+    follow_texts,
+    grow_likeliest,
     judged_if_it_fails,
 )
 from truedraft.errors import CompositionError, OptionError
 from truedraft.models.backends.graphs.growth import ChosenChains, Grow, LikeliestNodes
 from truedraft.models.backends.graphs.replay import Outputs
-from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.linear import is_fastest, native_linears
-from truedraft.models.base import Choose, LanguageModel, Segment
+from truedraft.models.base import Choose, LanguageModel
 from truedraft.models.cache import CachePool, RequestCache
-from truedraft.models.packed_linear import PackedLinear, can_pack
 
 BEAMS = 8
-_LEAST_PACKED = 16  # outputs of a layer with packed weights, at least
-_FEW_BITS = 4
-_LEAST_QUANTIZED = 4 << 20  # bytes of a head's weights from which quantization is faster
 
 
 class LevelRunner(Protocol):
-    """A head in the dtype and on the device of a target."""
+    """A head in the dtype and on the device of a target.
+
+    Attributes:
+        pool: source of the requests' caches.
+        token_bytes: bytes of one token's keys and values.
+        layers: number of layers with keys and values.
+        records: whether a whole draft is one recorded graph.
+        warmups: number of forwards so far that were slower than later ones of the same shape.
+    """
 
     device: torch.device
     pool: CachePool
-    """Source of the requests' caches."""
     token_bytes: int
-    """Bytes of one token's keys and values."""
     layers: int
-    """Number of layers with keys and values."""
     records: bool
-    """Whether a whole draft is one recorded graph."""
 
     @property
-    def warmups(self) -> int:
-        """Number of forwards so far that were slower than later ones of the same shape."""
+    def warmups(self) -> int: ...
 
 
 HeadT = TypeVar("HeadT", bound=Head)
 LevelRunnerT = TypeVar("LevelRunnerT", bound=LevelRunner)
-
-
-class LikeliestTree:
-    """The nodes with the largest products of probabilities, found by a beam search.
-
-    EAGLE-2 (Li et al., arXiv 2406.16858), section 4: each open node proposes its likeliest tokens, the best of all of
-    them are opened next, and at the end the best nodes of all levels are kept. A node is never likelier than its
-    parent, so these nodes form a tree. They are deterministic candidates, which every rule verifies exactly.
-
-    Worked example, two open nodes per level: the root proposes a with 0.6 and b with 0.3, a proposes c with 0.4 and d
-    with 0.2, b proposes e with 0.9 and f with 0.1. The products are 0.24, 0.12, 0.27 and 0.03, so c and e are opened,
-    and the best four nodes are a, b, e and c.
-
-    Args:
-        budget: its width is the number of open nodes, and of tokens that each proposes.
-    """
-
-    def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget) -> None:
-        self.cache, self.request, self.budget = cache, request, budget
-        self.open: Sequence[int] = [-1]
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._scores: list[float] = []  # log probabilities of paths
-        self._depths: list[int] = []
-        self._fed: list[int] = []
-        self._whole: TokenTree | None = None
-
-    @property
-    def unfed_parents(self) -> Sequence[int]:
-        """The parent of each open node; -1 is the root."""
-        return [self._parents[node] for node in self.open]
-
-    def keep_open(self, nodes: Sequence[int]) -> None:
-        self.open = nodes
-
-    def open_paths(self) -> list[tuple[int, ...]]:
-        return [tuple(self._tokens[each] for each in path_to(node, self._parents)) for node in self.open]
-
-    def grow(self, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> None:
-        first = len(self._tokens)
-        for parent, tokens, logs in zip(self.open, ids, log_probs, strict=True):
-            above, depth = (self._scores[parent], self._depths[parent]) if parent >= 0 else (0.0, 0)
-            for token, log in zip(tokens, logs, strict=True):
-                if log > -math.inf:
-                    self._tokens.append(token)
-                    self._parents.append(parent)
-                    self._scores.append(above + log)
-                    self._depths.append(depth + 1)
-        best = sorted(range(first, len(self._tokens)), key=lambda node: -self._scores[node])[: self.budget.width]
-        grows = best and self._depths[best[0]] < self.budget.depth
-        self.open = sorted(best) if grows else ()
-
-    def segment(self) -> Segment:
-        written = len(self._fed)
-        self._fed += self.open
-        place = {node: number for number, node in enumerate(self._fed)} | {-1: -1}
-        shape = shape_of(tuple(place[self._parents[node]] for node in self._fed))
-        tokens = torch.tensor([self._tokens[node] for node in self.open])
-        return Segment(self.cache, tokens, shape, range(len(self.open)), written)
-
-    def take_tree(self, tree: TokenTree) -> None:
-        """Take a tree that was found at once; its first nodes are those of a smaller budget."""
-        self._whole, self.open = tree.first(self.budget.nodes), ()
-
-    def proposal(self) -> Proposal:
-        if self._whole is not None:
-            return Proposal.deterministic(self._whole)
-        order = sorted(range(len(self._tokens)), key=lambda node: (-self._scores[node], self._depths[node]))
-        kept = order[: self.budget.nodes]
-        if not kept:
-            return Proposal.empty()
-        place = {node: number for number, node in enumerate(kept)} | {-1: -1}
-        shape = shape_of(tuple(place[self._parents[node]] for node in kept))
-        return Proposal.deterministic(TokenTree.of_ids([self._tokens[node] for node in kept], shape))
-
-
-def grow_likeliest(
-    trees: Sequence[LikeliestTree], logits: Tensor, ids: DraftIds | None, likeliest: Callable[[Tensor, int], TopK]
-) -> list[LikeliestTree]:
-    """Grow trees by one level; returns those that continue.
-
-    Args:
-        logits: `[nodes, guessed]`, the open nodes of all trees in order.
-        ids: the token ids of the logits' columns; None for the whole vocabulary.
-    """
-    counts = [len(tree.open) for tree in trees]
-    if any(tree.request.shaping is not None for tree in trees):
-        logits, ids, likeliest = _whole(logits, ids), None, TopK.of
-        parts = zip(trees, logits.split(counts), strict=True)
-        logits = torch.cat(
-            [own if tree.request.shaping is None else tree.request.shaping.of_paths(own, tree.open_paths())
-             for tree, own in parts]
-        )  # fmt: skip
-    top = likeliest(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
-    tokens = top.ids if ids is None else ids.ids[top.ids]
-    start = 0
-    for tree, count in zip(trees, counts, strict=True):
-        here = slice(start, start + count), slice(tree.budget.width)
-        tree.grow(tokens[here].tolist(), top.log_probs[here].tolist())
-        start += count
-    return [tree for tree in trees if tree.open]
-
-
-class TextPath(LikeliestTree):
-    """A chain along a given text, with the distributions that its tokens would have been drawn from.
-
-    Args:
-        budget: its depth limits the chain, as does the length of the text.
-        text: tokens after the request's own.
-
-    Attributes:
-        probs: `[vocab]` per token.
-    """
-
-    def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget, text: Sequence[int]) -> None:
-        super().__init__(cache, request, replace(budget.cut(len(text)), width=1))
-        self._text = text
-        self.probs: list[Tensor] = []
-
-
-def follow_texts(paths: Sequence[TextPath], logits: Tensor, ids: DraftIds | None = None) -> list[TextPath]:
-    """Extend paths by one token, with distributions from logits `[paths, guessed]`; returns those that continue."""
-    for path, own in zip(paths, _whole(logits, ids).split(1), strict=True):
-        shaping = path.request.shaping
-        shaped = own if shaping is None else shaping.of_paths(own, path.open_paths())
-        path.probs.append(probs_from_logits(shaped, path.request.params)[0])
-        path.grow([[path._text[len(path.probs) - 1]]], [[0.0]])
-    return [path for path in paths if path.open]
-
-
-def _whole(logits: Tensor, ids: DraftIds | None) -> Tensor:
-    return logits if ids is None else ids.whole(logits)
-
-
 Tree = TypeVar("Tree", TreeBuilder, LikeliestTree, TextPath)
-
-
-def copied(head: HeadT, target: LanguageModel) -> HeadT:
-    """A copy of a head in the dtype and on the device of a target; integer tensors keep their dtype."""
-    weights = {
-        name: each.to(target.device, target.dtype if each.is_floating_point() else each.dtype, copy=True)
-        for name, each in head.state_dict().items()
-    }
-    with torch.device("meta"):
-        own = type(head)(head.config)
-    own.load_state_dict(weights, assign=True)
-    return own.eval().requires_grad_(False)
-
-
-def bits_for(head: Head) -> int:
-    """Bits of the weights of a head while it drafts; 0 to keep them unquantized.
-
-    Quantization changes what is drafted but no answer: draws are verified with the distribution of the quantized head.
-    """
-    weights = [each.weight for each in head.modules() if isinstance(each, nn.Linear)]
-    if sum(each.nbytes for each in weights) < _LEAST_QUANTIZED or weights[0].device.type != "cpu":
-        return 0
-    return _FEW_BITS if built(weights[0].dtype).library is not None else 0
-
-
-def packed(head: HeadT, bits: int) -> HeadT:
-    """The head with its linear layers packed for their kernels, quantized to `bits` if not 0."""
-    layers = {
-        name: layer
-        for name, layer in head.named_modules()
-        if isinstance(layer, nn.Linear) and layer.weight.dim() > 1 and layer.out_features >= _LEAST_PACKED
-    }
-    some = next(head.parameters())
-    natively = bits or is_fastest(some.device, some.dtype)
-    fewer = native_linears(layers.values(), bits, some.dtype) if natively else {}
-    for name, layer in layers.items():
-        if layer in fewer:
-            head.set_submodule(name, fewer[layer])
-        elif can_pack(layer.weight.device, layer.weight.dtype):
-            head.set_submodule(name, PackedLinear(layer.weight, layer.bias))
-    return head
-
-
-def running(head: HeadT, target: LanguageModel) -> HeadT:
-    """A copy of a head as it runs with a target."""
-    own = copied(head, target)
-    return packed(own, bits_for(own))
 
 
 @lru_cache
 def drawn_tree(nodes: int, depth: int) -> RankTree:
     """The most valuable draws, at most `nodes` of them and `depth` deep, the best first (as in Sequoia, 2402.12374).
 
-    A draw of rank r is the first accepted one at its node with probability `_chance(r)`, at any depth. The value of a
-    path is the product over its ranks, so no path has a larger value than its prefix. Worked example: the best four are
-    (0), (0, 0), (0, 0, 0) and (1), of 0.48, 0.23, 0.11 and 0.10.
+    A draw of rank r is the first accepted one at its node with probability `_chance(r)`; the value of a path is the
+    product over its ranks. Worked example: the best four are (0), (0, 0), (0, 0, 0) and (1), of 0.48, 0.23, 0.11 and
+    0.10.
     """
     chances: dict[RankPath, float] = {}
     waiting: list[tuple[float, RankPath]] = [(-_chance(0), (0,))]
@@ -341,10 +157,6 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self._grows: dict[Choose | None, Grow] = {}  # by way of drawing; None: the likeliest tree
         self.held = Held(noted=[self._texts], tokens=self._held_tokens, shared=[self._shared])
 
-    @property
-    def warmups(self) -> int:
-        return self._running[0].warmups
-
     def _features(self) -> Features:
         config: Any = self.head.config
         if min(config.layers, default=-1) < 0 or getattr(config, "layers_unsettled", False):
@@ -417,7 +229,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return self._runner if target is self._runs_with else None
 
     def _held_tokens(self) -> int:
-        return sum(text.cache.length + text.behind for text in list(self._texts.values()))
+        return sum(text.cache.length + text.unread_rows for text in list(self._texts.values()))
 
     def _likeliest(self, logits: Tensor, count: int) -> TopK:
         return TopK.of(logits, count)
@@ -430,7 +242,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         text = self._texts.get(request.id)
         if text is None or not (text.cache.length or text.unread):
             return Hint(finds=False)
-        return Hint(behind=text.behind + 1, confident=self.limits.width == 1)
+        return Hint(behind=text.unread_rows + 1, confident=self.limits.width == 1)
 
     def begin(self, request: DraftRequest) -> None:
         self._shared.begin(request)
@@ -469,7 +281,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             level = [each for each in chosen if not each.budget.is_zero]
             drawing = [each for each in drawn if not each.budget.is_zero]
             if self._drafts_at_once:
-                level, drawing = self._choose_at_once(level), self._draw_at_once(drawing)
+                level = self._choose_at_once(level)
+                drawing = draw_chains(drawing, self._running[0].device, self._run_chains)
             if level:
                 self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
             if drawing:
@@ -503,7 +316,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             ids = None if self._ids is None else self._ids.ids
             grow = self._grows.setdefault(None, partial(LikeliestNodes, beams, self.limits.nodes, ids))
             # A node deeper than there are nodes is not among the best.
-            levels = max(min(tree.budget.depth, tree.budget.nodes) for tree in chosen)
+            levels = max(tree.levels for tree in chosen)
             limits = np.array([(tree.budget.width, tree.budget.depth) for tree in chosen])
             numbers = [transfers.upload(limits, target.device)]
             found = trees_of(*self._run_at_once(chosen, levels, beams, grow, numbers))
@@ -511,18 +324,13 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 tree.take_tree(own)
         return [tree for tree in trees if tree not in chosen]
 
-    def _draw_at_once(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
-        """Draw chains of fixed length, in one recorded graph per way of drawing; returns the other builders."""
-        for choose, alike in chains_alike(builders).items():
-            chains, numbers = zip(*alike, strict=True)
-            levels = max(chain.length for chain in chains)
-            whole = None if self._ids is None else self._ids.whole
-            grow = self._grows.setdefault(choose, partial(ChosenChains, choose, whole))
-            by_kind = chain_numbers_of(numbers, levels, self._running[0].device)
-            tokens, *probs = self._run_at_once(chains, levels, 1, grow, by_kind)
-            for row, chain in enumerate(chains):
-                chain.take_chain(tokens[row], probs[0][row] if probs else None)
-        return [builder for builder in builders if builder.grows]
+    def _run_chains(
+        self, choose: Choose, chains: Sequence[TreeBuilder], levels: int, numbers: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        whole = None if self._ids is None else self._ids.whole
+        grow = self._grows.setdefault(choose, partial(ChosenChains, choose, whole))
+        tokens, *probs = self._run_at_once(chains, levels, 1, grow, numbers)
+        return tokens, probs[0] if probs else None
 
     def _run_at_once(
         self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]

@@ -29,7 +29,7 @@ class LayerText:
     length: int = 0  # of the cache before these
 
     @property
-    def behind(self) -> int:
+    def unread_rows(self) -> int:
         return sum(map(len, self.unread))
 
     def vectors(self) -> Tensor:
@@ -41,7 +41,7 @@ class LayerText:
 
     def settle(self) -> None:
         """The step is over: drafted entries are dropped, and rows count as read if all of them were."""
-        if self.cache.length == self.length + self.behind:
+        if self.cache.length == self.length + self.unread_rows:
             self.length = self.cache.length
             self.unread.clear()
         self.start()
@@ -159,9 +159,9 @@ class HeadTexts:
         """Read the unread rows of a text except the last, which the next draft needs."""
         text, request = self.texts[number], self._shared[number]
         text.start()
-        if text.behind > 1:
+        if text.unread_rows > 1:
             vectors = text.vectors()
-            first, rows = text.length + 1, text.behind - 1
+            first, rows = text.length + 1, text.unread_rows - 1
             self._read(text.cache, request.tokens[first : first + rows], vectors[:rows])
             text.length = text.cache.length
             text.unread = [vectors[rows:]]

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree, likeliest_tree
-from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.candidates import CandidateDrafter
+from truedraft.drafters.base import CandidateDrafter, DraftRequest
 from truedraft.drafters.ngram.table import NgramTable
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel

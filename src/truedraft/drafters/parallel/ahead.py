@@ -63,17 +63,15 @@ class _Text:
     """A request.
 
     Attributes:
-        tokens: the received text, then the tokens that are assumed to follow.
-        told: number of received tokens.
-        chain: the last chain that was sent.
-        noise: key of that chain's noise.
+        tokens: the `received` ones, then those that are assumed to follow.
+        chain: the last chain that was sent; `noise` is the key of its noise.
         budget: assumed for the next chain, within the draft's limits.
         ahead: the chain after the assumed tokens; None if there is none.
     """
 
     request: DraftRequest
     tokens: list[int]
-    told: int = 0
+    received: int = 0
     chain: list[int] = field(default_factory=list)
     noise: NoiseKey = (0, 0, 0, 0, 0)
     budget: Budget = NO_DRAFT
@@ -81,11 +79,11 @@ class _Text:
 
     def follow(self, new: Sequence[int]) -> int:
         """Replace the assumed tokens by the real ones; returns how many leading tokens of the text are unchanged."""
-        pairs = enumerate(zip(self.tokens[self.told :], new, strict=False))
-        known = min(len(self.tokens) - self.told, len(new))
-        same = self.told + next((place for place, (one, other) in pairs if one != other), known)
-        self.tokens[self.told :] = new
-        self.told = len(self.tokens)
+        pairs = enumerate(zip(self.tokens[self.received :], new, strict=False))
+        known = min(len(self.tokens) - self.received, len(new))
+        same = self.received + next((place for place, (one, other) in pairs if one != other), known)
+        self.tokens[self.received :] = new
+        self.received = len(self.tokens)
         return same
 
     def key(self, further: int, step: int = 0) -> NoiseKey:
@@ -154,13 +152,13 @@ class AheadDrafter:
         cache, assumed = self.drafter.caches[call.id], len(text.tokens)
         if cache.limit != call.limit:
             cache.limit_to(call.limit)
-        followed = call.noise == text.key(assumed - text.told, step=1)
+        followed = call.noise == text.key(assumed - text.received, step=1)
         same = text.follow(call.tokens)
         if same < assumed:
             cache.rollback(min(cache.length, same))
         budget, text.budget = text.budget, self.drafter.within(call.budget, text.request)
         ahead, text.ahead = text.ahead, None
-        if ahead is None or not followed or not same == assumed == text.told:
+        if ahead is None or not followed or not same == assumed == text.received:
             return None
         return ahead if text.budget == budget else _shortened(ahead, budget, text.budget)
 

@@ -44,9 +44,9 @@ class ParallelDraft(Drafter):
         self.model: LanguageModel = draft.model
         self._here = draft
         self._worker = worker
-        self._told: dict[int, int] = {}  # number of tokens of each request sent to the process
+        self._sent: dict[int, int] = {}  # number of tokens of each request sent to the process
         # A cache holds at most a chain, a token, and the chain drafted ahead.
-        self.held = Held([each.ahead(1 + self.limits.depth) for each in draft.held.models], [self._told])
+        self.held = Held([each.ahead(1 + self.limits.depth) for each in draft.held.models], [self._sent])
         self._last: Reply | None = None
         self._proposals = 0
         self._hits = 0
@@ -84,7 +84,7 @@ class ParallelDraft(Drafter):
             raise CompositionError(f"draft {model.name!r} {why}; leave async out")
 
     def hint(self, request: DraftRequest) -> Hint:
-        hint, sent = self._here.hint(request), self._told.get(request.id)
+        hint, sent = self._here.hint(request), self._sent.get(request.id)
         if sent is None:
             return hint
         # Drafted tokens are in its cache. Where `min_probability` would end a chain is not known in advance.
@@ -93,7 +93,7 @@ class ParallelDraft(Drafter):
     def begin(self, request: DraftRequest) -> None:
         self._here.begin(request)
         if request.shaping is None and not request.inputs and self._worker.alive:
-            self._told[request.id] = 0
+            self._sent[request.id] = 0
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -111,11 +111,11 @@ class ParallelDraft(Drafter):
 
     def _call(self, request: DraftRequest, budget: Budget, noise: Noise) -> Call | None:
         """The call to the process; None if it does not serve the request, or nothing can be drafted."""
-        sent = self._told.get(request.id)
+        sent = self._sent.get(request.id)
         if sent is None or self._here.within(budget, request).is_zero or type(noise) is not KeyedNoise:
             return None
         tokens = tuple(request.tokens[sent:])
-        self._told[request.id] += len(tokens)
+        self._sent[request.id] += len(tokens)
         return Call(request.id, request.params, tokens, budget, noise.key, self._here.caches[request.id].limit)
 
     def _ask(self, calls: Sequence[Call]) -> list[Proposal]:
@@ -130,7 +130,7 @@ class ParallelDraft(Drafter):
         return reply.chains
 
     def _go_on_here(self, error: DrafterError) -> None:
-        self._told.clear()
+        self._sent.clear()
         self.held.beside = 0
         warnings.warn(f"drafter {self.name!r} goes on without async: {error}", RuntimeWarning, stacklevel=2)
 
@@ -139,10 +139,10 @@ class ParallelDraft(Drafter):
 
     def end(self, request: DraftRequest) -> None:
         self._here.end(request)
-        if self._told.pop(request.id, None) is not None:
+        if self._sent.pop(request.id, None) is not None:
             try:
                 self._worker.end(request.id)
             except DrafterError as error:
                 self._go_on_here(error)
-            if not self._told:
+            if not self._sent:
                 self.held.beside = 0

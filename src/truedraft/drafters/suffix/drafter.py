@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree, likeliest_tree
-from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.candidates import CandidateDrafter
+from truedraft.drafters.base import CandidateDrafter, DraftRequest
 from truedraft.drafters.held import Held
 from truedraft.drafters.prompt_lookup import NgramIndex, copied
 from truedraft.drafters.suffix.index import END, NO_MATCHES, WINDOW, Matches

@@ -2,23 +2,44 @@
 
 A separate thread stores finished texts in small pieces, so that no step waits for more than one piece. It ends when
 nothing is left, and the process waits for it.
+
+The file is a header line, then one record per text. Several processes may use it: each appends under a lock, and reads
+what others appended before. Each record has a checksum, so a truncated file is read up to the last whole record, and
+the rest is moved to another file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
+import struct
 import threading
+import zlib
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from filelock import FileLock, Timeout
 
-from truedraft.drafters.suffix.file import SuffixFile
 from truedraft.drafters.suffix.index import NO_MATCHES, Ids, Matches, SuffixIndex
+from truedraft.errors import OptionError
+from truedraft.files import written_whole
+
+_log = logging.getLogger(__name__)
 
 _PIECE = 1024
 _LEAST_TEXT = 8  # tokens; shorter texts have no additional information
 _TOKENS_A_TEXT = 64  # tokens of the limit per remembered digest
+_KIND, _VERSION = "truedraft suffix cache", 1
+_RECORD = struct.Struct("<III")  # bytes of the namespace's name, tokens, checksum of both
+_NO_NAME = 0xFFFFFFFF
+_LOCK_S = 10.0
+_MOST_NAME, _MOST_TOKENS = 1 << 16, 1 << 26
+Text = tuple[Hashable, Ids]
 
 
 class SuffixStore:
@@ -119,3 +140,159 @@ class SuffixStore:
             del self._indexes[oldest]
             self._known = OrderedDict((key, place) for key, place in self._known.items() if key[0] != oldest)
         return index
+
+
+class SuffixFile:
+    """Texts on disk.
+
+    Args:
+        path: of the file; created if missing.
+        most: number of tokens; a file with twice as many loses its oldest texts.
+
+    Raises:
+        OptionError: it is not such a file, has another version or tokenizer, or cannot be read or created.
+    """
+
+    def __init__(self, path: Path, tokenizer: str, most: int) -> None:
+        self.path = path
+        self._tokenizer = tokenizer
+        self._most = most
+        self._read_to = 0
+        self._same: tuple[int, int] | None = None  # device and inode of the file that was read
+        self._tokens = 0
+        self._warned = False
+        self._lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=_LOCK_S)
+
+    def read(self) -> list[Text]:
+        """All texts, the oldest first. Damaged records are moved aside, with a warning."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self._lock, self._opened() as file:
+                return self._appended(file)
+        except (OSError, Timeout) as error:
+            raise OptionError(
+                f"the suffix cache {str(self.path)!r} cannot be read or made ({_reason(error)}); name another file"
+            ) from error
+
+    def append(self, scope: Hashable, text: Ids) -> list[Text]:
+        """Append a text; returns those that other processes appended since the last call.
+
+        Only scopes that are a string or None are kept. If writing fails, a warning is logged once, and the text is kept
+        in memory only.
+        """
+        if scope is not None and not isinstance(scope, str):
+            return []
+        try:
+            with self._lock, self._opened() as file:
+                added = self._appended(file)
+                file.seek(self._read_to)
+                file.write(_record(scope, text))
+                file.flush()
+                self._read_to = file.tell()
+                self._tokens += len(text)
+            if self._tokens > 2 * self._most:
+                self._rewrite()
+        except (OSError, OptionError, Timeout) as error:
+            if not self._warned:
+                _log.warning("the suffix cache %s is kept in memory alone: %s", self.path, _reason(error))
+            self._warned = True
+            return []
+        return added
+
+    def _opened(self) -> BinaryIO:
+        if not self.path.exists():
+            first = json.dumps({"kind": _KIND, "version": _VERSION, "tokenizer": self._tokenizer})
+            self.path.write_bytes(first.encode() + b"\n")
+        file = self.path.open("r+b")
+        try:
+            self._begin(file)
+        except OptionError:
+            file.close()
+            raise
+        return file
+
+    def _begin(self, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        same = status.st_dev, status.st_ino
+        if same == self._same and status.st_size >= self._read_to:
+            return
+        line = file.readline(1 << 16)
+        try:
+            about = json.loads(line)
+        except ValueError:
+            about = None
+        if not isinstance(about, dict) or about.get("kind") != _KIND:
+            raise OptionError(f"{str(self.path)!r} is no suffix cache of truedraft's; name another file")
+        if about.get("version") != _VERSION:
+            raise OptionError(
+                f"the suffix cache {str(self.path)!r} is of version {about.get('version')!r}, and this truedraft reads "
+                f"version {_VERSION}; name another file"
+            )
+        if about.get("tokenizer") != self._tokenizer:
+            raise OptionError(
+                f"the suffix cache {str(self.path)!r} was written for another tokenizer, so its ids mean other text; "
+                "name another file"
+            )
+        self._same, self._read_to, self._tokens = same, file.tell(), 0
+
+    def _appended(self, file: BinaryIO) -> list[Text]:
+        """Records after those already read; the file position is then after the last whole record."""
+        file.seek(self._read_to)
+        added = []
+        for text, end in _records(file):
+            added.append(text)
+            self._read_to = end
+            self._tokens += len(text[1])
+        file.seek(self._read_to)
+        if rest := file.read():
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            aside.write_bytes(rest)
+            file.truncate(self._read_to)
+            _log.warning(
+                "the suffix cache %s is damaged behind %d texts; they are read, and the last %d bytes lie in %s",
+                self.path, len(added), len(rest), aside,
+            )  # fmt: skip
+        return added
+
+    def _rewrite(self) -> None:
+        """Keep only the latest texts, so that a reader finds the old file or the new one."""
+        with self._lock, self.path.open("rb") as file:
+            first = file.readline()
+            texts = [text for text, _ in _records(file)]
+            kept, tokens = [], 0
+            for scope, text in reversed(texts):
+                tokens += len(text)
+                if tokens > self._most:
+                    break
+                kept.append(_record(scope, text))
+            with written_whole(self.path, private=True) as made:  # it holds users' prompts
+                made.write(first + b"".join(reversed(kept)))
+            status = self.path.stat()
+            self._same, self._read_to = (status.st_dev, status.st_ino), status.st_size
+            self._tokens = sum(len(text) for _, text in texts[len(texts) - len(kept) :])
+
+
+def _record(scope: Hashable, text: Ids) -> bytes:
+    name = b"" if scope is None else str(scope).encode()
+    body = name + text.astype("<i4").tobytes()
+    return _RECORD.pack(_NO_NAME if scope is None else len(name), len(text), zlib.crc32(body)) + body
+
+
+def _records(file: BinaryIO) -> Iterator[tuple[Text, int]]:
+    while len(head := file.read(_RECORD.size)) == _RECORD.size:
+        name_bytes, tokens, checksum = _RECORD.unpack(head)
+        unnamed = name_bytes == _NO_NAME
+        name_bytes = 0 if unnamed else name_bytes
+        if name_bytes > _MOST_NAME or tokens > _MOST_TOKENS:
+            return
+        body = file.read(name_bytes + 4 * tokens)
+        if len(body) != name_bytes + 4 * tokens or zlib.crc32(body) != checksum:
+            return
+        name = None if unnamed else body[:name_bytes].decode(errors="replace")
+        yield (name, np.frombuffer(body, dtype="<i4", offset=name_bytes).astype(np.int32)), file.tell()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Timeout):
+        return "another process holds its lock"
+    return getattr(error, "strerror", None) or str(error)

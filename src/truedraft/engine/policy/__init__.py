@@ -1,7 +1,5 @@
-"""Policy: what is drafted, and by which costs. Controllers take numbers and return decisions; they never see a tensor.
-
-Costs of forwards and drafts on this machine are measured on first use, kept, and corrected by the engine's own steps.
-Each name loads on first use: controllers need no torch.
+"""Policy: what is drafted, and by which costs. Controllers take numbers and return decisions; costs are measured on
+first use, kept, and corrected by the engine's own steps. Each name loads on first use: controllers need no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from truedraft.core.budget import Hint as Hint
     from truedraft.core.budget import RequestView as RequestView
     from truedraft.core.stats import StepRecord as StepRecord
-    from truedraft.engine.policy.bandwidth import read_bandwidth as read_bandwidth
     from truedraft.engine.policy.base import Controller as Controller
     from truedraft.engine.policy.base import FixedBudget as FixedBudget
     from truedraft.engine.policy.base import StepTimes as StepTimes
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
     from truedraft.engine.policy.heuristics import RoundRobin as RoundRobin
     from truedraft.engine.policy.heuristics import Schedule as Schedule
     from truedraft.engine.policy.kept import STEPS as STEPS
+    from truedraft.engine.policy.kept import CostStore as CostStore
     from truedraft.engine.policy.kept import CurveCheck as CurveCheck
     from truedraft.engine.policy.kept import Measured as Measured
     from truedraft.engine.policy.kept import StepCosts as StepCosts
@@ -35,31 +33,17 @@ if TYPE_CHECKING:
     from truedraft.engine.policy.measuring import Effort as Effort
     from truedraft.engine.policy.measuring import measure_drafter as measure_drafter
     from truedraft.engine.policy.measuring import measure_target as measure_target
+    from truedraft.engine.policy.measuring import read_bandwidth as read_bandwidth
     from truedraft.engine.policy.running import RunningTimes as RunningTimes
-    from truedraft.engine.policy.store import CostStore as CostStore
 
 _MODULES = {
-    "truedraft.core.budget": (
-        "Budget",
-        "Decision",
-        "Hint",
-        "RequestView",
-    ),
+    "truedraft.core.budget": ("Budget", "Decision", "Hint", "RequestView"),
     "truedraft.core.stats": ("StepRecord",),
-    "truedraft.engine.policy.bandwidth": ("read_bandwidth",),
-    "truedraft.engine.policy.base": (
-        "Controller",
-        "FixedBudget",
-        "StepTimes",
-    ),
+    "truedraft.engine.policy.base": ("Controller", "FixedBudget", "StepTimes"),
     "truedraft.engine.policy.goodput": ("Goodput",),
-    "truedraft.engine.policy.heuristics": (
-        "AssistedHeuristic",
-        "ConfidenceStop",
-        "RoundRobin",
-        "Schedule",
-    ),
+    "truedraft.engine.policy.heuristics": ("AssistedHeuristic", "ConfidenceStop", "RoundRobin", "Schedule"),
     "truedraft.engine.policy.kept": (
+        "CostStore",
         "CurveCheck",
         "Measured",
         "STEPS",
@@ -68,13 +52,8 @@ _MODULES = {
         "parts",
         "target_cost",
     ),
-    "truedraft.engine.policy.measuring": (
-        "Effort",
-        "measure_drafter",
-        "measure_target",
-    ),
+    "truedraft.engine.policy.measuring": ("Effort", "measure_drafter", "measure_target", "read_bandwidth"),
     "truedraft.engine.policy.running": ("RunningTimes",),
-    "truedraft.engine.policy.store": ("CostStore",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = list(_HOMES)

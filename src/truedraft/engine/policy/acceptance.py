@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from truedraft.core.budget import Budget
 from truedraft.core.stats import DraftShare
+from truedraft.core.theory.cost_curves import isotonic
 
 UNKNOWN_RATE = 0.65
 """Acceptance of a drafted token without any verdict; a few verdicts outweigh it."""
@@ -95,10 +96,9 @@ class Acceptance:
         return _cut(falling(self.rates(len(self._prior)))[:count])
 
     def hoped(self, count: int, beyond: int, step: int) -> list[float]:
-        """Gains with optimistic rates after the first `beyond` nodes: an upper confidence bound of their verdicts.
-
-        Verdicts decay with the steps since the last one, because their rates may have changed. For a chain, and for a
-        tree of which nothing is drafted, the first node represents all.
+        """Gains with optimistic rates after the first `beyond` nodes: an upper confidence bound of their verdicts,
+        which decay with the steps since the last one. For a chain, and a tree of which nothing is drafted, the first
+        node represents all.
         """
         rates, rest = self.rates(count), slice(beyond, count if beyond else 1)
         rate, verdicts = self._outlook(rest, step)
@@ -125,11 +125,8 @@ class Acceptance:
         return math.exp((self._step - step) / _FORGETS)
 
     def learn(self, share: DraftShare, step: int, stopped: bool = False) -> None:
-        """Add the verdicts on a proposal.
-
-        Args:
-            stopped: whether it ended before its budget did, and was accepted entirely. The token that was not drafted
-                counts as rejected, because it gained nothing.
+        """Add the verdicts on a proposal. If it `stopped` before its budget and was accepted entirely, the token that
+        was not drafted counts as rejected, because it gained nothing.
         """
         judged = (share.judged if self.chain else share.nodes) + stopped
         if self._pool is not None and judged:
@@ -148,12 +145,8 @@ class Acceptance:
         self._known = []
 
     def _judge(self, one: Acceptance, accepted: bool) -> None:
-        """Update the errors that each weight of this pool would have had in predicting a request's first node.
-
-        Where requests are alike, one request's own verdicts are mostly noise; where they differ, only those count.
-
-        Worked example: of all requests half are accepted, of this one 3 of 3 were. With a weight of 4 that is 0.71,
-        with one of 48 it is 0.53; if the next one is rejected the latter is less wrong.
+        """Update the errors that each weight of this pool would have had in predicting a request's first node. Where
+        requests are alike, one request's own verdicts are mostly noise; where they differ, only those count.
         """
         (rate,), own = self.rates(1), (sum(one._accepted[:1]), sum(one._tried[:1]))
         for number, weight in enumerate(_WEIGHTS):
@@ -163,21 +156,11 @@ class Acceptance:
 
 
 def falling(gains: Sequence[float]) -> list[float]:
-    """The nearest non-increasing gains: means of runs, with the same sums (pool adjacent violators).
-
-    Where a node is accepted more often than an earlier one, both get their mean: a budget with the later one has the
-    earlier one too, so the sum of their gains stays right.
-
-    Worked example: 0.5, 0.1 and 0.3 become 0.5, 0.2 and 0.2.
+    """The nearest non-increasing gains: means of runs, with the same sums (pool adjacent violators); 0.5, 0.1 and 0.3
+    become 0.5, 0.2 and 0.2. A budget with a later node has the earlier ones too, so the sum of their gains stays
+    right.
     """
-    runs: list[tuple[float, int]] = []
-    for gain in gains:
-        total, count = gain, 1
-        while runs and runs[-1][0] * count < total * runs[-1][1]:
-            before, places = runs.pop()
-            total, count = total + before, count + places
-        runs.append((total, count))
-    return [total / count for total, count in runs for _ in range(count)]
+    return isotonic(gains[::-1])[::-1]
 
 
 def _mean(rates: Sequence[float]) -> float:
@@ -190,9 +173,8 @@ def _cut(gains: Iterable[float]) -> list[float]:
 
 
 class Odds:
-    """How a drafter's own token probability predicts acceptance, refitted with every verdict.
-
-    Logistic regression on the logit of that probability, by stochastic gradient.
+    """How a drafter's own token probability predicts acceptance: logistic regression on its logit, by stochastic
+    gradient.
     """
 
     def __init__(self) -> None:

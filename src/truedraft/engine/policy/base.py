@@ -14,42 +14,27 @@ class StepTimes(Protocol):
     """Step times of an engine on this machine, corrected by its latest steps."""
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
-        """Seconds of a step without drafting: the forward, the verdicts and all host work.
-
-        Args:
-            rows: input rows of the target, over all requests; one per request is plain decoding.
-            contexts: cached tokens of each request.
-        """
-        ...
+        """Seconds of a step without drafting: the forward over `rows` input rows, the verdicts and all host work."""
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
-        """Seconds of a drafter's proposals, with the usual catch-up.
-
-        Args:
-            depth: levels of the deepest proposal; not whole where the number depends on guesses.
-            greedy: whether the requests are greedy; others sample from distributions, which costs more.
+        """Seconds of a drafter's proposals with the usual catch-up; `depth` levels of the deepest, not whole where
+        guesses save some.
         """
-        ...
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         """Seconds of a drafter to process `behind` unread tokens, beyond those of the last step."""
-        ...
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         """Measured gains of a drafter's nodes; empty without a measurement."""
-        ...
 
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         """Record a step; it is the last of `steps` equal ones."""
-        ...
 
     def ready(self, greedy: bool) -> bool:
         """Whether all times are known without measuring first; measuring continues between steps."""
-        ...
 
     def measure(self, greedy: bool) -> None:
         """Measure now what would be measured on first use."""
-        ...
 
 
 class Controller(ABC):
@@ -72,10 +57,8 @@ class Controller(ABC):
         """Called when an engine starts to use it; one controller serves one engine."""
 
     def expect(self, survival: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - optional
-        """Earlier measurements, such as a plan's; observed steps soon outweigh them.
-
-        Args:
-            survival: by drafter, the share of steps in which the first 1, 2, ... tokens of a chain are accepted.
+        """Earlier measurements, such as a plan's; observed steps soon outweigh them. `survival` is, by drafter, the
+        share of steps in which the first 1, 2, ... tokens of a chain are accepted.
         """
 
     @abstractmethod
@@ -91,11 +74,7 @@ class Controller(ABC):
 
 
 class FixedBudget(Controller):
-    """Always the first drafter, with the same budget or its own limits.
-
-    Args:
-        budget: None takes the drafter's limits.
-    """
+    """Always the first drafter, with the same budget; None for its own limits."""
 
     def __init__(self, budget: Budget | None = None) -> None:
         self._budget = budget

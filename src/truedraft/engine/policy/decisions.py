@@ -7,6 +7,8 @@ were not settled (`StepRecord.settled`) are counted without their seconds.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -59,23 +61,16 @@ def why(decision: Decision | None) -> str:
 class Tally:
     """Counts of equal decisions: a drafter's name, "plain" or "probe". A step of three requests counts three times.
 
-    `drafted` and `accepted` count nodes.
-
-    Attributes:
-        emitted: tokens, including those that ended an answer, so that plain decoding has exactly one per step.
-        foreseen: expected tokens.
-        foreseen_steps: steps with an expectation.
-        seconds: time of the settled steps: drafting is charged to the requests drafted for, the rest of a step is split
-            equally among its requests.
+    The time of a settled step: drafting is charged to the requests drafted for, the rest is split equally.
     """
 
     steps: int = 0
-    drafted: int = 0
+    drafted: int = 0  # nodes
     accepted: int = 0
-    emitted: int = 0
-    foreseen: float = 0.0
-    foreseen_steps: int = 0
-    seconds: float = 0.0
+    emitted: int = 0  # tokens, with those that ended an answer, so that plain decoding has exactly one per step
+    foreseen: float = 0.0  # expected tokens
+    foreseen_steps: int = 0  # steps with an expectation
+    seconds: float = 0.0  # of settled steps
     reasons: dict[str, int] = field(default_factory=dict)
 
     def count(self, step: RequestStep, seconds: float) -> None:
@@ -113,29 +108,20 @@ class Tally:
 
 @dataclass(slots=True)
 class StepWindow:
-    """Consecutive steps; `drafted` and `accepted` count nodes and `emitted` tokens, of all requests.
-
-    Attributes:
-        seconds: whole time of settled steps; the items below are of settled steps as well.
-        bare_s: time without drafting and deciding.
-        curve_s: V of the steps.
-        plain_curve_s: V of the plain steps that would have emitted as many tokens.
-        plain_s: time of the plain steps without drafting and deciding.
-        plain_steps_curve_s: V of the plain steps.
-    """
+    """Counts of consecutive steps with all their requests; seconds, and V, are of settled steps."""
 
     steps: int = 0
     decisions: dict[str, int] = field(default_factory=dict)
-    drafted: int = 0
+    drafted: int = 0  # nodes
     accepted: int = 0
-    emitted: int = 0
+    emitted: int = 0  # tokens
     seconds: float = 0.0
-    bare_s: float = 0.0
-    curve_s: float = 0.0
-    plain_curve_s: float = 0.0
+    bare_s: float = 0.0  # without drafting and deciding
+    curve_s: float = 0.0  # V of the steps
+    plain_curve_s: float = 0.0  # V of the plain steps that would have emitted as many tokens
     plain_steps: int = 0
-    plain_s: float = 0.0
-    plain_steps_curve_s: float = 0.0
+    plain_s: float = 0.0  # of the plain steps, without drafting and deciding
+    plain_steps_curve_s: float = 0.0  # V of the plain steps
 
     __add__ = summed
 
@@ -146,14 +132,8 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """An estimated factor over plain decoding.
-
-    Attributes:
-        factor: seconds that plain decoding would have needed for the same tokens / measured seconds.
-        low: lower end of the 95 % interval; None with too few steps.
-        high: upper end; None with too few steps.
-        by_plain_steps: whether the time of a plain step comes from the run's own plain steps; else it comes from the
-            cost curve, scaled to the time of all steps.
+    """An estimated factor over plain decoding with its 95 % interval, None with too few steps. The time of a plain step
+    comes from the run's own plain steps, or from the cost curve, scaled to the time of all steps.
     """
 
     factor: float
@@ -175,10 +155,6 @@ class Decisions:
     Args:
         forward_s: V of the target, for the speed-up; None uses only the run's plain steps.
         request: id of the only request to count; None counts all.
-
-    Attributes:
-        tallies: by what was decided, in the order of first use.
-        stretches: all steps in order; each has more steps in longer runs.
     """
 
     def __init__(self, forward_s: ForwardSeconds | None = None, request: int | None = None) -> None:
@@ -223,26 +199,19 @@ class Decisions:
             self._keep_bounded()
 
     def _window(self, record: StepRecord, own: Sequence[RequestStep], counts: dict[str, int]) -> StepWindow:
-        requests = len(record.requests)
         emitted = sum(step.emitted + step.stop_tokens for step in own)
-        counts_only = StepWindow(
-            1, counts, sum(step.nodes for step in own), sum(step.accepted for step in own), emitted
-        )
+        window = StepWindow(1, counts, sum(step.nodes for step in own), sum(step.accepted for step in own), emitted)
         if not record.settled:
-            return counts_only
-        bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
-        curve_s = self._curve_s(record.rows, record.contexts)
-        plain = not record.nodes
-        return replace(
-            counts_only,
-            seconds=record.total_s,
-            bare_s=bare_s,
-            curve_s=curve_s,
-            plain_curve_s=emitted / max(len(own), 1) * (curve_s if plain else self._curve_s(requests, record.contexts)),
-            plain_steps=int(plain),
-            plain_s=bare_s if plain else 0.0,
-            plain_steps_curve_s=curve_s if plain else 0.0,
-        )
+            return window
+        window.seconds = record.total_s
+        window.bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
+        window.curve_s = plain_s = self._curve_s(record.rows, record.contexts)
+        if record.nodes:
+            plain_s = self._curve_s(len(record.requests), record.contexts)
+        else:
+            window.plain_steps, window.plain_s, window.plain_steps_curve_s = 1, window.bare_s, window.curve_s
+        window.plain_curve_s = emitted / max(len(own), 1) * plain_s
+        return window
 
     def _keep_bounded(self) -> None:
         while len(self.stretches) > _MOST:
@@ -275,12 +244,8 @@ class Decisions:
     @property
     def ordered(self) -> dict[str, Tally]:
         """The tallies: drafters first, then "plain", then "probe"."""
-        return dict(
-            sorted(
-                self.tallies.items(),
-                key=lambda each: (PLAIN, PROBE).index(each[0]) + 1 if each[0] in (PLAIN, PROBE) else 0,
-            )
-        )
+        last = {PLAIN: 1, PROBE: 2}
+        return dict(sorted(self.tallies.items(), key=lambda each: last.get(each[0], 0)))
 
     def timeline(self, most: int) -> list[StepWindow]:
         """All steps in order, in at most `most` stretches of equal length."""
@@ -294,8 +259,7 @@ class Decisions:
         by_plain_steps = sum(each.plain_steps for each in self.stretches) >= _ENOUGH_PLAIN
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
-        sums = np.array([_sums(each, by_plain_steps) for each in self.stretches])
-        factor = float(_factors(sums.sum(axis=0)))
+        factor = float(_factors(self._sums(by_plain_steps).sum(axis=0)))
         return Speedup(factor, None, None, by_plain_steps) if np.isfinite(factor) else None
 
     def speedup(self) -> Speedup | None:
@@ -304,14 +268,22 @@ class Decisions:
         if found is None:
             return None
         # Blocks, because neighbouring steps are correlated: a drafter that found a passage to copy will find it again.
-        steps = sum(each.steps for each in self.stretches)
-        sums = np.array([_sums(each, found.by_plain_steps) for each in self.stretches])
+        steps, sums = sum(each.steps for each in self.stretches), self._sums(found.by_plain_steps)
         length = max(round(steps ** (1 / 3) / self._in_each), -(-len(sums) // _MOST_BLOCKS), 1)
         blocks = np.add.reduceat(sums, range(0, len(sums), length))
         if len(blocks) < _LEAST_BLOCKS:
             return found
         interval = resampled(blocks.T, _factors, _DRAWS)
         return replace(found, low=interval.low, high=interval.high)
+
+    def _sums(self, by_plain_steps: bool) -> Numbers:
+        """By stretch: measured seconds, V of plain decoding, and the pair that scales V to the run: seconds and V of
+        the same steps.
+        """
+        scale = ("plain_s", "plain_steps_curve_s") if by_plain_steps else ("bare_s", "curve_s")
+        return np.array(
+            [[getattr(each, name) for name in ("seconds", "plain_curve_s", *scale)] for each in self.stretches]
+        )
 
     def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:
         """For records: sums, derived rates, and a timeline of at most `most` stretches."""
@@ -338,20 +310,8 @@ class Decisions:
 
 
 def _joined(stretches: Sequence[StepWindow], count: int) -> list[StepWindow]:
-    found = []
-    for first in range(0, len(stretches), count):
-        whole = stretches[first]
-        for each in stretches[first + 1 : first + count]:
-            whole = whole + each
-        found.append(whole)
-    return found
-
-
-def _sums(window: StepWindow, by_plain_steps: bool) -> tuple[float, float, float, float]:
-    """Seconds measured, V of plain decoding, and the pair that scales V to the run: seconds and V of the same steps."""
-    if by_plain_steps:
-        return window.seconds, window.plain_curve_s, window.plain_s, window.plain_steps_curve_s
-    return window.seconds, window.plain_curve_s, window.bare_s, window.curve_s
+    parts = (stretches[first : first + count] for first in range(0, len(stretches), count))
+    return [functools.reduce(operator.add, part) for part in parts]
 
 
 def _factors(sums: Numbers) -> Numbers:

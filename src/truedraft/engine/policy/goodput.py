@@ -48,25 +48,16 @@ keys include sampling options."""
 
 @dataclass(slots=True, eq=False)
 class _Own:
-    """State of a running request.
+    """State of a running request."""
 
-    Attributes:
-        shaping: the sampling options that acceptance depends on.
-        kinds: at the last decision, by drafter.
-        accepted: whether anything of the last proposal was accepted, by drafter.
-        decided: decisions by kinds since that plan was made.
-        waited: whether it had plain steps because step times were not measured yet.
-        weighed: the last drafts considered for it, and the planner.
-    """
-
-    shaping: object
+    shaping: object  # the sampling options that acceptance depends on
     acceptance: dict[Kind, Acceptance] = field(default_factory=dict)
-    kinds: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, bool] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)  # at the last decision, by drafter
+    accepted: dict[str, bool] = field(default_factory=dict)  # whether anything of the last proposal was, by drafter
     share: Share = None
-    decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)
-    waited: bool = False
-    weighed: tuple[Planner, Sequence[Candidate]] | None = None
+    decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)  # by kinds, since that plan was made
+    waited: bool = False  # whether it had plain steps because step times were not measured yet
+    weighed: tuple[Planner, Sequence[Candidate]] | None = None  # the last drafts considered for it, and the planner
 
     def weigh(self, planner: Planner, candidates: Sequence[Candidate]) -> None:
         """Keep the candidates for reports; at the end of an answer only short drafts fit, which say less."""
@@ -79,7 +70,6 @@ class Goodput(Controller):
 
     Args:
         probing: share of time that probing may lose, a fraction. Probing never ends, so no drafter is given up.
-        plain_steps: consecutive plain steps that measure the time of such a step.
         follows: whether consecutive verdicts are correlated, as on text: estimates after a proposal that was rejected
             entirely are kept separately.
     """
@@ -366,18 +356,16 @@ class Goodput(Controller):
 
     @property
     def _may_lose(self) -> bool:
-        """Whether drafts that pay in expectation are made; after losses only probes are, until the balance allows more.
-
-        Expectations are wrong at first, for each kind of hint and of sampling. Without a limit the drafts that show it
-        cost several percent of the first thousand tokens.
+        """Whether drafts that pay in expectation are made; after losses only probes are. Expectations are wrong at
+        first, for each kind of hint and of sampling: the drafts that show it would cost several percent of the first
+        thousand tokens.
         """
         return self._balance_s is None or self._balance_s > 0.0
 
     def _keep_balance(self, record: StepRecord, took_s: float) -> None:
-        """Add what a step saved over plain decoding, or lost; reading earlier tokens into a draft model is not counted.
-
-        Worked example: plain steps take 3 ms a token. A step of 6 ms that emitted one token lost 3 ms, one that emitted
-        three saved 3 ms.
+        """Add what a step saved over plain decoding, or lost, without reading earlier tokens into a draft model: where
+        plain steps take 3 ms a token, a step of 6 ms that emitted one token lost 3 ms, one that emitted three saved
+        3 ms.
         """
         if self._planned is None:
             return
@@ -443,9 +431,8 @@ def _kinds(own: _Own, hints: Mapping[str, Hint]) -> tuple[Kind, ...]:
 
 
 def _kind(own: _Own, drafter: str, hint: Hint) -> int:
-    """Verdicts are correlated: if something of the last proposal was accepted, the next one is more likely to be.
-
-    Worked example: hints of kind 0 and 1 are 0 and 2 after a proposal that was rejected entirely, else 1 and 3.
+    """Verdicts are correlated: hints of kind 0 and 1 are 0 and 2 after a proposal that was rejected entirely, else 1
+    and 3.
     """
     return 2 * hint.kind + own.accepted.get(drafter, False)
 
@@ -455,10 +442,8 @@ def _most(limits: Budget, room: int) -> int:
 
 
 def _are_ready(views: Sequence[RequestView]) -> bool:
-    """Whether to probe now: a single request is probed from one of its tokens on, which differs between requests.
-
-    The first steps of an answer say little about later ones: after unusual prompts the first drafts are nearly always
-    rejected, and later ones nearly never.
+    """Whether to probe now: a single request is probed from one of its first tokens on, which differs between requests,
+    because the first steps of an answer say little about later ones.
     """
     return len(views) > 1 or views[0].counters.emitted_tokens >= views[0].id * 29 % _READY_WITHIN
 

@@ -48,13 +48,11 @@ class AssistedHeuristic(Controller):
 
 
 class ConfidenceStop(Controller):
-    """Drafts until a token's draft probability is below a threshold; that token is kept, because it was sampled.
-
-    Args:
-        threshold: probability of a token below which nothing is drafted after it.
+    """Drafts until a token's draft probability is below a threshold in [0, 1]; that token is kept, because it was
+    sampled.
 
     Raises:
-        OptionError: a threshold outside [0, 1].
+        OptionError: another threshold.
     """
 
     def __init__(self, threshold: float = 0.4) -> None:
@@ -68,13 +66,8 @@ class ConfidenceStop(Controller):
 
 
 class Schedule(Controller):
-    """Draft lengths by the number of requests that decode together.
-
-    Worked example: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3 requests, 2 for 4 to 15, and none from 16 on.
-
-    Args:
-        lengths: tokens drafted by the first drafter, by the least number of requests; its limits apply below the
-            smallest number.
+    """Draft lengths by the number of requests that decode together: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3
+    requests, 2 for 4 to 15, and none from 16 on. Below the smallest number the first drafter's limits apply.
 
     Raises:
         OptionError: no lengths, requests below 1, or a length below 0.
@@ -90,13 +83,8 @@ class Schedule(Controller):
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         length = next((each for least, each in reversed(self._steps) if len(views) >= least), None)
-        return [self._of(view, length) for view in views]
-
-    def _of(self, view: RequestView, length: int | None) -> Decision:
-        name, limits = next(iter(view.limits.items()))
-        if length == 0:
-            return Decision(name, NO_DRAFT, reason="schedule")
-        return Decision(name, limits if length is None else _of_length(limits, length), reason="schedule")
+        firsts = (next(iter(view.limits.items())) for view in views)
+        return [Decision(name, _of_length(limits, length), reason="schedule") for name, limits in firsts]
 
 
 class RoundRobin(Controller):
@@ -107,9 +95,6 @@ class RoundRobin(Controller):
 
     Worked example: of a and b the steps draft a whole, one token of b, half of a with half of b after it, nothing, one
     token of a, and so on, the second time round with a after b.
-
-    Args:
-        whole: whether budgets do not rotate: the drafters' limits at every step.
     """
 
     takes_all_sizes: ClassVar[bool] = True
@@ -139,6 +124,8 @@ def _sized(limits: Budget, number: int) -> Budget:
     return limits if length == limits.depth else _of_length(limits, length)
 
 
-def _of_length(limits: Budget, length: int) -> Budget:
-    """A drafter's limits cut to paths of a length; of a tree also to as many nodes."""
+def _of_length(limits: Budget, length: int | None) -> Budget:
+    """A drafter's limits cut to paths of a length, None for no cut; of a tree also to as many nodes."""
+    if not length:
+        return limits if length is None else NO_DRAFT
     return replace(limits, depth=min(limits.depth, length), nodes=min(limits.nodes, length))

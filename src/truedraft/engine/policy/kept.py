@@ -1,14 +1,19 @@
-"""Costs of models and drafters on this machine: stored ones while they are valid, else measured on first use."""
+"""Costs of models and drafters on this machine: kept ones while they are valid, else measured on first use.
+
+Each is one JSON file in the user's cache folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import StepRecord
@@ -18,42 +23,235 @@ from truedraft.engine.policy.measuring import (
     DrafterTimes,
     Effort,
     TargetTimes,
+    Times,
     measure_drafter,
     measure_target,
     piecewise,
     rehearse,
 )
-from truedraft.engine.policy.store import LITTLE_DOUBT, CostKey, CostStore, drafter_key, target_key
-from truedraft.errors import TruedraftError
-from truedraft.machine import run_delay_s
+from truedraft.errors import OptionError, TruedraftError
+from truedraft.files import cache_folder, could_not_be_kept, written_whole
+from truedraft.machine import run_delay_s, this_machine, versions
 from truedraft.models.base import LanguageModel
+from truedraft.options import read_record
 from truedraft.progress import Progress, unwatched
+
+Value = TypeVar("Value")
+Cost = TypeVar("Cost", DraftCost, TargetCost)
 
 STEPS = 50
 """Steps in the median that a curve is checked by."""
+LITTLE_DOUBT = 0.1
+"""Doubt up to which a measurement is final; one in more doubt is used until there is a better one."""
+_FORMAT = 3  # earlier ones may hold forwards of GPUs that were only being captured
+_REST_S = 60.0
+_ALIKE = 1.15
 _PARTED = 0.15
 _SHORT_TARGET, _SHORT_DRAFTER = Effort(1.0, 3, 25), Effort(0.5, 3, 40)
 _SHORT = "short"
+_NOT_OF_THE_MODEL = {"transformers_version", "dtype", "torch_dtype"}
 
-Cost = TypeVar("Cost", DraftCost, TargetCost)
-Made = TypeVar("Made", covariant=True)
+
+@dataclass(frozen=True, slots=True)
+class CostKey:
+    """Identity of a kept cost."""
+
+    what: str  # in words, for messages, as "forwards of embedded:target"
+    place: Mapping[str, Any]  # names the file: another value here is another file
+    state: Mapping[str, Any]  # must equal the state at the measurement; else the cost is stale
+
+    @property
+    def file_name(self) -> str:
+        text = json.dumps([self.what, self.place], sort_keys=True, default=str)
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+class CostStore:
+    """Keeps and finds costs, by default in the user's cache folder. Problems with a file are returned as a warning of
+    one sentence, never raised.
+    """
+
+    def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+        self.folder = cache_folder() / "costs" if folder is None else folder
+        self.clock = clock
+
+    def describe(self) -> str:
+        """How many costs are kept, and where, in one line."""
+        count = sum(1 for _ in self.folder.rglob("*.json"))  # those of short measurements, in a folder below, too
+        kept = f"{count} kept in {self.folder}" if count else "none kept yet"
+        return f"{kept}; measured when first asked for"
+
+    def path(self, key: CostKey) -> Path:
+        return self.folder / key.file_name
+
+    def load(
+        self, key: CostKey, kind: type[Value], most_doubt: float = LITTLE_DOUBT
+    ) -> tuple[Value | None, str | None]:
+        """The kept cost, or None if there is none or its doubt (see `save`) is above `most_doubt`; and a warning if its
+        file cannot be used.
+        """
+        kept, problem = self._read(key)
+        if kept and problem is None and _doubt_of(kept) <= most_doubt:
+            try:
+                return read_record(kind, kept.get("cost")), None
+            except OptionError as error:
+                problem = f"in {self.path(key)} are damaged ({error})"
+        return None, problem and f"the kept costs of {key.what} {problem}; they are measured again"
+
+    def doubt(self, key: CostKey) -> float:
+        """Doubt of a kept cost, see `save`; 1 where no valid one is kept."""
+        kept, problem = self._read(key)
+        return _doubt_of(kept) if kept and problem is None else 1.0
+
+    def save(self, key: CostKey, cost: Mapping[str, Any], doubt: float = 0.0) -> str | None:
+        """Keep a cost: whole or not at all, and not in place of one in less doubt. The doubt is the share of its time
+        in which other programs had the cores, or of its rounds that are missing. Returns a warning where it could
+        not be written.
+        """
+        if doubt > LITTLE_DOUBT and self.doubt(key) < doubt:
+            return None
+        before = self._read(key)[0].get("parted")
+        record = {"format": _FORMAT, "what": key.what, "place": key.place, "state": key.state, "cost": cost}
+        return self._write(key, record | {"measured_at": self.clock(), "parted": before, "doubt": round(doubt, 3)})
+
+    def judge(self, key: CostKey, ratio: float, parted: bool) -> None:
+        """Record the ratio of step times to a kept cost; if they `parted`, `load` no longer returns it. Not within a
+        minute after it was measured, nor where the ratio is as before the last measurement, which another would not
+        change.
+        """
+        kept, _ = self._read(key)
+        before = kept.get("parted")
+        if not parted:
+            if before is not None:
+                self._write(key, kept | {"parted": None, "doubted": False})
+            return
+        usual = isinstance(before, int | float) and before / _ALIKE <= ratio <= before * _ALIKE
+        if kept and not usual and not kept.get("doubted") and self.clock() - kept.get("measured_at", 0.0) >= _REST_S:
+            self._write(key, kept | {"parted": round(ratio, 2), "doubted": True})
+
+    def _read(self, key: CostKey) -> tuple[dict[str, Any], str | None]:
+        """What is kept, {} for nothing; and why it cannot be used."""
+        path = self.path(key)
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}, None
+        except (OSError, ValueError) as error:
+            return {}, f"in {path} cannot be read ({error})"
+        kept = kept if isinstance(kept, dict) else {}
+        if kept.get("format") != _FORMAT or not isinstance(kept.get("state"), dict):
+            return kept, f"in {path} are of no known format"
+        if changed := _changed(kept["state"], json.loads(json.dumps(key.state, default=str))):
+            return kept, f"are stale ({changed})"
+        doubted = f"are doubted (steps took {kept.get('parted')} times what they say)" if kept.get("doubted") else None
+        return kept, doubted
+
+    def _write(self, key: CostKey, record: Mapping[str, Any]) -> str | None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.path(key)) as file:
+                file.write(json.dumps(record, indent=1, default=str).encode())
+        except OSError as error:
+            return could_not_be_kept(self.folder, error.strerror or str(error))
+        return None
+
+
+def _doubt_of(kept: Mapping[str, Any]) -> float:
+    found = kept.get("doubt", 0.0)  # earlier versions kept nothing that was in doubt
+    return float(found) if isinstance(found, int | float) else 1.0
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if old != new:
+            if isinstance(old, dict) and isinstance(new, dict):
+                return _changed(old, new)
+            return f"{name} was {_short(old)}, now {_short(new)}"
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ------------------------------------------------------------------------------------ keys
+
+
+def target_key(model: LanguageModel) -> CostKey:
+    """Key of the cost of a target's forwards."""
+    return CostKey(f"forwards of {model.name}", _place(model), {"model": model_identity(model), "versions": versions()})
+
+
+def drafter_key(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> CostKey:
+    """Key of the cost of a drafter's proposals: its limits, public options and models, and how tokens are sampled."""
+    identity = _drafter(drafter) | {"law": list(params.probs_key), "coupled": params.seeded}
+    sizes = {"vocab_size": target.vocab_size, "context_length": target.context_length}
+    state = {"target": sizes, "versions": versions()}
+    return CostKey(f"drafter {drafter.name} for {target.name}", _place(target) | {"drafter": identity}, state)
+
+
+def _place(model: LanguageModel) -> dict[str, Any]:
+    """Another value of one of these is another cost, not a newer one."""
+    return {
+        "machine": this_machine(model.device),
+        "model": model.name,
+        "dtype": str(model.dtype),
+        "fast_paths": list(model.fast_paths),
+    }
+
+
+def model_identity(model: LanguageModel) -> dict[str, Any]:
+    """A model's sizes and configuration; the values of its weights do not change its costs."""
+    config = getattr(getattr(model, "module", None), "config", None)
+    plain = None if config is None else json.dumps(_plain(config.to_dict()), sort_keys=True, default=str)
+    return {
+        "class": type(model).__qualname__,
+        "parameters": model.parameters,
+        "weight_bytes": model.weight_bytes,
+        "vocab_size": model.vocab_size,
+        "context_length": model.context_length,
+        "config": None if plain is None else hashlib.sha256(plain.encode()).hexdigest()[:16],
+    }
+
+
+def _drafter(drafter: Drafter) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for name, value in sorted(getattr(drafter, "__dict__", {}).items()):
+        if name.startswith("_") or name == "limits":
+            continue
+        if isinstance(value, LanguageModel):
+            options[name] = model_identity(value) | {"name": value.name, "dtype": str(value.dtype)}
+        elif isinstance(value, Drafter):
+            options[name] = _drafter(value)
+        elif value is None or isinstance(value, bool | int | float | str):
+            options[name] = value
+        elif isinstance(value, tuple | list) and all(isinstance(item, int | float | str) for item in value):
+            options[name] = list(value)
+    return {"class": type(drafter).__qualname__, "limits": asdict(drafter.limits), "options": options}
+
+
+def _plain(value: Any) -> Any:
+    """A configuration without what loading added to it."""
+    if isinstance(value, dict):
+        kept = {str(name): _plain(each) for name, each in value.items()}
+        return {name: each for name, each in kept.items() if name[:1] != "_" and name not in _NOT_OF_THE_MODEL}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+# ------------------------------------------------------------------------------------ kept or measured
 
 
 @dataclass(frozen=True, slots=True)
 class Measured(Generic[Cost]):
-    """A cost and its origin.
-
-    Attributes:
-        kept: whether it was measured earlier and found in the cache folder.
-        measuring_s: seconds of measuring now; 0 if it was kept.
-        warnings: about the file or the measurement, one sentence each.
-    """
+    """A cost and its origin."""
 
     value: Cost
-    kept: bool
-    measuring_s: float
+    kept: bool  # whether it was measured earlier and found in the cache folder
+    measuring_s: float  # seconds of measuring now; 0 if it was kept
     path: Path
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # about the file or the measurement, one sentence each
 
 
 def target_cost(
@@ -67,20 +265,14 @@ def target_cost(
     """V(rows, contexts) of a model on this machine, in seconds; see `measure_target`.
 
     Args:
-        progress: called after each measured forward; not called for a kept cost.
         refresh: measure even if there is a kept cost.
         store: where costs are kept; None is the user's cache folder.
 
     Raises:
         ModelError: the model failed.
     """
-    return _kept_or_measured(
-        target_key(model),
-        TargetCost,
-        lambda: measure_target(model, effort=effort, progress=progress),
-        store or CostStore(),
-        refresh,
-    )
+    measure = partial(measure_target, model, effort=effort, progress=progress)
+    return _kept_or_measured(target_key(model), TargetCost, measure, store or CostStore(), refresh)
 
 
 def drafter_cost(
@@ -93,27 +285,19 @@ def drafter_cost(
     effort: Effort | None = None,
     store: CostStore | None = None,
 ) -> Measured[DraftCost]:
-    """Cost of a drafter's proposals on this machine, in seconds; see `measure_drafter`.
+    """Cost of a drafter's proposals on this machine, in seconds; see `measure_drafter`, and `target_cost`.
 
     Args:
         drafter: with its options: other options are measured and kept separately.
         params: sampling options; those that shape the distribution matter. None is greedy.
-        progress: called after each measured proposal; not called for a kept cost.
-        refresh: measure even if there is a kept cost.
-        store: where costs are kept; None is the user's cache folder.
 
     Raises:
         CompositionError: the drafter does not fit the target.
         DrafterError: the drafter failed.
     """
     params = params or SamplingParams()
-    return _kept_or_measured(
-        drafter_key(drafter, target, params),
-        DraftCost,
-        lambda: measure_drafter(drafter, target, params=params, effort=effort, progress=progress),
-        store or CostStore(),
-        refresh,
-    )
+    measure = partial(measure_drafter, drafter, target, params=params, effort=effort, progress=progress)
+    return _kept_or_measured(drafter_key(drafter, target, params), DraftCost, measure, store or CostStore(), refresh)
 
 
 def _kept_or_measured(
@@ -135,16 +319,6 @@ def _kept_or_measured(
     return Measured(cost, False, seconds, store.path(key), tuple(each for each in warnings if each is not None))
 
 
-class Times(Protocol[Made]):
-    """Measures a cost one key at a time, as `TargetTimes` does."""
-
-    keys: list[Any]
-
-    def measure(self, key: Any, number: int) -> bool: ...
-    def cost(self, *, whole: bool) -> Made: ...
-    def release(self) -> None: ...
-
-
 class Growing(Generic[Cost]):
     """A cost that is measured in pieces: known after its first round, improved by later ones, then kept.
 
@@ -159,24 +333,20 @@ class Growing(Generic[Cost]):
         name: str | None,
         key: CostKey,
         store: CostStore,
-        times: Times[Cost],
+        times: Times[Any, Cost],
         effort: Effort,
         take: Callable[[Cost], None],
         known: bool,
     ) -> None:
         self.name, self.known = name, known
         self._key, self._store, self._least = key, store, effort.least_rounds
-        self._times: Times[Cost] = times
+        self._times: Times[Any, Cost] = times
         self._take: Callable[[Cost], None] = take
         self._spent_s = self._delay_s = 0.0
         self._pieces = piecewise(times.keys, times.measure, effort, clock=lambda: self._spent_s)
 
     def go_on(self) -> bool:
-        """Measure one more point; returns whether there is more.
-
-        Raises:
-            TruedraftError: the model or the drafter failed.
-        """
+        """Measure one more point; returns whether there is more."""
         began, delay_s = time.perf_counter(), run_delay_s()
         rounds = next(self._pieces, None)
         cost = self._times.cost(whole=True) if rounds is None else None
@@ -201,14 +371,8 @@ class Growing(Generic[Cost]):
 class StepCosts:
     """Costs of a target's steps on this machine, found on first use.
 
-    V is the given curve, or the one kept by an earlier benchmark, or a short measurement of about a second for a small
-    model. That one is kept as well, but separately, so that it never replaces a longer measurement. Where V is measured
-    now, drafting costs are too, so that both are of the same moment.
-
-    Args:
-        target: must not run elsewhere during a measurement.
-        refresh: measure even if there are kept costs.
-        store: where costs are kept; None is the user's cache folder.
+    V is the given curve, or the one kept by an earlier benchmark, or a short measurement, kept separately so that it
+    never replaces a longer one. Where V is measured now, drafting costs are too, so that both are of the same moment.
 
     Attributes:
         measuring_s: seconds of measuring so far; 0 where all costs were kept.
@@ -241,13 +405,7 @@ class StepCosts:
             ModelError: the model failed.
         """
         if not self._has_forwards():
-            found = target_cost(
-                self.target,
-                effort=_SHORT_TARGET,
-                store=self._short,
-                progress=self._progress,
-                refresh=self._refresh,
-            )
+            found = target_cost(self.target, effort=_SHORT_TARGET, **self._measuring)
             self._forwards = self._noted(found)
             self._refresh = self._refresh or not found.kept
         assert self._forwards is not None
@@ -261,19 +419,14 @@ class StepCosts:
             DrafterError: the drafter failed.
         """
         self.forwards()  # first, because it decides whether kept costs are used
-        key = _of(drafter, params)
         if not self._has_drafting(drafter, params):
-            found = drafter_cost(
-                drafter,
-                self.target,
-                params=params,
-                effort=_SHORT_DRAFTER,
-                store=self._short,
-                progress=self._progress,
-                refresh=self._refresh,
-            )
-            self._drafting[key] = self._noted(found)
-        return self._drafting[key]
+            found = drafter_cost(drafter, self.target, params=params, effort=_SHORT_DRAFTER, **self._measuring)
+            self._drafting[_of(drafter, params)] = self._noted(found)
+        return self._drafting[_of(drafter, params)]
+
+    @property
+    def _measuring(self) -> dict[str, Any]:
+        return {"store": self._short, "progress": self._progress, "refresh": self._refresh}
 
     def _has_forwards(self) -> bool:
         """Whether V is known; a kept one is loaded, however doubtful."""
@@ -295,18 +448,15 @@ class StepCosts:
     def pieces(
         self, drafters: Mapping[str, Drafter], params: SamplingParams, failed: Callable[[str, Exception], None]
     ) -> list[Growing[Any]]:
-        """Costs still to be measured for requests with these options, V first, in pieces.
-
-        A cost that is known, and in little doubt, is left out. No other method may be used while a cost is unknown.
-
-        Args:
-            failed: called with the name of a drafter that failed, and the error.
+        """Costs still to be measured for requests with these options, V first, in pieces; without those in little
+        doubt. No other method may be used while a cost is unknown. `failed` gets the names of drafters that failed.
         """
         found: list[Growing[Any]] = []
         known, at = self._has_forwards(), self._target_key
         if not known or (not self._given and min(self._store.doubt(at), self._short.doubt(at)) > LITTLE_DOUBT):
             times = TargetTimes(self.target)
-            found.append(Growing(None, at, self._short, times, _SHORT_TARGET, partial(self._take, None), known))
+            take = partial(setattr, self, "_forwards")
+            found.append(Growing(None, at, self._short, times, _SHORT_TARGET, take, known))
         self._refresh = self._refresh or not known
         for name, drafter in drafters.items():
             if drafter.limits.is_zero:
@@ -318,15 +468,10 @@ class StepCosts:
                 failed(name, error)
                 continue
             if not known or self._short.doubt(at) > LITTLE_DOUBT:
-                of_it, take = DrafterTimes(drafter, self.target, params), partial(self._take, _of(drafter, params))
-                found.append(Growing(name, at, self._short, of_it, _SHORT_DRAFTER, take, known))
+                of_it, keep = DrafterTimes(drafter, self.target, params), self._drafting.__setitem__
+                place = partial(keep, _of(drafter, params))
+                found.append(Growing(name, at, self._short, of_it, _SHORT_DRAFTER, place, known))
         return found
-
-    def _take(self, place: tuple[Drafter, object] | None, cost: Any) -> None:
-        if place is None:
-            self._forwards = cost
-        else:
-            self._drafting[place] = cost
 
     def _noted(self, found: Measured[Cost]) -> Cost:
         self.measuring_s += found.measuring_s
@@ -334,13 +479,10 @@ class StepCosts:
         return found.value
 
     def check(self) -> CurveCheck | None:
-        """A listener for `Engine.listeners`: where steps deviate from V, it is measured again at its next use.
-
-        None on a device, see `judge`.
+        """A listener for `Engine.listeners`: where steps deviate from V, it is measured again at its next use; None on
+        a device.
         """
-        if self.target.device.type != "cpu":
-            return None
-        return CurveCheck(self.forwards(), self.judge)
+        return CurveCheck(self.forwards(), self.judge) if self.target.device.type == "cpu" else None
 
     def judge(self, ratio: float) -> None:
         """Record that the target's steps take `ratio` times what kept curves say; see `CostStore.judge`.
@@ -360,16 +502,13 @@ def _of(drafter: Drafter, params: SamplingParams) -> tuple[Drafter, object]:
 
 
 class CurveCheck:
-    """A listener for `Engine.listeners` that compares forwards with V, so that a disturbed measurement is replaced.
-
-    Args:
-        forwards: V(rows, contexts), in seconds.
-        tell: called with the median of measured / V after every 50 settled steps without a part of a prompt.
+    """A listener that compares forwards with V, so that a disturbed measurement is replaced: it reports the median of
+    measured / V after every 50 settled steps without a part of a prompt.
     """
 
-    def __init__(self, forwards: Callable[[int, Sequence[int]], float], tell: Callable[[float], None]) -> None:
+    def __init__(self, forwards: Callable[[int, Sequence[int]], float], report: Callable[[float], None]) -> None:
         self._forwards = forwards
-        self._tell = tell
+        self._report = report
         self._ratios: list[float] = []
 
     def __call__(self, step: StepRecord) -> None:
@@ -380,7 +519,7 @@ class CurveCheck:
         if len(self._ratios) == STEPS:
             ratio = median(self._ratios)
             self._ratios.clear()
-            self._tell(ratio)
+            self._report(ratio)
 
 
 def parts(ratio: float) -> bool:

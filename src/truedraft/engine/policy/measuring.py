@@ -1,17 +1,19 @@
-"""Measure the costs of target forwards and of a drafter's proposals, separately and without the engine.
+"""Measure this machine: the costs of target forwards and of a drafter's proposals without the engine, and reads.
 
 Many sizes are measured in turn until the time is up, so that a slow moment of the machine affects all of them alike.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from truedraft.models.cache import RequestCache
 from truedraft.progress import Progress, unwatched
 
 Key = TypeVar("Key", bound=Hashable)
+Cost = TypeVar("Cost", DraftCost, TargetCost)
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _CONTEXTS = (128, 512, 1024)
@@ -44,15 +47,13 @@ _ACCEPTED_SHARES = (0.0, 1.0, 0.5)
 _TRIES = 6  # tries of one measurement until it is settled; a shape is final from its third forward on
 _SETTLED_OF = 12  # forwards in the median of settled ones
 _SETTLING_S = 0.6  # time in which a model must settle: the weights of a slower one fit no processor's caches
+_GIBIBYTE = 1 << 30
+_CALLS_ON_CUDA = 20  # one call is over before the host has seen it start
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure.
-
-    Attributes:
-        budget_s: seconds after which no further round starts.
-        least_rounds: rounds that run regardless of the time.
+    """How long to measure: no further round starts after `budget_s` seconds, except the `least_rounds`.
 
     Raises:
         OptionError: a negative budget, or rounds below 1 or out of order.
@@ -67,31 +68,6 @@ class Effort:
             raise OptionError(f"0 <= budget_s and 1 <= least_rounds <= most_rounds must hold, got {self}")
 
 
-def in_rounds(
-    keys: Sequence[Key],
-    measure: Callable[[Key, int], bool],
-    effort: Effort,
-    progress: Progress,
-    label: str,
-    clock: Callable[[], float] = time.perf_counter,
-) -> int:
-    """Call `measure(key, round)` for all keys, round after round, each round starting at another key.
-
-    Round -1 comes first, as a warm-up; its results should be dropped. In every round each key is measured until the
-    measurement is settled: shapes of forwards may have to be captured again, for example because caches grew for
-    another key. A key that does not settle within some tries is tried only once per round from then on.
-
-    Args:
-        measure: measures a key and keeps the result; returns whether it was settled, see `Settling`.
-        progress: called after each measurement; when time is up before all rounds are run, the rest counts as done.
-
-    Returns:
-        Number of rounds, without the warm-up.
-    """
-    *_, rounds = piecewise(keys, measure, effort, progress, label, clock)
-    return rounds
-
-
 def piecewise(
     keys: Sequence[Key],
     measure: Callable[[Key, int], bool],
@@ -100,7 +76,11 @@ def piecewise(
     label: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[int]:
-    """Generator form of `in_rounds`: stops after each key and yields the number of finished rounds."""
+    """Call `measure(key, round)` for all keys, round after round, each starting at another key; yields the number of
+    finished rounds after each. Round -1 is a warm-up. A key is measured until `measure` says that it was settled
+    (see `Settling`): shapes may have to be captured again because caches grew. One that does not settle within some
+    tries is tried once per round from then on.
+    """
     total = len(keys) * (effort.most_rounds + 1)
     tries = dict.fromkeys(keys, _TRIES)
     started = clock()
@@ -110,21 +90,56 @@ def piecewise(
         for place in range(len(keys)):
             key = keys[(place + number) % len(keys)]
             began = clock()
-            settled_late = _settled_late(measure, key, number, tries)
-            if settled_late and number < 0:
+            attempt = next((each for each in range(tries[key]) if measure(key, number)), None)
+            if attempt is None:
+                tries[key] = 1
+            elif attempt and number < 0:
                 started += clock() - began  # one-time preparation does not count towards the budget
             progress(((number + 1) * len(keys) + place + 1) / total, label)
             yield number + (place == len(keys) - 1) if number >= 0 else 0
     progress(1.0, label)
 
 
-def _settled_late(measure: Callable[[Key, int], bool], key: Key, number: int, tries: dict[Key, int]) -> bool:
-    """Measure until settled, at most `tries[key]` times; returns whether it settled after the first try."""
-    for attempt in range(tries[key]):
-        if measure(key, number):
-            return attempt > 0
-    tries[key] = 1
-    return False
+class Times(ABC, Generic[Key, Cost]):
+    """Measures a cost in rounds, one key at a time; the result is the median of settled samples, see `Settling`, or of
+    all where none was settled.
+    """
+
+    keys: Sequence[Key]
+
+    def __init__(self) -> None:
+        self._settled: dict[Any, list[Any]] = {}
+        self._others: dict[Any, list[Any]] = {}
+
+    def _keep(self, number: int, place: object, sample: object, settling: Settling) -> bool:
+        """Keep a sample, unless its round is the warm-up; returns whether it was settled."""
+        if number >= 0:
+            (self._settled if settling.settled else self._others).setdefault(place, []).append(sample)
+        return settling.settled
+
+    @abstractmethod
+    def measure(self, key: Key, number: int) -> bool:
+        """Measure a key in a round (-1 is the warm-up); returns whether it was settled."""
+
+    @abstractmethod
+    def cost(self, *, whole: bool) -> Cost:
+        """The cost by the measurements so far, after at least one round; a `whole` one includes what is measured once,
+        at the end.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free what measuring holds; it is made again for further measurements."""
+
+    @torch.inference_mode()
+    def measured(self, effort: Effort, progress: Progress, label: str, clock: Callable[[], float]) -> Cost:
+        """All rounds at once."""
+        try:
+            for _ in piecewise(self.keys, self.measure, effort, progress, label, clock):
+                pass
+            return self.cost(whole=True)
+        finally:
+            self.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +151,6 @@ class _Cell:
     context: int
 
 
-@torch.inference_mode()
 def measure_target(
     model: LanguageModel,
     *,
@@ -147,43 +161,33 @@ def measure_target(
     """Time forwards of 1 to 64 rows with contexts of 128 to 1,024 tokens, and of several requests at once.
 
     Rows and contexts are cut to the model's context length. Each kind of forward is run to warm up, then in interleaved
-    rounds; the result is the median of its settled forwards, see `Settling`, or of all of them where none was settled.
-    Then forwards of one row follow each other, as in plain decoding, until they take no less time than before.
+    rounds, see `Times`. Then forwards of one row follow each other, as in plain decoding, until they take no less time
+    than before.
 
     Args:
-        model: must not run elsewhere at the same time.
         effort: how long to measure; None takes 8 seconds, and three rounds at least.
 
     Raises:
         ModelError: the model failed.
     """
-    found = TargetTimes(model, clock)
-    try:
-        in_rounds(found.keys, found.measure, effort or Effort(8.0), progress, f"forwards of {model.name}", clock)
-        return found.cost(whole=True)
-    finally:
-        found.release()
+    return TargetTimes(model, clock).measured(effort or Effort(8.0), progress, f"forwards of {model.name}", clock)
 
 
-class TargetTimes:
+class TargetTimes(Times[_Cell, TargetCost]):
     """The measurements of `measure_target`, one kind of forward at a time."""
 
     def __init__(self, model: LanguageModel, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
         self.keys = _cells(_room(model))
         self._model, self._clock = model, clock
-        self._settled: dict[_Cell, list[float]] = {}
-        self._others: dict[_Cell, list[float]] = {}
         self._caches: dict[int, list[RequestCache]] = {}
 
     @torch.inference_mode()
     def measure(self, cell: _Cell, number: int) -> bool:
-        """Measure a key in a round (-1 is the warm-up); returns whether it was settled."""
         caches = self._filled(cell)
         settling = Settling(self._model)
         seconds = _forward_s(self._model, caches, cell.rows, self._clock)
-        if number >= 0:
-            (self._settled if settling.settled else self._others).setdefault(cell, []).append(seconds)
-        return settling.settled
+        return self._keep(number, cell, seconds, settling)
 
     def _filled(self, cell: _Cell) -> list[RequestCache]:
         held = self._caches.setdefault(cell.context, [])
@@ -195,11 +199,6 @@ class TargetTimes:
 
     @torch.inference_mode()
     def cost(self, *, whole: bool) -> TargetCost:
-        """The cost by the measurements so far, after at least one round.
-
-        Args:
-            whole: also measure the settled time of consecutive forwards.
-        """
         first = self.keys[0]
         settled_s = _settled_s(self._model, self._filled(first)[0], self._clock) if whole else None
         times = self._others | self._settled
@@ -212,8 +211,7 @@ class TargetTimes:
         return replace(cost, settles_s=max(saved_s, 0.0))
 
     def release(self) -> None:
-        """Free the caches; they are made again for further measurements."""
-        for cache in (cache for held in self._caches.values() for cache in held):
+        for cache in itertools.chain(*self._caches.values()):
             self._model.release_cache(cache)
         self._caches.clear()
 
@@ -255,9 +253,8 @@ def most_held(model: LanguageModel) -> int:
 
 
 def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
-    """Give a cache `context` tokens, each a copy of the first: the values that attention reads do not change its cost.
-
-    A true prefill would cost more than all measurements.
+    """Give a cache `context` tokens, each a copy of the first: values do not change the cost of attention, and a true
+    prefill would cost more than all measurements.
     """
     model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64, device=model.device), chain_shape(1), (0,))])
     cache.commit((0,))
@@ -291,7 +288,6 @@ def _forward_s(model: LanguageModel, caches: Sequence[RequestCache], rows: int, 
     return seconds
 
 
-@torch.inference_mode()
 def measure_drafter(
     drafter: Drafter,
     target: LanguageModel,
@@ -301,20 +297,16 @@ def measure_drafter(
     progress: Progress = unwatched,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DraftCost:
-    """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own.
+    """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own, in rounds, see
+    `Times`.
 
-    The target runs before each proposal, untimed, as it does between two steps: without it, a small draft model would
-    stay in the processor's caches and look cheaper than it is. The request's text repeats itself, so that drafters that
-    copy find something; not so for a drafter that itself uses drafts (`Drafter.levels`), because guesses that are
-    always made and always wrong do not occur on real text. Proposals are accepted to none, all or half of their depth
-    in turn, so that the catch-up after full acceptance is included. Each depth is measured in interleaved rounds; the
-    result is the median of the settled steps, see `Settling`, or of all where none was settled. A proposal counts for
-    the levels that it took, which are its depth where nothing else is known, not for the depth allowed.
+    The target runs before each proposal, untimed, as between two steps: without it a small draft model would stay in
+    the processor's caches. The request's text repeats itself, so that drafters that copy find something; not so for a
+    drafter that itself uses drafts (`Drafter.levels`), because guesses that are always made and always wrong do not
+    occur on real text. Proposals are accepted to none, all or half of their depth in turn, so that the catch-up is
+    included. A proposal counts for the levels that it took, not for the depth allowed.
 
     Args:
-        drafter: must fit the target, and not run elsewhere at the same time.
-        target: defines the vocabulary and gives hidden states to drafters that need them.
-        params: sampling options, because distributions and draws cost time; None is greedy.
         effort: how long to measure; None takes 4 seconds, and three rounds at least.
 
     Returns:
@@ -327,18 +319,12 @@ def measure_drafter(
     drafter.check(target)
     if drafter.limits.is_zero:
         return DraftCost(())
-    found = DrafterTimes(drafter, target, params or SamplingParams(), clock)
-    try:
-        in_rounds(
-            found.keys, found.measure, effort or Effort(4.0, 3, 60), progress, f"proposals of {drafter.name}", clock
-        )
-        return found.cost(whole=True)
-    finally:
-        found.release()
+    times = DrafterTimes(drafter, target, params or SamplingParams(), clock)
+    return times.measured(effort or Effort(4.0, 3, 60), progress, f"proposals of {drafter.name}", clock)
 
 
-class DrafterTimes:
-    """The measurements of `measure_drafter`, one depth at a time."""
+class DrafterTimes(Times[int, DraftCost]):
+    """The measurements of `measure_drafter`, one depth at a time; samples are nodes and seconds, by depth."""
 
     def __init__(
         self,
@@ -347,38 +333,33 @@ class DrafterTimes:
         params: SamplingParams,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
         self._drafter, self._target = drafter, target
         self._make = partial(_Rehearsal, drafter, target, params, clock)
         self._rehearsal: _Rehearsal | None = None
-        self._settled: dict[int, list[tuple[int, float]]] = {}  # by depth: nodes and seconds
-        self._others: dict[int, list[tuple[int, float]]] = {}
-        self.keys = _depths(min(drafter.limits.depth, _most_depth(drafter, target)))
+        prompt, limit = _lengths(drafter, target)
+        self.keys = depths(min(drafter.limits.depth, limit - prompt - 3))
 
     @torch.inference_mode()
     def measure(self, depth: int, number: int) -> bool:
-        """Measure a depth in a round (-1 is the warm-up); returns whether it was settled.
-
-        Raises:
-            DrafterError: the drafter failed.
-        """
         with _as_drafter_error(self._drafter):
             if self._rehearsal is None:
                 self._rehearsal = self._make()
             settling = Settling(self._drafter, self._target)
             proposal, seconds = self._rehearsal.step(depth, _ACCEPTED_SHARES[number % len(_ACCEPTED_SHARES)])
-        if number >= 0:
             taken = proposal.tree.shape.depth if self._drafter.levels is None else self._drafter.levels
-            found = self._settled if settling.settled else self._others
-            found.setdefault(taken, []).append((len(proposal.tree), seconds))
-        return settling.settled
+        return self._keep(number, taken, (len(proposal.tree), seconds), settling)
 
     def cost(self, *, whole: bool) -> DraftCost:
-        """The cost by the measurements so far, after at least one round."""
-        return DraftCost(_points(self._others | self._settled))
+        found = self._others | self._settled
+        points = []
+        for depth in sorted(depth for depth in found if depth > 0) or [0]:  # empty proposals only if all are
+            nodes = round(median(nodes for nodes, _ in found[depth]))
+            points.append(DraftPoint(max(1, depth), max(1, nodes), median(seconds for _, seconds in found[depth])))
+        return DraftCost(tuple(points))
 
     @torch.inference_mode()
     def release(self) -> None:
-        """Close the synthetic request; it is made again for further measurements."""
         rehearsal, self._rehearsal = self._rehearsal, None
         if rehearsal is not None:
             rehearsal.close()
@@ -386,12 +367,7 @@ class DrafterTimes:
 
 @torch.inference_mode()
 def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> None:
-    """Let a drafter draft once for a synthetic request, so that first-use work is not done in an answer.
-
-    Raises:
-        CompositionError: the drafter does not fit the target.
-        DrafterError: the drafter failed.
-    """
+    """Let a drafter draft once for a synthetic request, so that first-use work is not done in an answer."""
     drafter.check(target)
     if drafter.limits.is_zero:
         return
@@ -416,23 +392,22 @@ def _as_drafter_error(drafter: Drafter) -> Iterator[None]:
         ) from error
 
 
-def _depths(limit: int) -> list[int]:
-    depths = set(range(1, min(limit, _ALL_DEPTHS) + 1)) | {limit}
-    depth = 2 * _ALL_DEPTHS
-    while depth < limit:
-        depths.add(depth)
-        depth *= 2
-    return sorted(depths)
+def doublings(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`.
+
+    >>> doublings(6), doublings(1)
+    ([1, 2, 4, 6], [1])
+    """
+    return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
 
 
-def _points(found: dict[int, list[tuple[int, float]]]) -> tuple[DraftPoint, ...]:
-    """Medians by depth; empty proposals count only if there were no others."""
-    drafted = sorted(depth for depth in found if depth > 0) or [0]
-    points = []
-    for depth in drafted:
-        nodes = round(median(nodes for nodes, _ in found[depth]))
-        points.append(DraftPoint(max(1, depth), max(1, nodes), median(seconds for _, seconds in found[depth])))
-    return tuple(points)
+def depths(limit: int) -> list[int]:
+    """Depths of drafts to run: all small ones, then the doublings, and the limit.
+
+    >>> depths(20)
+    [1, 2, 3, 4, 5, 6, 7, 8, 16, 20]
+    """
+    return sorted({*range(1, min(limit, _ALL_DEPTHS) + 1), *doublings(limit)})
 
 
 def _lengths(drafter: Drafter, target: LanguageModel) -> tuple[int, int]:
@@ -444,21 +419,13 @@ def _lengths(drafter: Drafter, target: LanguageModel) -> tuple[int, int]:
     return prompt, max(min(context, prompt + _GROWTH), prompt + 4)
 
 
-def _most_depth(drafter: Drafter, target: LanguageModel) -> int:
-    prompt, limit = _lengths(drafter, target)
-    return limit - prompt - 3
-
-
 class _Rehearsal:
     """A synthetic request that runs through steps as in the engine, with synthetic verdicts."""
 
     def __init__(
         self, drafter: Drafter, target: LanguageModel, params: SamplingParams, clock: Callable[[], float]
     ) -> None:
-        self._drafter = drafter
-        self._target = target
-        self._params = params
-        self._clock = clock
+        self._drafter, self._target, self._params, self._clock = drafter, target, params, clock
         self._prompt, limit = _lengths(drafter, target)
         self._limit = len(target.opening) + limit
         self._hidden, self._layers = _last_vectors(target, drafter.features)
@@ -466,8 +433,7 @@ class _Rehearsal:
         self._between = target.begun_cache()
         self._tokens = torch.zeros(1, dtype=torch.int64, device=target.device)
         self._period = _PERIOD if drafter.levels is None else target.vocab_size
-        self._begun = 0
-        self._steps = 0
+        self._begun = self._steps = 0
         self._request: DraftRequest | None = None
         self._seen: list[int] = []  # its tokens
 
@@ -484,7 +450,9 @@ class _Rehearsal:
         budget = Budget(depth, limits.width, limits.nodes, limits.min_probability)
         noise = KeyedNoise(0, len(request.tokens), self._steps)
         self._steps += 1
-        self._run_target()
+        # Its weights then replace the draft's in the processor's caches, as between two steps.
+        self._target.forward([Segment(self._between, self._tokens, chain_shape(1), (0,))])
+        self._between.commit(())
         self._read_on(request)
         started = self._now()
         proposal = self._drafter.propose([request], [budget], [noise])[0]
@@ -502,11 +470,6 @@ class _Rehearsal:
             ids = torch.tensor(request.tokens[cache.length : end][:_PROMPT_TOKENS], device=self._target.device)
             self._target.forward([Segment(cache, ids, chain_shape(len(ids)), ())])
             cache.commit(range(len(ids)))
-
-    def _run_target(self) -> None:
-        """Run the target as between two proposals: its weights then replace the draft's in the processor's caches."""
-        self._target.forward([Segment(self._between, self._tokens, chain_shape(1), (0,))])
-        self._between.commit(())
 
     def _start(self) -> DraftRequest:
         """Start a new request and make its first proposal, because that one processes the prompt as well."""
@@ -567,3 +530,44 @@ def _last_vectors(target: LanguageModel, features: Features | None) -> tuple[Ten
     output = target.forward_showing([segment], features.layers) if features.layers else target.forward([segment])
     target.release_cache(cache)
     return output.hidden, output.layers
+
+
+def read_bandwidth(device: str | torch.device = "cpu", *, size_bytes: int = _GIBIBYTE, repetitions: int = 4) -> float:
+    """Bytes per second of reading a block of memory with all of torch's threads.
+
+    It is read in three ways, a sum and a maximum of float32 and a sum of int64; the fastest counts.
+
+    Args:
+        size_bytes: of the block, a multiple of 8; must be much larger than the caches.
+        repetitions: of each kind, interleaved; the fastest counts, because other load can only slow one down.
+
+    Raises:
+        OptionError: an unusable size or number of repetitions, or a block that does not fit into memory.
+    """
+    if size_bytes < 8 or size_bytes % 8:
+        raise OptionError(f"size_bytes must be a multiple of 8 above 0, got {size_bytes}")
+    if repetitions < 1:
+        raise OptionError(f"repetitions must be 1 or more, got {repetitions}")
+    place = torch.device(device)
+    try:
+        # Written, not only reserved: unwritten pages are all the same page of zeros.
+        block = torch.ones(size_bytes // 4, device=place)
+    except RuntimeError as error:
+        raise OptionError(
+            f"no {size_bytes / _GIBIBYTE:.2f} GiB of memory are free on {place} to measure reads; free some"
+        ) from error
+    whole = block.view(torch.int64)
+    calls = _CALLS_ON_CUDA if place.type == "cuda" else 1
+    # The first round warms up, and is never the fastest.
+    return size_bytes / min(
+        _seconds(read, calls, place) for _ in range(repetitions + 1) for read in (block.sum, block.amax, whole.sum)
+    )
+
+
+def _seconds(read: Callable[[], Tensor], calls: int, device: torch.device) -> float:
+    wait_for(device)
+    started = time.perf_counter()
+    for _ in range(calls):
+        read()
+    wait_for(device)
+    return (time.perf_counter() - started) / calls

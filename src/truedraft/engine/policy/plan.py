@@ -35,27 +35,17 @@ _ROUNDS = 3  # of choices, each at the rate of the plan before
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A drafter that may draft for a request.
-
-    Attributes:
-        limits: the drafter's, cut to the rest of the answer.
-        gains: of its nodes, in the order of the budget, falling.
-        setup_s: seconds of catching up that are charged to one step.
-        catch_up_s: all seconds of catching up.
-        odds: how its own token probabilities predict acceptance; None where it cannot stop by them.
-        guessed: share of a chain's tokens, without its first, that take no level of drafting.
-        tokens: expected tokens of a step with 0, 1, 2, ... nodes.
-    """
+    """A drafter that may draft for a request."""
 
     drafter: str
-    limits: Budget
-    gains: Sequence[float]
-    setup_s: float = 0.0
-    catch_up_s: float = 0.0
-    odds: tuple[float, float] | None = None
-    guessed: float = 0.0
+    limits: Budget  # the drafter's, cut to the rest of the answer
+    gains: Sequence[float]  # of its nodes, in the order of the budget, falling
+    setup_s: float = 0.0  # seconds of catching up that are charged to one step
+    catch_up_s: float = 0.0  # all seconds of catching up
+    odds: tuple[float, float] | None = None  # how its token probabilities predict acceptance; None: it cannot stop
+    guessed: float = 0.0  # share of a chain's tokens, without its first, that take no level of drafting
     sizes: Sequence[int] = field(init=False)
-    tokens: Sequence[float] = field(init=False)
+    tokens: Sequence[float] = field(init=False)  # expected of a step with 0, 1, 2, ... nodes
     logs: Sequence[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,11 +74,7 @@ Share: TypeAlias = tuple[Candidate, int] | None
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What a step drafts.
-
-    Attributes:
-        tokens: number of requests, times the geometric mean of their expected tokens.
-    """
+    """What a step drafts; `tokens` is the number of requests, times the geometric mean of their expected tokens."""
 
     shares: list[Share]
     tokens: float
@@ -100,10 +86,8 @@ class Plan:
 
 
 class Choice(NamedTuple):
-    """The best share for one request, given those of the others.
-
-    Attributes:
-        value: tokens that it adds beyond those that the plan emits in the same time.
+    """The best share for one request, given those of the others; its value is in tokens beyond those that the plan
+    emits in the same time.
     """
 
     share: Share
@@ -116,12 +100,7 @@ _Load: TypeAlias = tuple[int, dict[str, tuple[int, float]], float]  # see `Plann
 
 
 class Planner:
-    """Finds the plan of one step.
-
-    Args:
-        contexts: cached tokens of each request.
-        greedy: whether the requests are greedy; draws from distributions cost more.
-    """
+    """Finds the plan of one step, of requests with so many cached tokens each."""
 
     def __init__(self, times: StepTimes, contexts: Sequence[int], greedy: bool) -> None:
         self._times = times
@@ -137,9 +116,6 @@ class Planner:
         It starts with plain decoding or, if that is better, with one drafter and one size for all, so that all share
         its fixed costs. Then each request takes its best share given the others' (Dinkelbach's iteration: at the rate
         of the plan before), as long as that improves the plan.
-
-        Args:
-            candidates: of each request, at most one for each drafter.
         """
         starts = [self.plain]
         for name in dict.fromkeys(each.drafter for own in candidates for each in own) if len(candidates) > 1 else ():
@@ -162,11 +138,7 @@ class Planner:
         return plan
 
     def choice(self, plan: Plan, others: Sequence[Share], candidates: Sequence[Candidate]) -> Choice:
-        """The share of a request that gains the most tokens beyond the value of its seconds.
-
-        Args:
-            plan: defines the value of a second (its rate) and of a request's tokens.
-        """
+        """The share of a request that gains the most tokens beyond the value of its seconds, by the rate of a plan."""
         load = self._load(others)
         best = Choice(None, 0.0, 0.0)
         for candidate in candidates:
@@ -200,11 +172,8 @@ class Planner:
         return candidate.tokens[nodes] - 1.0 if count == 1 else plan.tokens / count * candidate.logs[nodes]
 
     def settled(self, plan: Plan, before: Sequence[Share], margin: float) -> Plan:
-        """The plan with the former shares of requests for which the new ones are hardly better.
-
-        Args:
-            before: former shares with current expectations.
-            margin: of a request's tokens, a fraction.
+        """The plan with the `before` shares of requests for which the new ones gain less than a margin, a fraction of
+        its tokens.
         """
         shares = list(plan.shares)
         for number, (now, former) in enumerate(zip(plan.shares, before, strict=True)):

@@ -37,13 +37,9 @@ _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
 class Corrected:
-    """Correction of a cost curve by measured seconds: a factor common to all sizes, and one per size that moves slowly.
-
-    The common factor is the median over the last few steps, so that a step that the system interrupted has no effect
-    and a machine that became slower is noticed after a few steps.
-
-    Attributes:
-        common: log of measured over expected seconds, common to all sizes.
+    """Correction of a cost curve by measured seconds: a factor common to all sizes, whose log is `common`, and one per
+    size that moves slowly. The common one is the median over the last few steps, so that an interrupted step has no
+    effect and a slower machine is noticed after a few.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -53,11 +49,8 @@ class Corrected:
         self._shape = [0.0] * (_LARGEST.bit_length() + 1)  # at sizes of 1, 2, 4, ...
 
     def factor(self, size: float, otherwise: float = 0.0) -> float:
-        """Measured over expected seconds at a size (rows or requests).
-
-        Args:
-            otherwise: common log ratio used where nothing was measured for long, so that a size or drafter that is no
-                longer tried is not considered slow for ever.
+        """Measured over expected seconds at a size (rows or requests). Where nothing was measured for long it fades to
+        `otherwise`, a common log ratio, so that what is no longer tried is not considered slow for ever.
         """
         if not self._recent:
             return math.exp(otherwise)
@@ -73,10 +66,8 @@ class Corrected:
         return bool(self._recent)
 
     def learn(self, size: float, measured_s: float, expected_s: float, usual: bool = True) -> None:
-        """One step took `measured_s` where the uncorrected curve says `expected_s`.
-
-        Args:
-            usual: whether the step may change the factor of its own size.
+        """One step took `measured_s` where the uncorrected curve says `expected_s`; only a usual one changes the factor
+        of its size.
         """
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
@@ -94,19 +85,14 @@ class Corrected:
 
 
 def _between(size: float) -> tuple[int, float]:
-    """The logarithm of a size to base 2: its whole part, and the rest.
-
-    Worked example: 3 is 0.58 of the way from 2, which is 1, to 4.
-    """
+    """The logarithm of a size to base 2: its whole part, and the rest, as 1 and 0.58 of 3."""
     place = math.log2(min(max(size, 1.0), _LARGEST))
     return int(place), place - int(place)
 
 
 class RunningTimes:
-    """Implements `truedraft.engine.policy.StepTimes` for the steps of an engine.
-
-    Curves are read or measured on first use, so an engine with a controller that needs none pays nothing. Everything
-    around the forward in a step counts as part of it, because more rows make more of that as well.
+    """`StepTimes` for the steps of an engine. Curves are read or measured on first use, so a controller that needs none
+    pays nothing. Everything around the forward counts as part of it, because more rows make more of that as well.
     """
 
     def __init__(
@@ -156,19 +142,16 @@ class RunningTimes:
 
     def _proposal_s(self, drafter: str, depth: int, greedy: bool) -> float:
         key = drafter, depth, greedy
-        found = self._proposals.get(key)
-        if found is None:
-            found = self._proposals[key] = self._measured_s(drafter, depth, greedy)
-        return found
-
-    def _measured_s(self, drafter: str, depth: int, greedy: bool) -> float:
-        if drafter in self._left_out:
-            return math.inf
-        try:
-            return self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)(depth)
-        except TruedraftError as error:
-            self._leave_out(drafter, error)
-            return math.inf
+        if key not in self._proposals:
+            seconds = math.inf
+            if drafter not in self._left_out:
+                try:
+                    params = _GREEDY if greedy else _SAMPLED
+                    seconds = self._costs.drafting(self._drafters[drafter], params)(depth)
+                except TruedraftError as error:
+                    self._leave_out(drafter, error)
+            self._proposals[key] = seconds
+        return self._proposals[key]
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         if behind <= 2:
@@ -194,25 +177,23 @@ class RunningTimes:
             self.rest()
             fit = {name: each for name, each in self._drafters.items() if name not in self._left_out}
             found = self._costs.pieces(fit, _GREEDY if greedy else _SAMPLED, self._leave_out)
-            shared = [each for those in self._growing.values() for each in those if each.name is None]
+            shared = [each for each in self._pieces if each.name is None]
             self._growing[greedy] = [*shared, *(each for each in found if each.name or not shared)]
         return all(each.known for each in self._growing[greedy])
 
     def go_on(self, step_s: float) -> bool:
-        """Continue measuring between steps for a share of the time, if `ready` was called.
-
-        Returns:
-            Whether anything was measured, or holds memory for measuring.
+        """Continue measuring between steps for a share of the time, if `ready` was called; returns whether anything was
+        measured, or holds memory for measuring.
         """
         measured = False
-        while pieces := [each for those in self._growing.values() for each in those]:
+        while pieces := self._pieces:
             share = _BETTER_SHARE if all(each.known for each in pieces) else _MEASURING_SHARE
             self._credit_s, step_s = min(self._credit_s + share * step_s, _AT_ONCE_S), 0.0
             if self._credit_s <= 0.0:
                 break
             measured = True
             began = self._clock()
-            self._measure_on(min(pieces, key=lambda each: each.known))
+            self._measure_on(pieces)
             self._credit_s -= self._clock() - began
         return measured or self._held is not None
 
@@ -220,32 +201,35 @@ class RunningTimes:
         """Measure one more point; returns whether there is more."""
         for greedy in (True, False):
             self.ready(greedy)
-        pieces = [each for those in self._growing.values() for each in those]
+        pieces = self._pieces
         if pieces:
-            self._measure_on(min(pieces, key=lambda each: each.known))
-        return len(pieces) > 0
+            self._measure_on(pieces)
+        return bool(pieces)
 
-    def _measure_on(self, piece: Growing[Any]) -> None:
+    @property
+    def _pieces(self) -> list[Growing[Any]]:
+        return [each for those in self._growing.values() for each in those]
+
+    def _measure_on(self, pieces: Sequence[Growing[Any]]) -> None:
+        """Measure one more point of an unknown cost or, if all are known, of the first."""
+        piece = min(pieces, key=lambda each: each.known)
         if piece is not self._held:  # the synthetic requests of two pieces have the same ids
             self.rest()
         self._held, known = piece, piece.known
-        more = self._measured_on(piece)
+        try:
+            more = piece.go_on()
+        except Exception as error:
+            more = False
+            if piece.name is None:
+                _log.warning("what the target's steps cost could not be measured: %s", error)
+            else:
+                self._leave_out(piece.name, error)
         if not more:
             self.rest()
             for those in self._growing.values():
                 those[:] = [each for each in those if each is not piece]
         if not more or piece.known != known:
             self._forget()
-
-    def _measured_on(self, piece: Growing[Any]) -> bool:
-        try:
-            return piece.go_on()
-        except Exception as error:
-            if piece.name is None:
-                _log.warning("what the target's steps cost could not be measured: %s", error)
-            else:
-                self._leave_out(piece.name, error)
-            return False
 
     def _leave_out(self, drafter: str, error: Exception) -> None:
         _log.warning("the drafter %r is left out, for what it costs could not be measured: %s", drafter, error)

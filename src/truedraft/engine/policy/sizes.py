@@ -56,16 +56,8 @@ class NodeBudget:
 def node_options(
     curve: AcceptanceCurve, forwards: TargetCost, drafting: DraftCost, *, context: int = _CONTEXT, requests: int = 1
 ) -> list[SizeOption]:
-    """Predicted gains of 0, 1, ... nodes for each request of a batch; see `size_options`.
-
-    Args:
-        curve: expected acceptance of each node.
-        forwards: V(rows, contexts) of the target, in seconds.
-        drafting: seconds of a proposal by its depth.
-        context: cached tokens of each request.
-
-    Raises:
-        OptionError: there is no request.
+    """Predicted gains of 0, 1, ... nodes for each request of a batch with `context` cached tokens each; see
+    `size_options`.
     """
     contexts = [context] * requests
     return size_options(curve, lambda rows: forwards(rows * requests, contexts), drafting)
@@ -83,9 +75,6 @@ def nodes_for(
     """Choose the sizes of a drafter for a target on this machine: the best predicted one of all its plans.
 
     Args:
-        drafter: fits the target and has plans for sizes.
-        params: sampling options; None is greedy.
-        costs: of the target's steps; None loads or measures them.
         least: nodes to draft even if they do not pay.
 
     Raises:
@@ -120,10 +109,7 @@ def sized(
     """A drafter with the number of nodes that pays on this machine, and why; arguments as in `nodes_for`.
 
     Each member of a portfolio gets the number that pays for it on its own. Drafters without an acceptance measurement,
-    and those with chosen sizes, stay unchanged.
-
-    Returns:
-        The drafter, and the budgets of its members that got one, by name, all by the same costs.
+    and those with chosen sizes, stay unchanged. Also the budgets of the members that got one, by the same costs.
 
     Raises:
         TruedraftError: target or drafter failed.
@@ -139,12 +125,8 @@ def sized(
 
 
 def outdated(engine: Engine, forwards: TargetCost) -> str | None:
-    """Why kept curves must be measured again, in a sentence; None where current steps agree with them.
-
-    Always None on a device: forwards are only queued there, and the host cannot measure their time.
-
-    Args:
-        engine: for plain decoding; must be idle.
+    """Why kept curves must be measured again, in a sentence; None where the steps of an idle engine agree with them,
+    and on a device, where the host cannot measure forwards.
     """
     ratio = ratio_of_steps(engine, forwards) if engine.target.device.type == "cpu" else None
     if ratio is None or not parts(ratio):
@@ -156,11 +138,7 @@ def outdated(engine: Engine, forwards: TargetCost) -> str | None:
 
 
 def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
-    """The median of measured / V over 50 steps run for this; None where no answer is that long.
-
-    Args:
-        engine: must be idle.
-    """
+    """The median of measured / V over 50 steps that an idle engine runs for this; None where no answer is that long."""
     ratios: list[float] = []
     check = CurveCheck(forwards, ratios.append)
     engine.listeners.append(check)
@@ -174,10 +152,8 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
 
 
 def made_up_prompt(target: LanguageModel, tokens: int) -> Prompt:
-    """A synthetic prompt, for answers that are timed or discarded.
-
-    Args:
-        tokens: most tokens of the prompt; half of the context is left free.
+    """A synthetic prompt of at most `tokens` tokens, for answers that are timed or discarded; half of the context is
+    left free.
     """
     opening, inputs = target.opening, target.opening_inputs
     room = target.most_tokens(opening) - len(opening)

@@ -14,12 +14,7 @@ from truedraft.options import Words, called, read_whole
 
 @dataclass(frozen=True, slots=True)
 class ControllerKind:
-    """A kind of controller, as it is typed.
-
-    Attributes:
-        options: each with its default, or an example.
-        made: a class or a function; options are read as its parameters are annotated.
-    """
+    """A kind of controller, as it is typed: options with their defaults or an example, and what makes it."""
 
     options: Mapping[str, str]
     meaning: str

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from truedraft.drafters.kinds import OF_LEVELS, Kind, head_of
-
-load_dflash, load_dspark = head_of("dflash"), head_of("dspark")
+from truedraft.drafters.kinds import OF_LEVELS, Kind
 
 KINDS: Mapping[str, Kind] = {
     "dflash": Kind(
@@ -15,11 +13,10 @@ KINDS: Mapping[str, Kind] = {
         OF_LEVELS,
         "a block drafter (DFlash) on vectors of several of the target's layers, without DIR the one trained for the "
         "target: all tokens of a draft come from one pass; options as of eagle",
-        parts={"head": "truedraft.kinds.block:load_dflash"},
         head="truedraft.kinds.block.module:DFlashHead",
         trains="truedraft.kinds.block.options:DFLASH",
         training="truedraft.kinds.block.training:DFlashTrainingConfig",
-        exports="truedraft.kinds.block.exporting:DFLASH",
+        exports="truedraft.kinds.block.folders:DFLASH",
         variants="truedraft.kinds.block.variants:DFLASH",
         published="truedraft.kinds.block.folders:kind_in",
     ),
@@ -30,11 +27,10 @@ KINDS: Mapping[str, Kind] = {
         "a block drafter whose tokens know the ones before them (DSpark), without DIR the one trained for the target: "
         "options as of eagle, and no token that is reached and accepted with less than min_acceptance by its "
         "confidence head",
-        parts={"head": "truedraft.kinds.block:load_dspark"},
         head="truedraft.kinds.block.module:DSparkHead",
         trains="truedraft.kinds.block.options:DSPARK",
         training="truedraft.kinds.block.training:DSparkTrainingConfig",
-        exports="truedraft.kinds.block.exporting:DSPARK",
+        exports="truedraft.kinds.block.folders:DSPARK",
         variants="truedraft.kinds.block.variants:DSPARK",
         published="truedraft.kinds.block.folders:kind_in",
     ),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, running
+from truedraft.drafters.heads.layers import bits_for, copied, packed
+from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead, Leaving
 from truedraft.models.attention import Blocked, ChainLayout, Scoring
@@ -45,7 +46,8 @@ class BlockRunner:
         recorder: Recorder | None = None,
         before: BlockRunner | None = None,
     ) -> None:
-        self.head = running(head, target)
+        own = copied(head, target)
+        self.head = packed(own, bits_for(own))
         self._target = target
         self._scoring = Scoring(head.config.head**-0.5)
         self._table = self.head.rotary(self.head.norm.weight)
@@ -75,7 +77,7 @@ class BlockRunner:
         return self.head.vectors(self.head.inputs(anchors, self._target.embed), self._table.at(positions), attend)
 
     def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        leaving = self.behind(x, tokens, state)
+        leaving = self.leaving_after(x, tokens, state)
         return self.logits(leaving), leaving.state
 
     @torch.inference_mode()
@@ -153,8 +155,8 @@ class BlockRunner:
         return self.head.vectors(embedded, self._at([range(e.length, e.length + block) for e in caches]), attend)
 
     @torch.inference_mode()
-    def behind(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> Leaving:
-        return self.head.behind(x, tokens, state)
+    def leaving_after(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> Leaving:
+        return self.head.leaving_after(x, tokens, state)
 
     @torch.inference_mode()
     def logits(self, leaving: Leaving) -> Tensor:
@@ -225,7 +227,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
         alive = [1.0] * len(level)  # probability that each open node's parent path is accepted, by the confidence head
         for slot in range(self.limits.depth):
             of = transfers.upload([block[tree] for tree in level for _ in tree.open], x.device)
-            leaving = runner.behind(x[:, slot].index_select(0, of), tokens, state)
+            leaving = runner.leaving_after(x[:, slot].index_select(0, of), tokens, state)
             if self._least > 0.0:
                 alive = [before * own for before, own in zip(alive, runner.chances(leaving), strict=True)]
                 kept = [row for row, survival in enumerate(alive) if survival >= self._least]
@@ -248,7 +250,7 @@ def _kept(level: Sequence[Tree], rows: Sequence[int]) -> list[Tree]:
     every, first = set(rows), 0
     for tree in level:
         count = len(tree.open)
-        tree.keep_open([node for row, node in enumerate(tree.open, first) if row in every])
+        tree.open = [node for row, node in enumerate(tree.open, first) if row in every]
         first += count
     return [tree for tree in level if tree.open]
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from truedraft.drafters.exporting import LLAMACPP, SGLANG, Exports, ExportTarget, Way
 from truedraft.drafters.heads.head import write_published
 from truedraft.drafters.heads.layer_folders import (
     SPECULATORS,
@@ -27,15 +28,10 @@ from truedraft.drafters.heads.layer_folders import (
     named_kind,
     write_speculators,
 )
-from truedraft.drafters.heads.layers import LayerHead
 from truedraft.errors import ModelError, OptionError
 from truedraft.kinds.block.module import BlockConfig, BlockHead, DFlashHead, DSparkHead
 
-_FLAT: Mapping[str, type[LayerHead]] = {
-    "DFlashDraftModel": DFlashHead, "Qwen3DSparkModel": DSparkHead, "DSparkDraftModel": DSparkHead,
-}  # fmt: skip
-_NESTED: Mapping[str, type[LayerHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
-_ARCHITECTURES: Mapping[type[LayerHead], str] = {DFlashHead: "DFlashSpeculator", DSparkHead: "DSparkSpeculator"}
+_HEADS = (DFlashHead, DSparkHead)
 _FAMILY = "qwen3"
 _QWEN3 = {  # defaults that transformers omits from a configuration
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
@@ -52,18 +48,13 @@ _Block = TypeVar("_Block", bound=BlockHead)
 
 
 def kind_in(path: Path) -> str | None:
-    """The name of `block_kind`."""
-    found = block_kind(path)
+    """The kind of head in a folder of one of these projects; None if there is none."""
+    found = named_kind(path, _HEADS)
     return None if found is None else found.kind
 
 
-def block_kind(path: Path) -> type[LayerHead] | None:
-    """The kind of head in a folder of one of these projects; None if there is none."""
-    return named_kind(path, _NESTED, _FLAT)
-
-
-def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = False) -> _Block:
-    """Load a head of one of these projects; arguments and errors as of `load_layer_folder`."""
+def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = False) -> _Block | None:
+    """Load a head of one of these projects; arguments, result and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
         nested, dspark = SPECULATORS in record, kind is DSparkHead
@@ -92,7 +83,7 @@ def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = Fals
             confidence_reads_token=confidence and bool(named.get("confidence_head_with_markov", True)),
         )
 
-    return load_layer_folder(path, kind, block_kind(path), sizes, ids_in_d2t=ids_in_d2t)
+    return load_layer_folder(path, kind, _HEADS, sizes, ids_in_d2t=ids_in_d2t)
 
 
 def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
@@ -152,7 +143,7 @@ def _write_flat(head: BlockHead, folder: Path, target_layers: int, about: dict[s
     record = {
         **flat_record(config, config.depth, _FAMILY),
         **_attention(config),
-        "architectures": [next(word for word, kind in _FLAT.items() if kind is type(head))],
+        "architectures": [head.architectures[0]],
         "block_size": config.block,
         "num_target_layers": target_layers,
     }
@@ -184,7 +175,7 @@ def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "",
         **(_markov_record(config) if head.kind == "dspark" else {}),
     }
     layers = layer_record(config, config.depth, _FAMILY) | _attention(config)
-    write_speculators(head, folder, head.kind, _ARCHITECTURES[type(head)], layers, more, target=target, family=family)
+    write_speculators(head, folder, layers, more, target=target, family=family)
 
 
 def _attention(config: BlockConfig) -> dict[str, Any]:
@@ -198,3 +189,41 @@ def _markov_record(config: BlockConfig) -> dict[str, Any]:
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_reads_token,
     }
+
+
+_VANILLA = {"markov_kind": "vanilla"}
+_OTHERWISE = "SGLang reads one that has copies of embedding and LM head; or train one: truedraft train dspark"
+
+
+def _speculators(head: Any, folder: Path, target: ExportTarget) -> None:
+    write_speculators_folder(head, folder, target=target.name, family=target.family)
+
+
+def _deepspec(head: Any, folder: Path, target: ExportTarget) -> None:
+    write_dspark_folder(head, folder, target_layers=target.layers)
+
+
+def _either(head: Any, folder: Path, target: ExportTarget) -> None:
+    (_deepspec if head.config.own_embedding else _speculators)(head, folder, target)
+
+
+def _flat(head: Any, folder: Path, target: ExportTarget) -> None:
+    write_dflash_folder(head, folder, target_layers=target.layers)
+
+
+DFLASH = Exports(
+    {
+        "vllm": Way("dflash", _speculators),
+        "sglang": Way(SGLANG.format("DFLASH") + "--speculative-num-draft-tokens K+1", _flat),
+        "llamacpp": Way(LLAMACPP.format("draft-dflash"), _flat),
+        "speculators": Way("", _speculators),
+    }
+)
+DSPARK = Exports(
+    {
+        "vllm": Way("dspark", _either, _VANILLA, otherwise=_OTHERWISE),
+        "sglang": Way(SGLANG.format("DSPARK") + "--speculative-dspark-block-size K", _deepspec),
+        "llamacpp": Way(LLAMACPP.format("draft-dspark"), _either, _VANILLA, otherwise=_OTHERWISE),
+        "speculators": Way("", _speculators),
+    }
+)

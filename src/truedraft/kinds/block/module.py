@@ -168,9 +168,9 @@ class BlockHead(LayerHead):
 
     @classmethod
     def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        from truedraft.kinds.block.folders import block_kind, load_block_folder
+        from truedraft.kinds.block.folders import load_block_folder
 
-        return None if block_kind(path) is None else load_block_folder(path, cls, ids_in_d2t=ids_in_d2t)
+        return load_block_folder(path, cls, ids_in_d2t=ids_in_d2t)
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -226,7 +226,7 @@ class BlockHead(LayerHead):
     def _decoders(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))
 
-    def behind(self, x: Tensor, tokens: Tensor, state: Tensor | None = None) -> Leaving:
+    def leaving_after(self, x: Tensor, tokens: Tensor, state: Tensor | None = None) -> Leaving:
         """Output of rows, given the token before each.
 
         Args:
@@ -266,6 +266,8 @@ class DFlashHead(BlockHead):
     kind: ClassVar[str] = "dflash"
     noun: ClassVar[str] = "a DFlash head"
     plural: ClassVar[str] = "DFlash heads"
+    speculators: ClassVar[tuple[str, str]] = "dflash", "DFlashSpeculator"
+    architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)
 
 
 class DSparkHead(BlockHead):
@@ -274,3 +276,5 @@ class DSparkHead(BlockHead):
     kind: ClassVar[str] = "dspark"
     noun: ClassVar[str] = "a DSpark head"
     plural: ClassVar[str] = "DSpark heads"
+    speculators: ClassVar[tuple[str, str]] = "dspark", "DSparkSpeculator"
+    architectures: ClassVar[tuple[str, ...]] = ("Qwen3DSparkModel", "DSparkDraftModel")

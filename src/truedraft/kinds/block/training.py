@@ -131,7 +131,7 @@ class Blocks(Chains):
             if not len(on):
                 return
             before = texts.tokens[torch.as_tensor(np.minimum(anchors + step, texts.starts[-1] - 1), device=device)]
-            leaving = head.behind(x[:, step], before, state)
+            leaving = head.leaving_after(x[:, step], before, state)
             state, blocks = leaving.state, torch.as_tensor(on, device=device)
             together = torch.cat([leaving.x, leaving.before, leaving.added], -1)
             yield UnrolledStep(together[blocks], *texts.behind(anchors[on] + step), blocks)

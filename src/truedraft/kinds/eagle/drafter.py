@@ -16,10 +16,10 @@ from truedraft.core import transfers
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.head import Head
-from truedraft.drafters.heads.layers import Attend
-from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, bits_for, copied, packed
-from truedraft.drafters.tree_builder import TreeBuilder
-from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.drafters.heads.layers import Attend, bits_for, copied, packed
+from truedraft.drafters.heads.levels import LevelDrafter, LevelRunner, Tree
+from truedraft.drafters.tree_builder import DraftTree
+from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.models.attention import Full, Scoring
 from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.heads import GraphPairs
@@ -34,24 +34,8 @@ from truedraft.models.packing import ForwardPlan
 _READ_TOKENS = 512
 
 
-class PairRunner(Protocol):
-    """A head that reads pairs of hidden states and tokens, as it runs with a target.
-
-    Attributes:
-        token_bytes: bytes of one token's keys and values.
-        layers: number of layers with keys and values.
-        records: whether a whole draft is one recorded graph.
-        warmups: number of forwards so far that were slower than later ones of the same shape.
-    """
-
-    device: torch.device
-    pool: CachePool
-    token_bytes: int
-    layers: int
-    records: bool
-
-    @property
-    def warmups(self) -> int: ...
+class PairRunner(LevelRunner, Protocol):
+    """A head that reads pairs of hidden states and tokens, as it runs with a target."""
 
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
         """See `Eagle3Runner.forward`."""
@@ -277,13 +261,13 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
                 vectors = vectors.index_select(0, transfers.upload(above, vectors.device))
                 vectors, logits = runner.forward([own.segment() for own in level], vectors, False)
 
-    def _behind(self, levels: int) -> tuple[Tensor, Tensor]:
+    def _masks_below(self, levels: int) -> tuple[Tensor, Tensor]:
         """Tokens and hidden states to read after the text and then drop, for a tree of `levels` levels: none."""
         return torch.empty(0, dtype=torch.int64), torch.empty(0)
 
-    def _catch_up(self, trees: Sequence[TreeBuilder | LikeliestTree]) -> tuple[Tensor, Tensor]:
+    def _catch_up(self, trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor]:
         """Read the unread pairs of each text; the runner's output at the last pair, and after it."""
-        segments, vectors = self._ends(trees, list(map(levels_of, trees)))
+        segments, vectors = self._ends(trees, [tree.levels for tree in trees])
         found = self._running[0].forward(segments, vectors, True)
         _commit_texts(segments)
         return found
@@ -304,7 +288,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
             cache.commit(range(len(some)))
 
     def _ends(
-        self, trees: Sequence[TreeBuilder | LikeliestTree], levels: Sequence[int], most: int = _READ_TOKENS
+        self, trees: Sequence[DraftTree], levels: Sequence[int], most: int = _READ_TOKENS
     ) -> tuple[list[Segment], Tensor]:
         """Input of one forward: texts' last pairs, what follows them, and the hidden states `[total, ...]`.
 
@@ -315,13 +299,13 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
         inputs: list[Tensor] = []
         for tree, deep in zip(trees, levels, strict=True):
             text, request = self._texts[tree.request.id], tree.request
-            tokens, vectors = torch.tensor(request.tokens[-text.behind :]), text.vectors()
+            tokens, vectors = torch.tensor(request.tokens[-text.unread_rows :]), text.vectors()
             if len(tokens) > most:
                 first = -(-(len(tokens) - most) // _READ_TOKENS) * _READ_TOKENS
                 first = min(first, len(tokens) - 1)
                 self._read(text.cache, tokens[:first].tolist(), vectors[:first])
                 tokens, vectors = tokens[first:], vectors[first:]
-            more, below = self._behind(deep)
+            more, below = self._masks_below(deep)
             count = len(tokens) + len(more)
             rows = range(len(tokens) - 1, count)
             segments.append(Segment(text.cache, torch.cat([tokens, more]), chain_shape(count), rows))
@@ -335,11 +319,6 @@ def _commit_texts(segments: Sequence[Segment]) -> None:
         segment.cache.commit(range(segment.rows[0] + 1))
 
 
-def levels_of(tree: TreeBuilder | LikeliestTree) -> int:
-    """Maximum depth of a tree."""
-    return min(tree.budget.depth, tree.budget.nodes)
-
-
 class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
     """Drafts with an EAGLE-3 head (2503.01840) on several layers of the target; options: `LevelDrafter`."""
 
@@ -351,3 +330,35 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
     def _likeliest(self, logits: Tensor, count: int) -> TopK:
         native = self._running[0].native
         return super()._likeliest(logits, count) if native is None else native.likeliest_of(logits, count)
+
+
+class PEagle(Eagle3):
+    """Drafts with a P-EAGLE head (2602.01469); options: `LevelDrafter`.
+
+    All nodes at one depth share a distribution, which does not depend on the draws above them; verification is as exact
+    as for any other draws. A proposal is one forward at any depth.
+
+    Raises:
+        OptionError: an option is out of range, or the head does not name its layers.
+    """
+
+    name: ClassVar[str] = "p-eagle"
+    levels = 1
+    head: PEagleHead
+
+    def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
+        runner = super()._new_runner(target)
+        self._mask = self.head.mask_hidden[0].to(target.device, target.dtype)  # [1, layers * width]
+        return runner
+
+    def _masks_below(self, levels: int) -> tuple[Tensor, Tensor]:
+        masks = levels - 1
+        return torch.full((masks,), self.head.config.mask_token), self._mask.expand(masks, -1)
+
+    def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
+        _, logits = self._catch_up(level)
+        ahead = dict(zip(level, logits.split([own.levels for own in level]), strict=True))
+        depth = 0
+        while level:
+            rows = [ahead[own][depth : depth + 1].expand(len(own.open), -1) for own in level]
+            level, depth = grow(level, torch.cat(rows)), depth + 1

@@ -15,11 +15,13 @@ outputs. `layer_folders` has what these folders share with others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from truedraft.drafters.exporting import LLAMACPP, SGLANG_STEPS, Exports, ExportTarget, Way
 from truedraft.drafters.heads.head import write_published
 from truedraft.drafters.heads.layer_folders import (
     SPECULATORS,
@@ -31,15 +33,11 @@ from truedraft.drafters.heads.layer_folders import (
     weights_of,
     write_speculators,
 )
-from truedraft.drafters.heads.layers import LayerHead
 from truedraft.errors import ModelError, OptionError
-from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head
-from truedraft.kinds.p_eagle.module import PEagleConfig, PEagleHead
+from truedraft.kinds import INSTEAD
+from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 
-_NESTED: Mapping[str, type[LayerHead]] = {"eagle3": Eagle3Head, "peagle": PEagleHead}
-_WORDS = {kind: word for word, kind in _NESTED.items()}
-_ARCHITECTURES: Mapping[type[LayerHead], str] = {Eagle3Head: "Eagle3Speculator", PEagleHead: "PEagleSpeculator"}
-_FLAT: Mapping[str, type[LayerHead]] = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), Eagle3Head)
+_HEADS = (Eagle3Head, PEagleHead)
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _MODEL_OPTIMIZER = {
@@ -55,18 +53,13 @@ _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Head)
 
 
 def kind_in(path: Path) -> str | None:
-    """The name of `eagle_kind`."""
-    found = eagle_kind(path)
+    """The kind of head in a folder of one of these projects; None if there is none."""
+    found = named_kind(path, _HEADS)
     return None if found is None else found.kind
 
 
-def eagle_kind(path: Path) -> type[LayerHead] | None:
-    """The kind of head in a folder of one of these projects; None if there is none."""
-    return named_kind(path, _NESTED, _FLAT)
-
-
-def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = False) -> _Eagle3:
-    """Load a head of one of these projects; arguments and errors as of `load_layer_folder`."""
+def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = False) -> _Eagle3 | None:
+    """Load a head of one of these projects; arguments, result and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Eagle3Config:
         nested = SPECULATORS in record
@@ -93,7 +86,7 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = Fal
     def renamed(name: str) -> str:
         return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
 
-    return load_layer_folder(path, kind, eagle_kind(path), sizes, renamed, ids_in_d2t=ids_in_d2t)
+    return load_layer_folder(path, kind, _HEADS, sizes, renamed, ids_in_d2t=ids_in_d2t)
 
 
 def _layers(entered: Sequence[int], inside: Sequence[int]) -> tuple[tuple[int, ...], bool]:
@@ -132,7 +125,7 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
             "vectors are normed behind fc alone; keep this head in truedraft's own folder"
         )
     about = flat_record(config, 1, _family(config)) | {
-        "architectures": list(_FLAT)[:1],
+        "architectures": [head.architectures[0]],
         "draft_vocab_size": config.draft_vocab or config.vocab_size,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
@@ -164,10 +157,49 @@ def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = ""
     if isinstance(config, PEagleConfig):
         more |= {"mask_token_id": config.mask_token, "embed_requires_grad": True}
     layers = layer_record(config, 1 + config.more_layers, _family(config))
-    write_speculators(
-        head, folder, _WORDS[type(head)], _ARCHITECTURES[type(head)], layers, more, target=target, family=family
-    )
+    write_speculators(head, folder, layers, more, target=target, family=family)
 
 
 def _family(config: Eagle3Config) -> str:
     return "qwen3" if config.query_norms else "llama"
+
+
+_NO_NORMS = {"fc_norm": False, "norm_output": False}
+_NO_QUERY_NORMS = {"query_norms": False}
+_ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0}
+
+
+def _with_output(head: Eagle3Head, target: ExportTarget, folder: Path) -> Eagle3Head:
+    """The head with a copy of the target's LM head if it has none."""
+    weight = None if head.config.own_output else target.lm_head(head)
+    if weight is None:
+        return head
+    weights = head.state_dict() | {"lm_head.weight": weight.clone()}
+    return type(head).with_weights(replace(head.config, own_output=True), weights, folder).with_record(head.record)
+
+
+def _flat(head: Any, folder: Path, target: ExportTarget) -> None:
+    write_eagle_folder(_with_output(head, target, folder), folder, target=target.name)
+
+
+def _speculators(head: Any, folder: Path, target: ExportTarget) -> None:
+    whole = _with_output(head, target, folder)
+    write_speculators_folder(whole, folder, target=target.name, family=target.family)
+
+
+_OTHERWISE = "vLLM reads it: --for vllm"
+EAGLE = Exports(
+    {
+        "vllm": Way("eagle3", _speculators),
+        "sglang": Way(SGLANG_STEPS.format("EAGLE3"), _flat, _NO_QUERY_NORMS, tuple(_NO_NORMS), _OTHERWISE),
+        "llamacpp": Way(LLAMACPP.format("draft-eagle3"), _speculators, _ONE_LAYER, tuple(_NO_NORMS), _OTHERWISE),
+        "speculators": Way("", _speculators),
+    }
+)
+P_EAGLE = Exports(
+    {
+        "vllm": Way("eagle3 parallel_drafting", _speculators, _NO_NORMS, otherwise=INSTEAD),
+        "speculators": Way("", _speculators),
+    },
+    {"": INSTEAD},
+)

@@ -1,7 +1,4 @@
-"""The head of EAGLE-3: a decoder layer that reads some of the target's layers, and the next tokens.
-
-EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
-"""
+"""The heads of EAGLE-3 (Li et al., arXiv 2503.01840), EAGLE-3.1 (arXiv 2605.09992) and P-EAGLE (arXiv 2602.01469)."""
 
 from __future__ import annotations
 
@@ -112,13 +109,15 @@ class Eagle3Head(LayerHead):
     plural: ClassVar[str] = "EAGLE-3 heads"
     place_word: ClassVar[str] = "step"
     sizes: ClassVar[type[Any]] = Eagle3Config
+    speculators: ClassVar[tuple[str, str]] = "eagle3", "Eagle3Speculator"
+    architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
     config: Eagle3Config
 
     @classmethod
     def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        from truedraft.kinds.eagle.folders import eagle_kind, load_eagle_folder
+        from truedraft.kinds.eagle.folders import load_eagle_folder
 
-        return None if eagle_kind(path) is None else load_eagle_folder(path, cls, ids_in_d2t=ids_in_d2t)
+        return load_eagle_folder(path, cls, ids_in_d2t=ids_in_d2t)
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -158,3 +157,42 @@ class Eagle3Head(LayerHead):
     def leaving(self, x: Tensor) -> Tensor:
         """Input of the LM head, `[rows, width]`, from the output of `step`."""
         return x if self.config.norm_output else self.norm(x)
+
+
+@dataclass(frozen=True, slots=True)
+class PEagleConfig(Eagle3Config):
+    """Sizes of a P-EAGLE head.
+
+    Attributes:
+        mask_token: the id with the embedding of unknown tokens.
+
+    Raises:
+        OptionError: invalid sizes.
+    """
+
+    mask_token: int = 0
+
+    @property
+    def mask(self) -> int:
+        return self.mask_token
+
+
+class PEagleHead(Eagle3Head):
+    """Pairs of hidden states and tokens as in EAGLE-3, followed by unknown pairs: masks.
+
+    The last known pair gives the distribution of the next but one token, and the k-th mask after it that of the token k
+    positions further, whatever tokens are drafted before it. A mask is the embedding of the mask token with a learned
+    vector in place of the target's hidden state.
+    """
+
+    kind: ClassVar[str] = "p-eagle"
+    noun: ClassVar[str] = "a P-EAGLE head"
+    plural: ClassVar[str] = "P-EAGLE heads"
+    sizes: ClassVar[type[Any]] = PEagleConfig
+    speculators: ClassVar[tuple[str, str]] = "peagle", "PEagleSpeculator"
+    architectures: ClassVar[tuple[str, ...]] = ()
+    config: PEagleConfig
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.merged * config.width))

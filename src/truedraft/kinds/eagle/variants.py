@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from truedraft.kinds.eagle.drafter import Eagle3
-from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.kinds.eagle.drafter import Eagle3, PEagle
+from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.measure.variants import LAYERS, Examined, Variant, another_head, changed, flipped, resized, set_to
 
 
@@ -30,4 +30,5 @@ VARIANTS = (
             another_head(inputs_exchanged)),
     *LAYERS,
 )  # fmt: skip
-EXAMINED = Examined("an EAGLE-3 head", Eagle3, VARIANTS, Eagle3Head)
+EAGLE = Examined("an EAGLE-3 head", Eagle3, VARIANTS, Eagle3Head)
+P_EAGLE = Examined("a P-EAGLE head", PEagle, VARIANTS, PEagleHead)

@@ -1,19 +1,31 @@
-"""The trees stored with Medusa heads: counted ones, those chosen at each step, and their expected tokens."""
+"""The trees stored with Medusa heads: counted ones, those chosen at each step, and their expected tokens.
+
+A `RankTable` counts which rank path the true continuation took over traces, for Medusa 2401.10774, section 2.3.3, with
+joint counts: heads err together, which the product of their accuracies does not include. Plain counts weight all
+positions equally. In decoding a step starts after the last accepted token, where the heads had just failed. A replay
+visits positions as decoding does.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from truedraft.core.rank_tree import CandidatePaths, Numbers, RankTree, candidate_paths
+from truedraft.core.rank_tree import CandidatePaths, Numbers, RankPath, RankTree, candidate_paths
+from truedraft.core.theory import expected_tokens_if_independent
 from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import COUNTED, COUPLED, LIKELIEST
+from truedraft.errors import DataError, OptionError
 from truedraft.kinds.medusa.guess_trees import MOST_RANKS
-from truedraft.kinds.medusa.rank_paths import RankTable, TreeTokens, choose_tree, tokens_of_tree
 from truedraft.kinds.medusa.traced_guesses import HeadGuesses
 from truedraft.measure.replay import (
     BUDGETS,
@@ -33,9 +45,201 @@ if TYPE_CHECKING:
     from truedraft.kinds.medusa.module import MedusaHeads
     from truedraft.models.lm_head import LmHead
 
+_ROUNDS = 4
 _TOP = 5
 _ROWS = 1024  # positions per batch
 _COUPLED = 3000  # approximate number of positions with noise for every token id
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """At each position of traces, the rank that each head gave to the true token.
+
+    Attributes:
+        ranks: `[positions, heads]`, int64, from 0; `limit` if the token was not among the first `limit` guesses, or is
+            the trace's last or after it, which the engine never drafts.
+        starts: of the traces, by `starts_of`.
+        limit: number of distinguished ranks.
+    """
+
+    ranks: Tensor
+    starts: tuple[int, ...]
+    limit: int
+
+    @classmethod
+    def of(cls, guesses: HeadGuesses, limit: int = 10) -> RankTable:
+        """The ranks of true tokens, of which the first `limit` are distinguished.
+
+        Raises:
+            OptionError: a limit below 1, or so large that paths cannot be numbered.
+        """
+        heads = guesses.ranks.shape[1]
+        if limit < 1 or limit**heads >= 1 << 62:
+            raise OptionError(
+                f"ranks must be 1 or more, and ranks ** heads below 2 ** 62; got {limit} and {heads} heads"
+            )
+        return cls(torch.where(guesses.ranks < 0, limit, guesses.ranks).clamp(max=limit), guesses.starts, limit)
+
+    @property
+    def heads(self) -> int:
+        return self.ranks.shape[1]
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """Positions `[some]` with every head's token inside the trace, for plain counts."""
+        spans = itertools.pairwise(self.starts)
+        rows = [torch.arange(first, max(first, end - self.heads)) for first, end in spans]
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+
+    @cached_property
+    def _codes(self) -> list[Tensor]:
+        """For each depth the path down to it as one number `[positions]`; -1 if a head missed."""
+        codes = []
+        code = torch.zeros(len(self.ranks), dtype=torch.int64)
+        for ranks in self.ranks.unbind(1):
+            missed = (ranks >= self.limit) | (code < 0)
+            code = torch.where(missed, -1, code * self.limit + ranks)
+            codes.append(code)
+        return codes
+
+    def replay(self, tree: RankTree) -> TraceReplay:
+        """Decoding with the first nodes of a tree, for every number of them.
+
+        Raises:
+            OptionError: the tree has more heads or ranks than were counted.
+        """
+        if tree.depth > self.heads or tree.width > self.limit:
+            raise OptionError(
+                f"a tree {tree.depth} deep and {tree.width} wide needs as many heads and ranks; counted were "
+                f"{self.heads} heads and {self.limit} ranks"
+            )
+        fewest = torch.full((len(self.ranks), self.heads), NEVER)
+        for nodes, path in enumerate(tree.paths, 1):
+            fewest[self._codes[len(path) - 1] == _code(path, self.limit), len(path) - 1] = nodes
+        return TraceReplay(fewest, self.starts, len(tree))
+
+    def frequencies(self, rows: Tensor) -> dict[RankPath, float]:
+        """The share of `rows` at which the true continuation follows each path of ranks that occurs."""
+        found: dict[RankPath, float] = {}
+        for depth, codes in enumerate(self._codes, 1):
+            here = codes[rows]
+            values, counts = here[here >= 0].unique(return_counts=True)
+            for code, count in zip(values.tolist(), counts.tolist(), strict=True):
+                found[_path(code, depth, self.limit)] = count / len(rows)
+        return found
+
+    @cached_property
+    def counted(self) -> dict[RankPath, float]:
+        """The same over all positions with a whole continuation, each counted once.
+
+        Raises:
+            DataError: every trace is shorter than the heads' reach.
+        """
+        if not len(self.whole):
+            raise DataError(
+                f"rank paths of {self.heads} heads are counted on traces of at least {self.heads + 2} tokens, and "
+                "there is none; let the target write longer answers"
+            )
+        return self.frequencies(self.whole)
+
+    @cached_property
+    def accuracy(self) -> tuple[tuple[float, ...], ...]:
+        """`[heads][ranks]`: how often the true token had which rank for each head, over the same positions."""
+        ranks = self.ranks[self.whole]
+        counts = [torch.bincount(each, minlength=self.limit + 1)[: self.limit] for each in ranks.unbind(1)]
+        return tuple(tuple((count / len(ranks)).tolist()) for count in counts)
+
+
+def _code(path: RankPath, limit: int) -> int:
+    code = 0
+    for rank in path:
+        code = code * limit + rank
+    return code
+
+
+def _path(code: int, depth: int, limit: int) -> RankPath:
+    ranks = []
+    for _ in range(depth):
+        code, rank = divmod(code, limit)
+        ranks.append(rank)
+    return tuple(reversed(ranks))
+
+
+def most_frequent(frequencies: Mapping[RankPath, float], nodes: int) -> RankTree:
+    """The tree of the `nodes` most frequent paths; a path is never more frequent than its parent.
+
+    Raises:
+        OptionError: a negative number of nodes.
+    """
+    if nodes < 0:
+        raise OptionError(f"a tree has 0 nodes or more, got {nodes}")
+    kept = heapq.nsmallest(nodes, frequencies, key=lambda path: (-frequencies[path], len(path), path))
+    return RankTree.counted({path: frequencies[path] for path in kept})
+
+
+def choose_tree(table: RankTable, nodes: int = 64, settle_for: int = 32) -> RankTree:
+    """The paths to keep, in the order in which a budget takes them, with the probability that each is accepted.
+
+    It begins with the most frequent paths over all positions. Then it repeatedly counts at the positions at which
+    decoding with the first `settle_for` nodes starts its steps, and chooses again, while the replayed mean acceptance
+    length grows. The probabilities are those at the positions that decoding with the kept tree visits, so 1 + the sum
+    of the first `settle_for` is the replayed length itself.
+
+    Args:
+        table: of traces that no head was trained on.
+        settle_for: node budget for which the order is optimized; other budgets use the same order.
+
+    Raises:
+        DataError: every trace is shorter than the heads' reach.
+        OptionError: a negative number of nodes.
+    """
+    best = most_frequent(table.counted, nodes)
+    replay = table.replay(best)
+    for _ in range(_ROUNDS):
+        other = most_frequent(table.frequencies(replay.visited(settle_for)), nodes)
+        again = table.replay(other)
+        if not again.mean_acceptance_length(settle_for) > replay.mean_acceptance_length(settle_for):
+            break
+        best, replay = other, again
+    return with_survival(table, best, settle_for)
+
+
+def with_survival(table: RankTable, tree: RankTree, settle_for: int) -> RankTree:
+    """A tree with the share of steps in which each node is accepted, when the first `settle_for` nodes decode."""
+    found = table.frequencies(table.replay(tree).visited(settle_for))
+    return RankTree(tree.paths, tuple(found.get(path, 0.0) for path in tree.paths))
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTokens:
+    """Expected tokens per target call of the first nodes of a tree.
+
+    Attributes:
+        replayed: on the counting text, with positions as in decoding; the reported value.
+        counted: 1 + the sum of plain path frequencies, all positions alike.
+        product: the same if heads erred independently.
+    """
+
+    nodes: int
+    replayed: float
+    counted: float
+    product: float
+
+
+def tokens_of_tree(
+    table: RankTable, tree: RankTree, budgets: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+) -> list[TreeTokens]:
+    """Expected tokens of a tree at some node budgets, rising; larger ones than its size are replaced by its size.
+
+    `table` is of the text on which the tree was counted.
+    """
+    found, replay = [], table.replay(tree)
+    for nodes in sorted({min(nodes, len(tree)) for nodes in budgets}):
+        paths = tree.first(nodes).paths
+        counted = 1.0 + math.fsum(table.counted.get(path, 0.0) for path in paths)
+        product = expected_tokens_if_independent(paths, table.accuracy)
+        found.append(TreeTokens(nodes, replay.mean_acceptance_length(nodes), counted, product))
+    return [each for each in found if not math.isnan(each.replayed)]
 
 
 @dataclass(frozen=True)

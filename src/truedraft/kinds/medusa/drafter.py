@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
-from truedraft.core.noise import Noise
+from truedraft.core.noise import Noise, gumbel_key, signed
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
@@ -18,15 +22,98 @@ from truedraft.core.theory import AcceptanceCurve
 from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.base import HeadDrafter, SizePlan, TreeFacts
-from truedraft.drafters.heads.calibration import PROMISED_ON, kind_of
+from truedraft.drafters.heads.calibration import GREEDY, PROMISED_ON, SAMPLED, kind_of
 from truedraft.errors import OptionError
-from truedraft.kinds.medusa.guess_trees import GuessTrees, fixed_trees, trees_for
-from truedraft.kinds.medusa.guesses import MedusaGuesses
+from truedraft.kinds.medusa.guess_trees import (
+    GuessTrees,
+    coupled_guesses,
+    fixed_trees,
+    keyed_guesses,
+    noise_weight,
+    trees_for,
+)
 from truedraft.kinds.medusa.module import MedusaHeads, MedusaRunner
+from truedraft.models.backends.graphs.replay import Outputs, RecordedFunction, Recorder
 from truedraft.models.base import LanguageModel
 
 DEFAULT_NODES = 16
 """Default number of nodes; the best number depends on the machine and is measured (planning)."""
+
+
+class MedusaGuesses:
+    """Guesses of the heads from hidden states of the target and the tokens drawn from them; they stay on the device.
+
+    Recorded heads always compute the maximum number of guesses, so that all budgets share a graph.
+
+    Args:
+        recorder: makes the graphs; None: nothing is recorded.
+    """
+
+    def __init__(self, runner: MedusaRunner, depth: int, ranks: int, recorder: Recorder | None) -> None:
+        self._runner = runner
+        self._most = None if recorder is None else (depth, ranks)
+        self._likeliest = RecordedFunction(self._find_likeliest, recorder)
+        self._coupled = RecordedFunction(self._find_coupled, recorder)
+
+    @property
+    def warmups(self) -> int:
+        """Number of calls so far that were slower than later ones of the same shape."""
+        return self._likeliest.warmups + self._coupled.warmups
+
+    def likeliest(self, hidden: Tensor, drawn: Tensor, depth: int, ranks: int) -> TopK:
+        """The likeliest tokens by the heads' own distributions.
+
+        Args:
+            hidden: `[rows, width]`: inputs of the target's LM head; a row's guesses depend only on it.
+            drawn: `[rows]`, int64: the tokens that were drawn from them.
+
+        Returns:
+            `[depth or more, rows, ranks or more]`, on the target's device.
+        """
+        return _by_head(self._likeliest((hidden, drawn), *(self._most or (depth, ranks))))
+
+    def coupled(
+        self,
+        hidden: Tensor,
+        drawn: Tensor,
+        temperatures: Sequence[float],
+        noise: Sequence[Noise],
+        depth: int,
+        ranks: int,
+    ) -> TopK:
+        """The likeliest choices of a target that draws by coupled noise, see `coupled_guesses`.
+
+        Args:
+            hidden: as of `likeliest`, as are `drawn`, `depth`, `ranks` and the result.
+            temperatures: of the rows' requests, above 0.
+        """
+        most = self._most
+        keys = [] if most is None else [gumbel_key(own, head) for own in noise for head in range(most[0])]
+        known = [signed(key) for key in keys if key is not None]
+        if most is None or len(known) < len(keys):
+            return coupled_guesses(self._runner.logits(hidden, depth, drawn), temperatures, noise, ranks)
+        weights = transfers.upload([noise_weight(each) for each in temperatures], hidden.device, torch.float64)
+        of_heads = transfers.upload(np.array(known).reshape(len(noise), -1), hidden.device)
+        return _by_head(self._coupled((hidden, drawn, weights, of_heads), *most))
+
+    def _find_likeliest(self, hidden: Tensor, drawn: Tensor, depth: int, ranks: int) -> Outputs:
+        return _by_row(self._runner.likeliest(hidden, depth, ranks, drawn))
+
+    def _find_coupled(
+        self, hidden: Tensor, drawn: Tensor, weights: Tensor, keys: Tensor, depth: int, ranks: int
+    ) -> Outputs:
+        return _by_row(keyed_guesses(self._runner.logits(hidden, depth, drawn), weights, keys, ranks))
+
+
+def _by_row(guesses: TopK) -> Outputs:
+    """Ids and log probabilities `[rows, depth, ranks]` of guesses `[depth, rows, ranks]`."""
+    return guesses.ids.transpose(0, 1), guesses.log_probs.transpose(0, 1)
+
+
+def _by_head(outputs: Outputs) -> TopK:
+    """The inverse of `_by_row`."""
+    ids, log_probs = (each.transpose(0, 1) for each in outputs)
+    return TopK(ids, log_probs)
 
 
 class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
@@ -100,10 +187,6 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         tree, fixed = whole.first(self.nodes), self.guess_trees.is_fixed(params)
         return TreeFacts(tree, fixed, self.nodes, self.acceptance_curve(params), accuracy)
 
-    @property
-    def warmups(self) -> int:
-        return 0 if self._runner is None else self._runner.warmups
-
     def _runner_for(self, target: LanguageModel) -> MedusaGuesses:
         self.guess_trees.check(self.head.reach, target.vocab_size)
         depth, ranks = max(1, self.limits.depth), min(self.limits.width, target.vocab_size)
@@ -142,11 +225,9 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         depth = max(each.depth for each in budgets)
         ranks = min(max(each.width for each in budgets), target.vocab_size)
         split = sum(not each.params.seeded for each in requests)
-        vectors = [vector for each in requests if (vector := self._vectors[each.id]) is not None]
         found = []
         with torch.inference_mode():
-            hidden = torch.stack(vectors)
-            drawn = transfers.upload([each.tokens[-1] for each in requests], hidden.device)
+            hidden, drawn = self._last_vectors(requests)
             if split:
                 found.append(guesses.likeliest(hidden[:split], drawn[:split], depth, ranks))
             if split < len(requests):
@@ -158,3 +239,31 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
 def _side_by_side(guesses: Sequence[TopK]) -> TopK:
     ids = torch.cat([each.ids for each in guesses], dim=1)
     return TopK(ids, torch.cat([each.log_probs for each in guesses], dim=1))
+
+
+def medusa(
+    head: MedusaHeads, nodes: int | None = None, branching: Sequence[int] | None = None, tree: str | None = None
+) -> Medusa:
+    """A drafter with trees chosen at each step, or one fixed tree: `branching`, "counted", or that of a JSON file."""
+    if branching is not None and tree is not None:
+        raise OptionError("drafter 'medusa' takes branching or tree, not both")
+    if branching is None and tree is None:
+        return Medusa(head, nodes=nodes)
+    if tree == "counted":
+        return Medusa(head, fixed_trees(head.record.trees), nodes=nodes)
+    ranks = RankTree.cartesian(branching or ()) if tree is None else _listed(tree)
+    trees = fixed_trees({GREEDY: ranks, SAMPLED: ranks})
+    return Medusa(head, trees, nodes=len(ranks) if nodes is None else nodes)
+
+
+def _listed(file: str) -> RankTree:
+    try:
+        paths = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown home folder, or recursive lists
+        raise OptionError(f"cannot read the tree {file!r} ({error}); give a JSON list of rank paths") from error
+    whole = isinstance(paths, list) and all(
+        isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
+    )
+    if not whole or not paths:
+        raise OptionError(f"the tree {file!r} is no list of rank paths; write for example [[0], [0, 0], [1]]")
+    return RankTree.listed(paths)

@@ -37,19 +37,15 @@ Wanted: TypeAlias = tuple[SamplingParams, Budget]
 class GuessTrees:
     """Makes trees from the heads' guesses: fixed trees of ranks, or at each step the likeliest rank paths.
 
-    A fixed tree was counted on the target's text, or made by hand. On a device, filling it needs no transfer to the
-    host.
-
-    The likeliest paths have the largest product of their tokens' calibrated survival, or, without calibration, of the
-    heads' own probabilities at temperature 1. Both depend only on the hidden state and the token before the draft, so
-    the candidates are deterministic, and verification is exact. On a device the guesses are copied to the host once:
-    one more wait per step than with fixed trees.
+    A fixed tree was counted on the target's text, or made by hand. The likeliest paths have the largest product of
+    their tokens' calibrated survival, or, without calibration, of the heads' own probabilities at temperature 1. Both
+    depend only on the hidden state and the token before the draft, so the candidates are deterministic. On a device
+    the guesses are copied to the host once for the likeliest paths, one more wait per step than with fixed trees.
 
     Args:
         curves: acceptance curves of trees chosen at each step, for "greedy" and "sampled" requests; a missing one is
             replaced by the fixed tree's counts.
-        fixed: trees of ranks for requests at temperature 0, "greedy", and for others, "sampled"; a missing one is
-            replaced by the other. None: there are none.
+        fixed: trees of ranks for "greedy" and "sampled" requests; a missing one is replaced by the other.
         calibration: survival of guesses; None uses the heads' probabilities.
         fixed_for: kinds of requests that get the fixed tree, as measured or requested.
 

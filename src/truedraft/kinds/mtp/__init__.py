@@ -3,20 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 from truedraft.drafters.kinds import OF_LEVELS, Kind
-
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
-
-
-def load_head(path: str | None, target: LanguageModel) -> Any:
-    """The layer of the target's own files, or of a folder."""
-    from truedraft.kinds.mtp.module import MtpHead
-
-    return MtpHead.of(target, path)
-
 
 KINDS: Mapping[str, Kind] = {
     "mtp": Kind(
@@ -26,9 +14,8 @@ KINDS: Mapping[str, Kind] = {
         "the layer that the target's checkpoint brings along to predict a token further, or one of speculators in DIR; "
         "its output goes round for further tokens, and options are those of eagle",
         widest={"num_speculative_tokens": "6"},
-        parts={"head": "truedraft.kinds.mtp:load_head"},
         head="truedraft.kinds.mtp.module:MtpHead",
-        exports="truedraft.kinds.mtp.exporting:EXPORTS",
+        exports="truedraft.kinds.mtp.module:EXPORTS",
         published="truedraft.kinds.mtp.module:kind_in",
     ),
 }

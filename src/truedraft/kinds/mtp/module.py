@@ -9,12 +9,14 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
+from truedraft.drafters.exporting import ExportedDrafter, Exports, Way, chain_of, exported, target_of
 from truedraft.drafters.heads.head import MOST_MODULES, Head, HeadRecord, write_published
 from truedraft.drafters.heads.layer_folders import CONFIG, SPECULATORS, speculators_record
 from truedraft.drafters.heads.layers import is_whole
 from truedraft.errors import ModelError
 from truedraft.files import object_of, user_path
 from truedraft.models.base import LanguageModel
+from truedraft.models.export import new_folder
 from truedraft.models.mtp import MtpLayer, published_mtp, read_mtp
 
 _REACH = 3
@@ -52,13 +54,13 @@ class MtpHead(Head):
         self.layer = layer
 
     @classmethod
-    def of(cls, target: LanguageModel, folder: str | None = None) -> Self:
+    def for_target(cls, path: str | None, target: LanguageModel) -> Self:
         """The first such layer of a target's files, or of a folder that `speculators` wrote for it.
 
         Raises:
             TruedraftError: as of `truedraft.models.mtp.read_mtp`.
         """
-        made = cls(MtpConfig(target.head_width, target.vocab_size, reach_of(folder)), read_mtp(target, folder))
+        made = cls(MtpConfig(target.head_width, target.vocab_size, reach_of(path)), read_mtp(target, path))
         made.record = HeadRecord(target.name)
         return made
 
@@ -102,7 +104,7 @@ def write_mtp_folder(
 
     Args:
         target: as `load_model` takes it; `speculators` takes embedding and LM head from it.
-        source: a folder as `MtpHead.of` takes it.
+        source: a folder as `MtpHead.for_target` takes it.
         tokens: number of drafted tokens; None is `reach_of` the source.
         family: the target's class, such as "Qwen3NextForCausalLM".
 
@@ -116,3 +118,27 @@ def write_mtp_folder(
         "transformer_layer_config": layers,
     }
     write_published(folder, tensors, about)
+
+
+_OWN = " from folders, but the layer in the model's own files: {}; --for speculators writes one"
+
+
+def _export(
+    source: str | None, engine: str, way: Way, folder: Path, model: str | None, tokens: int | None
+) -> ExportedDrafter:
+    target = target_of(model, "", engine)
+    count = chain_of(tokens, reach_of(source), None)
+    with new_folder(folder):
+        write_mtp_folder(folder, target.name, source, tokens=count, family=target.family)
+    return exported(folder, MtpHead.kind, engine, target, count, way)
+
+
+EXPORTS = Exports(
+    {"speculators": Way("")},
+    {
+        "vllm": _OWN.format("""--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'"""),
+        "sglang": _OWN.format("--speculative-algorithm NEXTN"),
+        "llamacpp": _OWN.format("--spec-type draft-mtp"),
+    },
+    _export,
+)

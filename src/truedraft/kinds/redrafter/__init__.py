@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from truedraft.drafters.kinds import Kind, head_of
-
-load_head = head_of("redrafter")
+from truedraft.drafters.kinds import Kind
 
 KINDS: Mapping[str, Kind] = {
     "redrafter": Kind(
@@ -17,11 +15,10 @@ KINDS: Mapping[str, Kind] = {
         "merged and cut to the likeliest nodes, in sizes that pay here, or as you say; from temperature 0.8 on they "
         "are drawn, at every one with sampled=true and at none with sampled=false",
         widest={"beams": "4", "nodes": "16"},
-        parts={"head": "truedraft.kinds.redrafter:load_head"},
         head="truedraft.kinds.redrafter.module:RedrafterHead",
         trains="truedraft.kinds.redrafter.options:TRAINS",
         training="truedraft.kinds.redrafter.training:RedrafterTrainingConfig",
-        exports="truedraft.kinds.redrafter.exporting:EXPORTS",
+        exports="truedraft.kinds.redrafter.folders:EXPORTS",
         variants="truedraft.kinds.redrafter.variants:EXAMINED",
         published="truedraft.kinds.redrafter.folders:kind_in",
     ),

@@ -6,9 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
-
-from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
@@ -19,7 +16,7 @@ from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.base import HeadDrafter, SizePlan
 from truedraft.drafters.heads.calibration import FACT, Calibration, beam_curves
 from truedraft.errors import OptionError
-from truedraft.kinds.redrafter.beam_trees import BeamTrees
+from truedraft.kinds.redrafter.beams import BeamTrees
 from truedraft.kinds.redrafter.module import RedrafterHead, RedrafterRunner
 from truedraft.kinds.redrafter.sampled_beams import SampledBeams
 from truedraft.models.base import LanguageModel
@@ -39,11 +36,11 @@ _LIMITS = {"beams": (1, 256), "length": (1, 32), "nodes": (0, 1024)}
 class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
     """Drafts with a recurrent head on the target's last hidden state (ReDrafter 2403.09919).
 
-    The head reads that hidden state and the tokens drafted so far, so each guess depends on those before it. Beam
-    search keeps the best continuations. They and the dropped ones are merged into a tree where they share prefixes, and
-    the tree's best nodes are proposed, by calibrated survival (`AcceptanceOdds`) or else the head's own probabilities.
-    Beams are chosen, not drawn, so they are verified as deterministic candidates: exact at every temperature.
-    (Verifying beams as if they had been drawn, as the published code does, is not.)
+    The head reads that hidden state and the tokens drafted so far. Beam search keeps the best continuations. They and
+    the dropped ones are merged into a tree where they share prefixes, and the tree's best nodes are proposed, by
+    calibrated survival (`AcceptanceOdds`) or else the head's own probabilities. Beams are chosen, not drawn, so they
+    are verified as deterministic candidates. (Verifying beams as if they had been drawn, as the published code does, is
+    not exact.)
 
     Requests at a temperature of at least `DRAWN_FROM` get paths drawn without replacement from the head's distribution
     instead, verified by recursive rejection, exact too, if their rule verifies such draws; `sampled` overrides this for
@@ -98,8 +95,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         """The same head and sizes, with `sampled` set as for requests with such options."""
         if self.sampled is not None:
             return self
-        sizes = (self.beams, self.length, self.nodes) if self.sizes_chosen else (None, None, None)
-        beams, length, nodes = sizes
+        beams, length, nodes = (self.beams, self.length, self.nodes) if self.sizes_chosen else (None, None, None)
         return Redrafter(self.head, beams=beams, length=length, nodes=nodes, sampled=self._draws(params))
 
     @property
@@ -136,10 +132,6 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         curves = [each for each in beam_curves(self.facts, params) if each.beams == self.beams]
         return min(curves, key=lambda each: abs(each.length - self.length)).curve if curves else None
 
-    @property
-    def warmups(self) -> int:
-        return 0 if self._runner is None else self._runner.warmups
-
     def _runner_for(self, target: LanguageModel) -> BeamTrees:
         return BeamTrees(RedrafterRunner(self.head, target), self.length, self._recorder(target))
 
@@ -170,7 +162,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
     def _choose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        hidden, drawn = self._ends(batch)
+        hidden, drawn = self._last_vectors(batch)
         depths = [min(budget.depth, self.length) for budget in budgets]
         odds = [self._calibration(request.params) for request in batch]
         # Cut to budgets afterwards, so that other requests' budgets change nothing.
@@ -184,19 +176,10 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         return tree.first(min(budget.nodes, self.nodes))
 
     def _draw(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
-        hidden, drawn = self._ends(batch)
+        hidden, drawn = self._last_vectors(batch)
         within = [Budget(each.depth, each.width, min(each.nodes, self.nodes), each.min_probability) for each in budgets]
-        beams = SampledBeams(self._running[0], self._width, self._longest(budgets))
+        beams = SampledBeams(self._running[0], self._width, min(self.length, max(budget.depth for budget in budgets)))
         return beams.propose(batch, within, noise, hidden, drawn)
-
-    def _ends(self, batch: Sequence[DraftRequest]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states `[requests, width]` of requests, and the tokens `[requests]` drawn from them."""
-        vectors = [self._vectors.get(request.id) for request in batch]
-        hidden = torch.stack([vector for vector in vectors if vector is not None])
-        return hidden, transfers.upload([request.tokens[-1] for request in batch], hidden.device)
-
-    def _longest(self, budgets: Sequence[Budget]) -> int:
-        return min(self.length, max(budget.depth for budget in budgets))
 
     @property
     def _width(self) -> int:

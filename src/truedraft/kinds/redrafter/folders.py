@@ -11,65 +11,55 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from truedraft.drafters.heads.head import HeadRecord, tensors_in
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.drafters.exporting import Exports
+from truedraft.drafters.heads.head import HeadRecord, published_tensors, reading_sizes, unnamed_target
 from truedraft.files import object_of
+from truedraft.kinds import INSTEAD
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 
-_CONFIG = "config.json"
-_APPLE_TYPE = "recurrent_drafting_drafter"
-_APPLE_FILES = ("model.safetensors", "pytorch_model.bin")
+_CONFIG, _TYPE = "config.json", "recurrent_drafting_drafter"
 _Redrafter = TypeVar("_Redrafter", bound=RedrafterHead)
+
+EXPORTS = Exports({}, {"": INSTEAD})
+"""No other engine runs recurrent heads."""
 
 
 def kind_in(path: Path) -> str | None:
     """The kind of head in a folder of this format; None if there is none."""
-    return RedrafterHead.kind if object_of(path / _CONFIG).get("model_type") == _APPLE_TYPE else None
+    return RedrafterHead.kind if object_of(path / _CONFIG).get("model_type") == _TYPE else None
 
 
-def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
-    """Load a recurrent head of Apple's project, with its own output.
+def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter | None:
+    """Load a recurrent head of Apple's project, with its own output; None if there is none.
 
     Raises:
         ModelNotFoundError: there are no weights.
         ModelError: a file is damaged, or the weights do not match config.json.
     """
-    config = _apple_sizes(path / _CONFIG)
-    file = next((path / name for name in _APPLE_FILES if (path / name).is_file()), None)
-    if file is None:
-        raise ModelNotFoundError(f"{str(path)!r} has neither {' nor '.join(_APPLE_FILES)}; fetch one of them")
-    head = kind.with_weights(config, tensors_in(file, "fetch the file again"), file, _apple_names(config))
-    note = (
-        f"{file.name} is of Apple's recurrent-drafting project and does not say which weights it was trained for; it "
-        "is used because its sizes fit"
-    )
-    head.record = HeadRecord(note=note)
-    return head
-
-
-def _apple_sizes(path: Path) -> RedrafterConfig:
-    record = object_of(path)
-    try:
-        width, rnn = record["hidden_size"], record["rnn"]
-        if not isinstance(rnn, bool):
-            raise TypeError(f"rnn is {rnn!r}")
-        return RedrafterConfig(
-            width=width,
+    if kind_in(path) is None:
+        return None
+    record = object_of(path / _CONFIG)
+    with reading_sizes(path / _CONFIG):
+        if not isinstance(record["rnn"], bool):
+            raise TypeError(f"rnn is {record['rnn']!r}")
+        config = RedrafterConfig(
+            width=record["hidden_size"],
             vocab_size=record["vocab_size"],
-            state=width,
+            state=record["hidden_size"],
             exit_width=record["exit_dim"],
             layers=record["num_draft_layers"],
             tied=False,
-            rnn=rnn,
+            rnn=record["rnn"],
             scaled=False,
         )
-    except KeyError as error:
-        raise ModelError(f"{str(path)!r} does not name {error.args[0]!r}; fetch it again") from error
-    except (TypeError, OptionError) as error:
-        raise ModelError(f"{str(path)!r} names sizes that make no head ({error}); fetch it again") from error
+    file, weights = published_tensors(path)
+    head = kind.with_weights(config, weights, file, _names(config))
+    head.record = HeadRecord(note=unnamed_target(f"{file.name} is of Apple's recurrent-drafting project and"))
+    return head
 
 
-def _apple_names(config: RedrafterConfig) -> dict[str, str]:
+def _names(config: RedrafterConfig) -> dict[str, str]:
+    """Our names of their tensors."""
     names = {f"lm_head.{config.layers}.weight": "output.weight"}
     for layer in range(config.layers):
         for part in ("weight", "bias"):

@@ -95,9 +95,9 @@ class RedrafterHead(VectorHead):
 
     @classmethod
     def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        from truedraft.kinds.redrafter.folders import kind_in, load_apple
+        from truedraft.kinds.redrafter.folders import load_apple
 
-        return None if kind_in(path) is None else load_apple(path, cls)
+        return load_apple(path, cls)
 
     def __init__(self, config: RedrafterConfig) -> None:
         super().__init__(config)

@@ -17,8 +17,8 @@ import contextlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +26,10 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposal import Draw, DrawKind, Proposal
-from truedraft.core.tree import TokenTree, TreeShape, path_to
 from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import Child, OpenNode, drawing_for, fetch_children
-from truedraft.kinds.redrafter.beam_trees import BeamTrees
+from truedraft.drafters.tree_builder import ScoredTree
+from truedraft.kinds.redrafter.beams import BeamTrees
 
 _DRAWS = 4
 """Draws at a node below the root: each reads the whole distribution, and later ones are rarely among the best."""
@@ -37,47 +37,38 @@ _SCORES, _SIBLINGS = 1 << 40, 1 << 20
 """First key of the scores' noise (draws begin at 0), and a number that is larger than that of a node's children."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """A drawn token.
+class _BeamTree(ScoredTree):
+    """The tree of one request while it is drawn, with perturbed log probabilities of paths, or their closeness to the
+    choice of coupled noise, as scores.
 
     Attributes:
-        parent: number of its parent among the nodes of its tree, -1 for the root.
-        score: perturbed log probability of its path, or its closeness to the choice of coupled noise.
-        mass: log probability of its path under the head; only if scores need it.
+        masses: log probabilities of the nodes' paths under the head; only if scores need them.
+        rows: of the open nodes' parents in the last forward, by node.
+        row: of the request in the batch.
+        probs: of the children, by tree row.
     """
 
-    token: int
-    parent: int
-    depth: int
-    score: float
-    mass: float
-    row: int = -1
-
-
-@dataclass(slots=True)
-class _BeamTree:
-    """The tree of one request while it is drawn, level by level."""
-
-    request: DraftRequest
-    budget: Budget
-    noise: Noise
-    row: int  # of the request in the batch
-    nodes: list[_Node] = field(default_factory=list)
-    open: list[int] = field(default_factory=lambda: [-1])  # nodes with children still to draw; -1 is the root
-    probs: dict[int, Tensor] = field(default_factory=dict)  # by tree row
-    kind: DrawKind = DrawKind.WITHOUT_REPLACEMENT
+    def __init__(self, request: DraftRequest, budget: Budget, noise: Noise, row: int) -> None:
+        super().__init__(request, budget)
+        self.noise, self.row = noise, row
+        self.masses: list[float] = []
+        self.rows: list[int] = []
+        self.probs: dict[int, Tensor] = {}
+        self.kind = DrawKind.WITHOUT_REPLACEMENT
 
     def open_nodes(self, depth: int, width: int) -> list[OpenNode]:
         return [OpenNode(self.noise, depth, number * width, width) for number in range(len(self.open))]
 
-    def shaped(self, logits: Tensor) -> Tensor:
-        """Logits `[open nodes, vocab]` after the request's options, each for its node's path."""
-        shaping = self.request.shaping
-        if shaping is None:
-            return logits
-        paths = (path_to(node, [each.parent for each in self.nodes]) for node in self.open)
-        return shaping.of_paths(logits, [tuple(self.nodes[node].token for node in path) for path in paths])
+    def proposal(self) -> Proposal:
+        kept, tree = self.best()
+        if not kept:
+            return Proposal.empty()
+        draws: list[list[Draw]] = [[] for _ in range(len(kept) + 1)]
+        dists: dict[int, int] = {}
+        for place, (node, parent) in enumerate(zip(kept, tree.shape.parents, strict=True)):
+            row = self.parents[node] + 1
+            draws[parent + 1].append(Draw(place, dists.setdefault(row, len(dists)), self.kind))
+        return Proposal(tree, tuple(map(tuple, draws)), torch.stack([self.probs[row] for row in dists]))
 
 
 class SampledBeams:
@@ -122,18 +113,16 @@ class SampledBeams:
                 state, logits = self._those_that_can(trees[0], context, state)
                 if not trees[0].open:
                     break
-        proposals = [_proposal(tree) for tree in trees]
+        proposals = [tree.proposal() for tree in trees]
         if failure is not None:
             raise CutShortError(proposals[0]) from failure
         return proposals
 
     def _next(self, level: Sequence[_BeamTree], context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The states of all open nodes, and logits `[open nodes, vocab]` after them."""
-        opened = [(tree, tree.nodes[node]) for tree in level for node in tree.open]
-        tokens = transfers.upload([node.token for _, node in opened], context.device)
-        above = transfers.upload([node.row for _, node in opened], context.device)
-        rows = transfers.upload([tree.row for tree, _ in opened], context.device)
-        return self._head.behind(context[rows], state[above], tokens)
+        opened = [(tree.row, tree.rows[node], tree.tokens[node]) for tree in level for node in tree.open]
+        rows, above, tokens = (transfers.upload(each, context.device) for each in zip(*opened, strict=True))
+        return self._head.step(context[rows], state[above], tokens)
 
     def _those_that_can(self, tree: _BeamTree, context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """`_next` for each open node separately, because all together failed; closes nodes that fail.
@@ -183,21 +172,22 @@ class SampledBeams:
     ) -> None:
         """Keep the drawn children of the open nodes with the best scores; `noise` is their coupled noise, if any."""
         tree.kind = DrawKind.WITHOUT_REPLACEMENT if noise is None else DrawKind.COUPLED
-        found: list[_Node] = []
+        found: list[tuple[float, int, int, float, int]] = []  # score, parent, token, mass, row
         for number, (parent, drawn) in enumerate(zip(tree.open, children, strict=True)):
             tree.probs[parent + 1] = probs[number]
             if noise is None:
                 scored = _perturbed_scores(tree, parent, drawn, depth, number)
             else:
                 scored = _coupled_scores(tree, parent, drawn, noise[number])
-            found += [
-                _Node(token, parent, depth + 1, score, mass, first_row + number)
-                for (token, _), (score, mass) in zip(drawn, scored, strict=True)
-            ]
-        found.sort(key=lambda node: -node.score)  # stable: earlier draws of a node come first
-        first = len(tree.nodes)
-        tree.nodes += found[: self._beams]
-        tree.open = list(range(first, len(tree.nodes)))
+            own = zip(drawn, scored, strict=True)
+            found += [(score, parent, token, mass, first_row + number) for (token, _), (score, mass) in own]
+        found.sort(key=lambda each: -each[0])  # stable: earlier draws of a node come first
+        first = len(tree.tokens)
+        for score, parent, token, mass, row in found[: self._beams]:
+            tree.add(parent, token, score)
+            tree.masses.append(mass)
+            tree.rows.append(row)
+        tree.open = range(first, len(tree.tokens))
 
 
 def _draws_alike(request: DraftRequest) -> tuple[object, ...]:
@@ -211,14 +201,14 @@ def _perturbed_scores(
     if parent < 0:
         mass, score = 0.0, -math.log(-math.log(tree.noise.uniform(Purpose.DRAFT, depth, _SCORES - 1)))
     else:
-        mass, score = tree.nodes[parent].mass, tree.nodes[parent].score
+        mass, score = tree.masses[parent], tree.scores[parent]
     scored = []
     left = 1.0
     for index, (_, probability) in enumerate(drawn):
         if index:
             uniform = tree.noise.uniform(Purpose.DRAFT, depth, _SCORES + number * _SIBLINGS + index)
             later = math.log(-math.log(uniform)) - mass - math.log(max(left, 1e-300))
-            score = -_log_add(-score, later)
+            score = -float(np.logaddexp(-score, later))
         scored.append((score, mass + math.log(max(probability, 1e-300))))
         left -= probability
     return scored
@@ -239,30 +229,6 @@ def _coupled_scores(
     tree: _BeamTree, parent: int, drawn: Sequence[Child], noise: Sequence[float]
 ) -> list[tuple[float, float]]:
     """Difference of each child's log q + G from the largest, summed along the path; the target has the same G."""
-    score = 0.0 if parent < 0 else tree.nodes[parent].score
+    score = 0.0 if parent < 0 else tree.scores[parent]
     values = [math.log(max(q, 1e-300)) + g for (_, q), g in zip(drawn, noise, strict=True)]
     return [(score + (value - values[0]), 0.0) for value in values]  # the first has exactly its parent's score
-
-
-def _log_add(a: float, b: float) -> float:
-    high, low = max(a, b), min(a, b)
-    return high + math.log1p(math.exp(low - high))
-
-
-def _proposal(tree: _BeamTree) -> Proposal:
-    """The nodes with the best scores as a proposal; a parent's score is never below its children's."""
-    order = sorted(range(len(tree.nodes)), key=lambda node: (-tree.nodes[node].score, tree.nodes[node].depth, node))
-    kept = order[: tree.budget.nodes]
-    number = {node: place for place, node in enumerate(kept)} | {-1: -1}
-    parents = tuple(number[tree.nodes[node].parent] for node in kept)
-    draws: list[list[Draw]] = [[] for _ in range(len(kept) + 1)]
-    dists: dict[int, int] = {}
-    for place, node in enumerate(kept):
-        tree_row = tree.nodes[node].parent + 1
-        dist = dists.setdefault(tree_row, len(dists))
-        draws[parents[place] + 1].append(Draw(place, dist, tree.kind))
-    if not kept:
-        return Proposal.empty()
-    probs = torch.stack([tree.probs[tree_row] for tree_row in dists])
-    ids = TokenTree.of_ids([tree.nodes[node].token for node in kept], TreeShape(parents))
-    return Proposal(ids, tuple(tuple(each) for each in draws), probs)

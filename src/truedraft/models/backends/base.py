@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,6 +17,8 @@ from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.base import Choose, ForwardOutput, HeadRun, Segment
 from truedraft.models.cache import CachePool
+from truedraft.models.lm_head import lm_head_width
+from truedraft.models.multimodal import input_names_of
 from truedraft.models.packing import ForwardPlan
 
 
@@ -159,25 +161,44 @@ class Backend(ABC):
         return pad(vectors, (0, width - given, 0, max(0, self.least_rows - rows)))
 
 
-BackendMaker: TypeAlias = Callable[[PreTrainedModel], Backend]
-"""Makes a backend of a loaded model; it may change the model's modules."""
+class ModuleBackend(Backend):
+    """Runs a model's own modules; a forward pre-hook reads the input of its LM head."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.fast_paths = ()
+        self.input_names = input_names_of(model)
+        self._layers = _decoder_layers(model)
+        self.shown_layers = len(self._layers)
+        self._captured: list[Tensor] = []
+        self._head = model.get_output_embeddings()
+        self._head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
+
+    def _run_showing(
+        self, plan: ForwardPlan, layers: Sequence[int], show: Callable[[int, Tensor], None]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the plan, calling `show` with the number and the output `[1, tokens, width]` of each of the layers."""
+
+        def noted(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
+            show(layer, output if isinstance(output, Tensor) else output[0])
+
+        with ExitStack() as hooks:
+            for layer in layers:
+                hooks.callback(self._layers[layer].register_forward_hook(partial(noted, layer)).remove)
+            return self.run(plan) if plan.segments[0].segment.inputs is None else self.run_inputs(plan)
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
+        self._captured.clear()
+        return logits[: len(vectors)]
 
 
-def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """The model's layers in order; empty unless exactly one module list has the configured number of layers."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     return list(lists[0]) if len(lists) == 1 else ()
 
 
-@contextmanager
-def showing(layers: Sequence[nn.Module], chosen: Sequence[int], show: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Within the context, call `show` with the number and the output `[1, tokens, width]` of each chosen layer."""
-
-    def noted(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        show(layer, output if isinstance(output, Tensor) else output[0])
-
-    with ExitStack() as hooks:
-        for layer in chosen:
-            hooks.callback(layers[layer].register_forward_hook(partial(noted, layer)).remove)
-        yield
+BackendMaker: TypeAlias = Callable[[PreTrainedModel], Backend]
+"""Makes a backend of a loaded model; it may change the model's modules."""

@@ -26,7 +26,7 @@ from truedraft.models.packing import ForwardPlan
 
 
 class FusedBackend(Backend):
-    """Runs the layers of a known family in one loop; see the module's docstring.
+    """Runs the layers of a known family in one loop.
 
     The linear weights of `llama`, which must fit, are packed and freed, so it can only be run by this backend.
     """
@@ -47,7 +47,6 @@ class FusedBackend(Backend):
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether a decoder has a dtype and device that this loop supports, and no experts."""
         return llama.is_dense and can_pack(llama.device, llama.dtype)
 
     def quantized(self, bits: int) -> FusedBackend:

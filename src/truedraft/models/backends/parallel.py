@@ -35,12 +35,7 @@ _Note: TypeAlias = tuple[str, int, tuple[Any, ...]]
 
 
 class ParallelBackend(StockBackend):
-    """Rank 0's part of a model; the other processes repeat its forwards and cache operations.
-
-    Args:
-        model: reduced to this process's part.
-        patterns: of each attention call.
-        ranks: the processes, joined.
+    """Rank 0's part of a model; the other processes, `ranks`, repeat its forwards and cache operations.
 
     Raises:
         UnsupportedModelError: its layers carry states.
@@ -69,15 +64,15 @@ class ParallelBackend(StockBackend):
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         self._ranks.check()
-        described = [_told(part.segment) for part in plan.segments]
+        described = [_plain(part.segment) for part in plan.segments]
         with self._ranks.in_step():
-            self._ranks.tell((self._taken(), described))
+            self._ranks.send((self._taken(), described))
             return super().run(plan)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         self._ranks.check()
         with self._ranks.in_step():
-            self._ranks.tell((self._taken(), vectors.cpu()))
+            self._ranks.send((self._taken(), vectors.cpu()))
             return super().unembed(vectors)
 
     def quantized(self, bits: int) -> StockBackend:
@@ -91,13 +86,8 @@ class ParallelBackend(StockBackend):
 
 
 def parallel_backend(ranks: Ranks, place: torch.device, name: str, fast_paths: bool) -> BackendMaker:
-    """Makes the backend of a whole model, reduced to this process's part, and joins the other processes.
-
-    Args:
-        place: device of the part.
-        name: for messages.
-        fast_paths: pack weights where that is faster here.
-    """
+    """Makes the backend of a whole model, reduced to this process's part on the device `place`, and joins the others.
+    `fast_paths` packs weights where that is faster."""
 
     def made(model: PreTrainedModel) -> StockBackend:
         patterns = probe_patterns(model)
@@ -117,19 +107,12 @@ def parallel_backend(ranks: Ranks, place: torch.device, name: str, fast_paths: b
 
 @torch.inference_mode()
 def follow(backend: Backend, ranks: Ranks, device: torch.device, limit: int) -> None:
-    """Repeat the operations of rank 0 until a process ends.
-
-    Args:
-        backend: of this process's part.
-        ranks: the processes, joined.
-        device: of this part.
-        limit: most tokens of one request.
-    """
+    """Repeat the operations of rank 0 until a process ends; requests have up to `limit` tokens."""
     caches: dict[int, RequestCache] = {}
     copies: dict[int, Entries] = {}
     with contextlib.suppress(RankLostError):
         while True:
-            notes, request = ranks.told()
+            notes, request = ranks.receive()
             for note in notes:
                 _repeat(note, caches, copies, limit)
             if isinstance(request, Tensor):
@@ -139,7 +122,6 @@ def follow(backend: Backend, ranks: Ranks, device: torch.device, limit: int) -> 
 
 
 def _repeat(note: _Note, caches: dict[int, RequestCache], copies: dict[int, Entries], limit: int) -> None:
-    """Repeat one of rank 0's cache operations."""
     what, number, given = note
     if what == "forget":
         caches.pop(number, None)
@@ -154,8 +136,7 @@ def _repeat(note: _Note, caches: dict[int, RequestCache], copies: dict[int, Entr
         getattr(cache, what)(*given)
 
 
-def _told(segment: Segment) -> tuple[Any, ...]:
-    """A segment as plain objects."""
+def _plain(segment: Segment) -> tuple[Any, ...]:
     cache = segment.cache
     if not isinstance(cache, _NotedCache):
         raise ModelError("a model in several processes has caches of its own; take one with new_cache()")

@@ -19,10 +19,9 @@ from transformers.masking_utils import sdpa_mask
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.adapters import Adapters, LowRank
 from truedraft.models.attention import AttentionPattern, Scoring
-from truedraft.models.backends.base import Backend, decoder_layers, showing
+from truedraft.models.backends.base import ModuleBackend
 from truedraft.models.backends.native.linear import quantized_linears
 from truedraft.models.cache import CachePool
-from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packed_linear import multiplies_only_packed
 from truedraft.models.packing import ForwardPlan
@@ -32,14 +31,13 @@ from truedraft.models.recurrence import Recurrence, carrying_modules
 _numbers = itertools.count()
 
 
-class StockBackend(Backend):
+class StockBackend(ModuleBackend):
     """Runs a packed forward through a model's own forward, by public interfaces only.
 
-    Attention uses the attention registry, positions and requested rows are keyword arguments, and a forward pre-hook on
-    the LM head reads its input.
+    Attention uses the attention registry; positions and requested rows are keyword arguments.
 
     Args:
-        model: its attention is replaced by ours.
+        model: its attention is replaced.
         patterns: of each attention call; None detects them.
         adapters: of `read_adapters`, by name.
 
@@ -53,8 +51,6 @@ class StockBackend(Backend):
         patterns: Sequence[AttentionPattern] | None = None,
         adapters: Mapping[str, Mapping[str, LowRank]] = MappingProxyType({}),
     ) -> None:
-        self._model = model
-        self.input_names = input_names_of(model)
         self._attention = _PackedAttention(probe_patterns(model) if patterns is None else patterns)
         self._attention.register(model)
         self._adapters = Adapters(model, adapters)
@@ -63,15 +59,10 @@ class StockBackend(Backend):
         self._carries = bool(carrying)
         self._recurrence = Recurrence(carrying, model.config.get_text_config().hidden_size)
         self._gives_all_rows = "logits_to_keep" not in inspect.signature(model.forward).parameters
-        self._captured: list[Tensor] = []
-        self._head = head = model.get_output_embeddings()
-        head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
+        super().__init__(model)
         # Stock kernels treat very short products differently. In float32 four rows cost 1.4 to 1.9 times as much as
         # one, so there rows may differ in their last bits and results are equal up to near ties (see `note`).
         self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
-        self.fast_paths = ()
-        self._layers = decoder_layers(model)
-        self.shown_layers = len(self._layers)
 
     def new_pool(self, limit: int) -> CachePool:
         return CachePool(limit, carries=self._carries)
@@ -110,13 +101,7 @@ class StockBackend(Backend):
         def show(layer: int, vectors: Tensor) -> None:
             seen[layer] = vectors[0].index_select(0, plan.rows)
 
-        with showing(self._layers, layers, show):
-            return self.run(plan) if plan.segments[0].segment.inputs is None else self.run_inputs(plan)
-
-    def unembed(self, vectors: Tensor) -> Tensor:
-        logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
-        self._captured.clear()
-        return logits[: len(vectors)]
+        return self._run_showing(plan, layers, show)
 
 
 class _PackedAttention:
@@ -180,7 +165,7 @@ class _PackedAttention:
     ) -> tuple[Tensor, None]:
         """Replaces the attention of the model's layers; batch 1, all segments packed."""
         plan, call = self._next_call(module)
-        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+        scoring = _scoring(query, scaling, softcap, s_aux)
         mixed = plan.attend(call, self.patterns[call], scoring, query[0], key[0], value[0])
         return mixed[None].contiguous(), None  # some families take views of it
 
@@ -197,14 +182,13 @@ class _PackedAttention:
                 "text alone"
             )
         plan, call = self._next_call(module)
-        scaling = given.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        scoring = Scoring(scaling, given.get("softcap"), given.get("s_aux"))
+        scoring = _scoring(query, given.get("scaling"), given.get("softcap"), given.get("s_aux"))
         mask = None if attention_mask is None else attention_mask[0, 0]
         if mask is not None:
             seen = mask[-1] if mask.dtype == torch.bool else mask[-1] >= 0
             first = max(0, self.patterns[call].first(len(seen) - 1))
-            plan.segments[0].segment.cache.family.apart |= bool(seen[:first].any()) or not bool(seen[first:].all())
+            family = plan.segments[0].segment.cache.family
+            family.unshareable |= bool(seen[:first].any()) or not bool(seen[first:].all())
         return plan.attend_masked(call, mask, scoring, query[0], key[0], value[0])[None].contiguous(), None
 
     def _next_call(self, module: nn.Module) -> tuple[ForwardPlan, int]:
@@ -215,3 +199,7 @@ class _PackedAttention:
             raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
         call, self._call = self._call, self._call + 1
         return self._plan, call
+
+
+def _scoring(query: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Scoring:
+    return Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)

@@ -65,9 +65,9 @@ class Entries:
 class Buffers:
     """The buffers of one request.
 
-    They grow by doubling, up to the limit unless a tree needs more, and never shrink, so a reused cache does not
-    allocate. Keys are transposed, as the product with queries reads them. Positions after the written ones are read
-    with the weight 0, so their values must be finite: values left there by dropped tokens are set to 0.
+    They grow by doubling, up to the limit unless a tree needs more, and never shrink. Keys are transposed, as the
+    product with queries reads them. Positions after the written ones are read with the weight 0, so their values must
+    be finite: values left there by dropped tokens are set to 0.
 
     Attributes:
         capacity: number of allocated key/value positions.
@@ -104,7 +104,7 @@ class Buffers:
             self.generation += 1
 
     def reserve(self, start: int, end: int, limit: int) -> None:
-        """The next forward writes from position `start` to `end`; beyond `limit` grow only as far as that needs."""
+        """The next forward writes from `start` to `end`; beyond `limit` the buffers grow only as far as that needs."""
         self._stale = max(self._stale, self._end)
         self._start, self._end = start, end
         needed = key_span(end)
@@ -129,16 +129,11 @@ class Buffers:
     def addressed(
         self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers themselves, for a forward that writes them by address; made on the CPU if there are none yet.
-
-        Returns:
-            Keys `[kv_heads, key width, capacity]` and values `[kv_heads, capacity, value width]` of each of `calls`
-            attention calls. Their addresses are valid until `generation` changes.
-        """
+        """The buffers of each of `calls` attention calls, for a forward that writes them by address until `generation`
+        changes; made on the CPU if there are none yet."""
+        like = torch.empty(0, dtype=dtype, device="cpu")
         for _ in range(len(self._keys), calls):
-            keys = torch.zeros(kv_heads, key_width, self.capacity, dtype=dtype, device="cpu")
-            values = torch.zeros(kv_heads, self.capacity, value_width, dtype=dtype, device="cpu")
-            self._add(keys, values)
+            self._add(like, kv_heads, key_width, value_width)
         return self._keys, self._values
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,13 +158,11 @@ class Buffers:
 
         Args:
             length: number of committed tokens.
-            path: uncommitted tokens from the first after the committed ones, ascending; the last ones are new.
-            keys: `[kv_heads, new, key width]`.
-            values: `[kv_heads, new, value width]`.
+            path: indices of uncommitted tokens, ascending; the last ones are new.
+            keys: `[kv_heads, new, width]`, as `values`.
 
         Returns:
-            Keys `[kv_heads, tokens, key width]` and values `[kv_heads, tokens, value width]` of the committed tokens
-            and the path: views of them if the path is a chain.
+            Keys and values `[kv_heads, tokens, width]` of the committed tokens and the path: views if it is a chain.
         """
         self._make(call, keys, values)
         all_keys, all_values = self._keys[call], self._values[call]
@@ -184,13 +177,13 @@ class Buffers:
         return all_keys.index_select(2, places).transpose(1, 2), all_values.index_select(1, places)
 
     def _make(self, call: int, keys: Tensor, values: Tensor) -> None:
-        """Make the buffers of an attention call on its first use."""
         if call == len(self._keys):
-            own_keys = keys.new_zeros(keys.shape[0], keys.shape[2], self.capacity)
-            self._add(own_keys, values.new_zeros(values.shape[0], self.capacity, values.shape[2]))
+            self._add(keys, keys.shape[0], keys.shape[2], values.shape[2])
 
-    def _add(self, keys: Tensor, values: Tensor) -> None:
-        """Append both together, so that running out of memory leaves neither without the other."""
+    def _add(self, like: Tensor, kv_heads: int, key_width: int, value_width: int) -> None:
+        """Make the buffers of an attention call: both, so that running out of memory leaves neither."""
+        keys = like.new_zeros(kv_heads, key_width, self.capacity)
+        values = like.new_zeros(kv_heads, self.capacity, value_width)
         self._keys.append(keys)
         self._values.append(values)
 

@@ -35,7 +35,7 @@ class StateRow:
     states: Mapping[str, Tensor]
     row: int
 
-    def alone(self) -> StateRow:
+    def copied(self) -> StateRow:
         """A copy that does not keep the other rows in memory."""
         own = slice(self.row, self.row + 1)
         return StateRow({name: state[own].clone() for name, state in self.states.items()}, 0)
@@ -83,7 +83,7 @@ class CarriedStates:
         known = self._nodes.get(layer, [])
         found = known[node] if node < len(known) else None
         if found is None:
-            raise CacheError(f"layer {layer} left no state behind uncommitted token {node}")
+            raise CacheError(f"layer {layer} left no state after uncommitted token {node}")
         return found
 
     def note(self, layer: int, rows: Sequence[StateRow | None], written: int) -> None:
@@ -92,7 +92,7 @@ class CarriedStates:
 
     def mark(self, layer: int, tokens: int, row: StateRow) -> None:
         """Mark an edge after so many tokens; it is valid once these are committed."""
-        self._passed.setdefault(tokens, {})[layer] = row.alone()
+        self._passed.setdefault(tokens, {})[layer] = row.copied()
 
     def take(self, tokens: int, states: Mapping[int, StateRow]) -> None:
         """Continue from the states that another request marked after the same tokens."""
@@ -106,7 +106,7 @@ class CarriedStates:
             for layer in self._nodes:
                 kept = self.after(layer, path[-1])
                 assert kept is not None
-                self._committed[layer] = kept.alone()
+                self._committed[layer] = kept.copied()
             self._edges |= self._passed
             if len(self._edges) > MOST_EDGES:
                 for tokens in self.edges[-2::-2]:  # every second one, but never the last
@@ -127,7 +127,7 @@ class CarriedStates:
 
     def entries(self) -> list[dict[str, Tensor]]:
         """The states after the last committed token, by layer; for tests and checks."""
-        return [dict(self._committed[layer].alone().states) for layer in sorted(self._committed)]
+        return [dict(self._committed[layer].copied().states) for layer in sorted(self._committed)]
 
 
 class AuxiliaryState(Protocol):
@@ -147,9 +147,9 @@ class FamilyState:
         source: ids of the encoder's text received so far.
         memory: number of first tokens that are that text; 0 until it is encoded.
         shift: added to the position of every token after the prompt, where images take fewer positions than tokens.
-        apart: whether the last prompt token was computed otherwise than after the previous ones, as part of a text;
-            then no request can share this prefix.
-        beside: what a model stores of the text outside our cache.
+        unshareable: whether no request can share this prefix, because the last prompt token was computed otherwise than
+            after the previous ones, as part of a text.
+        auxiliary: what a model stores of the text outside our cache.
     """
 
     carries: bool = False
@@ -158,12 +158,12 @@ class FamilyState:
     source: list[int] = field(default_factory=list)
     memory: int = 0
     shift: int = 0
-    apart: bool = False
-    beside: AuxiliaryState | None = None
+    unshareable: bool = False
+    auxiliary: AuxiliaryState | None = None
 
     @property
     def n_bytes(self) -> int:
-        return self.carried.n_bytes + (self.beside.n_bytes if self.beside is not None else 0)
+        return self.carried.n_bytes + (self.auxiliary.n_bytes if self.auxiliary is not None else 0)
 
     def back_to(self, length: int, before: int) -> int:
         """Drop everything after the first `length` of `before` committed tokens, and after uncommitted ones.
@@ -176,12 +176,12 @@ class FamilyState:
         if length < self.memory:
             self.memory = 0
         if not length:
-            self.shift, self.apart, self.beside = 0, False, None
+            self.shift, self.unshareable, self.auxiliary = 0, False, None
         return length
 
     def shared(self, tokens: int) -> int:
         """How many of the first `tokens` tokens, all read, another request can take over and continue from."""
-        if self.apart:
+        if self.unshareable:
             return 0
         if self.encodes:
             return tokens if tokens >= self.memory > 0 else 0

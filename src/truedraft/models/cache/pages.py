@@ -228,7 +228,7 @@ class PageSpan(Entries):
     """Held pages of neighbouring tokens, which are not written, so another request can share them without a copy.
 
     Args:
-        skip: tokens of the first page before the first token of the span.
+        skip: tokens of the first page before the first token.
         kept: whether they are kept for later requests, not only read once.
     """
 
@@ -253,8 +253,8 @@ class PageSpan(Entries):
 
 
 class PageTable:
-    """The block table of one request; its methods are as in `Buffers`. A forward over pages writes the entries
-    itself, by their addresses; `write` is for other forwards."""
+    """The block table of one request, with the methods of `Buffers`. A forward over pages writes the entries itself, by
+    their addresses; `write` is for other forwards."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
@@ -286,7 +286,7 @@ class PageTable:
         return pages_for(limit) * PAGE
 
     def limit_to(self, limit: int, empty: bool) -> None:
-        """No effect: pages are taken one by one, as they are needed."""
+        """No effect: pages are taken as they are needed."""
 
     def _check_open(self) -> None:
         if not self.is_open:
@@ -314,7 +314,6 @@ class PageTable:
         self._count += 1
 
     def rows(self, first: int, end: int) -> NDArray[np.int64]:
-        """Rows of its positions `first` to `end` among those of all pages."""
         return rows_of(self.table, first, end)
 
     @in_inference_mode
@@ -337,7 +336,7 @@ class PageTable:
             self.pages.move(rows_at(self.table, source), rows_at(self.table, target))
 
     def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
-        """Copies `[kv_heads, length, width]` of the first keys and values of an attention call."""
+        """Copies `[kv_heads, length, width]`."""
         with self.pages.lock:
             keys, values = self.pages.rows(call)
             index = transfers.upload(self.rows(0, length), keys.device)

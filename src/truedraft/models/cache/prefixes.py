@@ -28,13 +28,7 @@ FEW = 16
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A running request.
-
-    Attributes:
-        tokens: its text, which grows.
-        scope: requests share only within a scope.
-        prompt: number of tokens that are read as a prompt; None is all of them.
-    """
+    """A running request; see `PrefixCache.join`."""
 
     cache: RequestCache
     tokens: Sequence[int]
@@ -49,13 +43,11 @@ class _Member:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Keys and values of 64 tokens, and the blocks that were kept after it.
+    """Keys and values of 64 tokens, and the blocks that were kept after it, by their tokens.
 
     Attributes:
-        before: the previous block; None for the root of a scope.
+        before: the previous block; None for the root, which has only a `scope`.
         states: of layers that carry them, after its last token; None if that is no edge or no layer carries states.
-        following: the next blocks, by their tokens.
-        scope: set at the root only.
     """
 
     before: _Block | None
@@ -122,10 +114,9 @@ class PrefixCache:
         self._members.pop(number, None)
 
     def leader(self, number: int, among: Iterable[int]) -> tuple[int, int] | None:
-        """The earlier request to wait for, and the length of their common prefix; None if there is none.
+        """The request of those computed before it, in order, to wait for, and the length of their common prefix.
 
-        Args:
-            among: numbers of the requests to be computed before it, in order; not examined for a short text.
+        `among` is not examined for a short text.
         """
         own = self._members[number]
         best, most = None, own.cache.length + FEW
@@ -155,14 +146,11 @@ class PrefixCache:
 
     @torch.inference_mode()
     def fill(self, number: int, least: int = 0, most: int | None = None) -> int:
-        """Copy what others hold of a request's text into its cache; at least the last token is left to be computed.
+        """Copy what others hold of a request's text into its cache, except the last token; returns how many.
 
         Args:
             least: copy nothing unless at least so many tokens are available.
             most: most tokens in the cache afterwards; None is no bound.
-
-        Returns:
-            The number of copied tokens.
         """
         with self._lock:
             own = self._members[number]
@@ -199,11 +187,8 @@ class PrefixCache:
         """The kept blocks of a text's prefix from which it can continue."""
         found: list[_Block] = []
         block = self._roots.get(own.scope)
-        while block is not None:
-            first = len(found) * BLOCK
-            block = block.following.get(tuple(own.tokens[first : first + BLOCK]))
-            if block is not None:
-                found.append(block)
+        while block is not None and (block := block.following.get(_tokens(own, len(found) * BLOCK))) is not None:
+            found.append(block)
         if own.cache.family.carries:
             while found and (found[-1].states is None or len(found) * BLOCK > last):
                 found.pop()
@@ -226,20 +211,19 @@ class PrefixCache:
     def keep(self, number: int) -> None:
         """Keep the whole blocks of a request's cache for later requests."""
         with self._lock:
-            self._keep(number)
+            own = self._members.get(number)
+            if own is not None and self.most_bytes > 0:
+                self._keep(own)
         self.trim(self.most_bytes)
 
-    def _keep(self, number: int) -> None:
-        own = self._members.get(number)
-        if own is None or self.most_bytes <= 0:
-            return
+    def _keep(self, own: _Member) -> None:
         carried, length = own.cache.family.carried, own.cache.family.kept(own.cache.length)
         if length < BLOCK:
             return
         block = self._roots.setdefault(own.scope, _Block(None, (), Entries([]), scope=own.scope))
         path: list[_Block] = []
         for first in range(0, length - BLOCK + 1, BLOCK):
-            tokens = tuple(own.tokens[first : first + BLOCK])
+            tokens = _tokens(own, first)
             following = block.following.get(tokens)
             if following is None:
                 copies = own.cache.part(first, first + BLOCK, lasting=True)
@@ -272,6 +256,10 @@ class PrefixCache:
             return True
         finally:
             self._lock.release()
+
+
+def _tokens(own: _Member, first: int) -> tuple[int, ...]:
+    return tuple(own.tokens[first : first + BLOCK])
 
 
 def _parts(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Entries, int, int]]:

@@ -204,8 +204,8 @@ class CachePool:
     def measure(self, cache: RequestCache) -> None:
         """Measure the bytes of a key/value position and of a state, from a cache with one committed token."""
         self.position_bytes = cache.storage.n_bytes // max(cache.capacity, 1)
-        if cache.family.beside is not None:  # upper bound: twice, for drafted tokens; no token adds more than the first
-            self.position_bytes += 2 * cache.family.beside.n_bytes
+        if cache.family.auxiliary is not None:  # an upper bound, because no token adds more than the first
+            self.position_bytes += 2 * cache.family.auxiliary.n_bytes  # twice, for drafted tokens
         self.state_bytes = cache.family.carried.n_bytes
 
     def trim(self, n_bytes: int) -> None:

@@ -40,11 +40,7 @@ _CAUSE = re.compile(r"^(?:.*\s)?truedraft\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 class Replica:
-    """One engine and its application, in a Ray actor.
-
-    Args:
-        make: loads them in the replica's process; receives the replica's rank.
-    """
+    """One engine and its application, in a Ray actor; `make` loads them in its process, by the replica's rank."""
 
     _service: Service | None = None  # before it is loaded
 
@@ -124,11 +120,8 @@ class Size:
         room = sum(min(int(node.get(name, 0) // count) for name, count in needs.items()) for node in nodes())
         if room < self.least:
             each = " and ".join(f"{count} {name}" for name, count in needs.items())
-            raise OptionError(
-                f"asks for {self.least} of {each} each, and this cluster has room for {room}; ask for fewer, or for "
-                "fewer --threads",
-                field="replicas",
-            )
+            message = f"asks for {self.least} of {each} each, and this cluster has room for {room}; ask for fewer"
+            raise OptionError(f"{message}, or for fewer --threads", field="replicas")
 
 
 def application(make: Make, server: ServerOptions, size: Size) -> Application:
@@ -140,12 +133,8 @@ def application(make: Make, server: ServerOptions, size: Size) -> Application:
     """
     many: dict[str, Any] = {"num_replicas": size.least}
     if size.most > size.least:
-        aim = _BUSY * server.max_batch
-        many = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=size.least, max_replicas=size.most, target_ongoing_requests=aim
-            )
-        }
+        bounds, aim = {"min_replicas": size.least, "max_replicas": size.most}, _BUSY * server.max_batch
+        many = {"autoscaling_config": AutoscalingConfig(**bounds, target_ongoing_requests=aim)}
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name=NAME,
@@ -183,11 +172,8 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
         requested = size()
         requested.check_room()
         if serve.status().proxies:
-            raise OptionError(
-                "needs Ray Serve for itself, which runs on this cluster already: deploy truedraft.deploy.ray:app there "
-                "or end it by `serve shutdown`",
-                field="ray",
-            )
+            message = "needs Ray Serve for itself, which runs on this cluster already: deploy truedraft.deploy.ray:app"
+            raise OptionError(f"{message} there or end it by `serve shutdown`", field="ray")
         tls = {"ssl_certfile": server.tls_certificate, "ssl_keyfile": server.tls_key}
         given = {name: str(path) for name, path in tls.items() if path is not None}
         serve.start(http_options={"host": server.host, "port": port} | given)
@@ -204,11 +190,7 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
 
 
 def serve_replicas(make: Make, server: ServerOptions, size: Callable[[], Size], ready: Callable[[str], None]) -> None:
-    """Serve with replicas until Ctrl-C or SIGTERM; arguments and errors as for `running`.
-
-    Args:
-        ready: is called with the address once all replicas answer.
-    """
+    """Serve with replicas until Ctrl-C or SIGTERM, as `running`; `ready` is called with the address."""
     stop = threading.Event()
     with running(make, server, size) as address:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -269,8 +269,8 @@ class Learner:
     def status(self) -> LearnerStatus:
         all_ = list(self._students.values())
         students = [each for each in all_ if each is not None]
-        gains = [each.gain for each in students if each.gain is not None]
-        before, after = gains[-1] if gains else (None, None)
+        failed = max(len(all_), 1) if self._died else len(all_) - len(students)
+        gains = [(None, None), *(each.gain for each in students if each.gain is not None)]
         with self._guard:
             n_bytes = sum(each.n_bytes for each in self._traffic.values())
         return LearnerStatus(
@@ -280,9 +280,8 @@ class Learner:
             max((each.served.version for each in students), default=0),
             self._spent_s / max(self._clock() - self._began_s, 1e-9),
             n_bytes,
-            before,
-            after,
-            sum(each.unwritten for each in students) + (max(len(all_), 1) if self._died else len(all_) - len(students)),
+            *gains[-1],
+            sum(each.unwritten for each in students) + failed,
         )
 
 

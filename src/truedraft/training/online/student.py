@@ -253,6 +253,7 @@ class Student:
         return True
 
     def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
+        """Answers with candidates that were not replayed on them."""
         fresh, old = self.traffic.answers(self.traffic.held)
         pending: list[tuple[Answered, list[Candidate]]] = []
         if self._winner is not None:
@@ -262,8 +263,7 @@ class Student:
             both = [comparison.new, comparison.old]
             pending += [(answer, both) for answer in reversed(comparison.waiting(fresh))]  # the newest say most
         for answer, candidates in pending:
-            left = {each.number: each for each in candidates if each.number not in answer.scores}
-            if left:
+            if left := {each.number: each for each in candidates if each.number not in answer.scores}:
                 yield answer, list(left.values())
 
     def _comparisons(self) -> list[Comparison]:
@@ -275,7 +275,7 @@ class Student:
         self._judged.intersection_update(each.number for each in fresh)  # others are never used again
         for comparison in self._comparisons():
             for answer in comparison.waiting(fresh):
-                if comparison.new.number in answer.scores and comparison.old.number in answer.scores:
+                if {comparison.new.number, comparison.old.number} <= answer.scores.keys():
                     comparison.see(answer)
         if self._watch is not None and self._watch.gains:
             self._roll_back(self._watch.new)
@@ -294,9 +294,9 @@ class Student:
 
     def _judge_winner(self, winner: _Winner, answers: Sequence[Answered]) -> None:
         """Promote a candidate that gains, or a fraction of its change where older answers would lose; or none."""
-        compared = [winner.now, self.served, self.origin]
+        compared = {each.number for each in (winner.now, self.served, self.origin)}
         *older, newest = winner.among(answers)
-        if not all(each.number in answer.scores for some in (*older, newest) for answer in some for each in compared):
+        if not all(compared <= answer.scores.keys() for some in (*older, newest) for answer in some):
             return
         self._winner = self._trial = None
         if tokens_a_place(winner.now, newest) <= tokens_a_place(self.served, newest):
@@ -304,7 +304,7 @@ class Student:
         if all(
             tokens_a_place(winner.now, some) >= (1.0 - _ALLOWED) * tokens_a_place(each, some)
             for some in older
-            for each in compared
+            for each in (winner.now, self.served, self.origin)
         ):
             self._promote(winner.now)
         elif (share := _LESS * winner.share) >= _LEAST:

@@ -159,8 +159,8 @@ class Decoder:
             else:
                 x = layer.run(x, rotation, partial(_write_and_attend, inputs, pages, call, attend))
             if call in layers:
-                shown[call] = x.index_select(0, numbers.wanted)  # a copy: the next layer may write over it
-        hidden = self._norm(x.index_select(0, numbers.wanted))
+                shown[call] = x.index_select(0, numbers.logit_rows)  # a copy: the next layer may write over it
+        hidden = self._norm(x.index_select(0, numbers.logit_rows))
         return self._lm_head(hidden), hidden, *(shown[layer] for layer in layers)
 
     def _by_kernels(

@@ -44,7 +44,7 @@ class Bucket:
         rows: new tokens of all requests.
         span: key/value positions per request, a multiple of the page size.
         words: 64-bit mask words per token; 0 where all segments are chains.
-        wanted: rows that get logits.
+        logit_rows: rows that get logits.
     """
 
     requests: int
@@ -52,7 +52,7 @@ class Bucket:
     rows: int
     span: int
     words: int
-    wanted: int
+    logit_rows: int
 
     @classmethod
     def recorded(cls, requests: int, tokens: int, rows: int, end: int, nodes: int) -> Bucket:
@@ -69,10 +69,10 @@ class Bucket:
         return cls(requests, tokens, rows, span, words, rows)
 
     @classmethod
-    def exact(cls, requests: int, tokens: int, rows: int, end: int, nodes: int, wanted: int) -> Bucket:
+    def exact(cls, requests: int, tokens: int, rows: int, end: int, nodes: int, logit_rows: int) -> Bucket:
         """A bucket with only the span rounded; arguments as in `recorded`."""
         span = -(-end // _SPAN_STEP) * _SPAN_STEP
-        return cls(requests, tokens, rows, span, -(-nodes // WORD_BITS), wanted)
+        return cls(requests, tokens, rows, span, -(-nodes // WORD_BITS), logit_rows)
 
     @property
     def tile(self) -> int:
@@ -106,7 +106,7 @@ class Numbers(Generic[Array]):
         tokens: `[rows]`, int64.
         positions: `[rows]`, int64, for rotary embeddings.
         target: `[rows]`, int64: the row of the pages where the token's key and value are written.
-        wanted: `[wanted]`, int64: rows that get logits.
+        logit_rows: `[logit_rows]`, int64: rows that get logits.
         path: `[patterns, rows, words]`, int64: bits of the visible uncommitted nodes, which follow the committed
             tokens.
         until: `[rows]`: end of the visible key/value positions of the request.
@@ -123,7 +123,7 @@ class Numbers(Generic[Array]):
     tokens: Array
     positions: Array
     target: Array
-    wanted: Array
+    logit_rows: Array
     path: Array
     until: Array
     first: Array
@@ -190,7 +190,7 @@ class PagedBatch:
     def exact(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
         """A batch without padding."""
         sizes, requested = _sizes(parts), sum(len(part.segment.rows) for part in parts)
-        return cls(parts, patterns, sizes, Bucket.exact(*_most(parts, sizes), wanted=requested))
+        return cls(parts, patterns, sizes, Bucket.exact(*_most(parts, sizes), logit_rows=requested))
 
     @classmethod
     def levels(
@@ -213,14 +213,14 @@ class PagedBatch:
         requests, tokens, rows, end, _ = _most(parts, sizes)
         end += (levels - 1) * beams
         first = Bucket.recorded(requests, tokens, rows, end, 0)
-        first = replace(first, wanted=first.requests * each)
+        first = replace(first, logit_rows=first.requests * each)
         other = Bucket.recorded(requests, beams, requests * beams, end, nodes)
         rows = other.requests * beams
-        other = replace(other, tokens=beams, rows=rows, wanted=rows)
+        other = replace(other, tokens=beams, rows=rows, logit_rows=rows)
         return [cls(parts, patterns, sizes, other if level else first, level, beams) for level in range(levels)]
 
     @property
-    def wanted(self) -> int:
+    def logit_rows(self) -> int:
         """Rows that get logits, without padding."""
         return sum(self.beams if self.level else len(part.segment.rows) for part in self.parts)
 
@@ -261,14 +261,14 @@ class PagedBatch:
         numbers.target[:rows] = numbers.table[request, places // PAGE].astype(np.int64) * PAGE + places % PAGE
         for pattern, first in zip(self.patterns, numbers.first, strict=True):
             first[:rows] = pattern.first(positions)
-        numbers.wanted[: self.wanted] = np.arange(rows) if self.level else self._wanted(start)
+        numbers.logit_rows[: self.logit_rows] = np.arange(rows) if self.level else self._logit_rows(start)
         _write_tiles(numbers.tiles, start, counts, self.bucket.tile)
         numbers.tile_end[:] = numbers.end[numbers.tiles[:, 0]] * (numbers.tiles[:, 2] > 0)
         for number, part in enumerate(self.parts if self.bucket.words and not self.level else ()):
             if part.nodes:
                 self._write_tree(part, numbers, slice(start[number], start[number] + part.count))
 
-    def _wanted(self, start: HostNumbers) -> HostNumbers:
+    def _logit_rows(self, start: HostNumbers) -> HostNumbers:
         per_part = [part.segment.rows for part in self.parts]
         flat = np.fromiter(itertools.chain.from_iterable(per_part), np.int64)
         return flat + np.repeat(start, [len(rows) for rows in per_part])
@@ -411,7 +411,7 @@ def _layout(bucket: Bucket, patterns: int) -> Layout:
     masks = [(patterns, bucket.rows, bucket.words), rows, (patterns, bucket.rows), rows]
     table = (bucket.requests, bucket.span // PAGE)
     shapes = [
-        rows, rows, rows, (bucket.wanted,), *masks, requests, requests, requests, table, (bucket.tiles, 3),
+        rows, rows, rows, (bucket.logit_rows,), *masks, requests, requests, requests, table, (bucket.tiles, 3),
         (bucket.tiles,),
     ]  # fmt: skip
     halves = [math.prod(shape) * (2 if number < _WIDE else 1) for number, shape in enumerate(shapes)]

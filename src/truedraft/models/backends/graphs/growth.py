@@ -42,7 +42,7 @@ Grow: TypeAlias = Callable[..., Growth]
 
 
 class LikeliestNodes(Growth):
-    """Builds the tree of `truedraft.drafters.heads.levels.LikeliestTree`, node for node, with tensor operations.
+    """Builds the tree of `truedraft.drafters.tree_builder.LikeliestTree`, node for node, with tensor operations.
 
     Nodes are numbered level by level, in the order of their parents. Where fewer than `beams` nodes are open, the
     others are children of a node that does not exist: their log probabilities are -inf.

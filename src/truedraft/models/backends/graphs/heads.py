@@ -182,7 +182,7 @@ class GraphPairs(_GraphHead):
             write(inputs, self._pages, call, key, value)
             return look(call, 0, self._scaling, query)
 
-        return self._read(numbers.tokens, numbers.positions, vectors, observed, attention, numbers.wanted)
+        return self._read(numbers.tokens, numbers.positions, vectors, observed, attention, numbers.logit_rows)
 
 
 class ReadBlocks(Protocol):

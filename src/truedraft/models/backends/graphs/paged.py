@@ -128,7 +128,7 @@ class PagedForward:
     def _run(self, parts: Sequence[PagedSegment], layers: Layers) -> Outputs:
         is_long = max(part.count for part in parts) > MOST_RECORDED_TOKENS
         batch = (PagedBatch.exact if is_long else PagedBatch.recorded)(parts, self._patterns)
-        work = self._work([batch], (), lambda inputs, _: self._forward(inputs[0], layers), batch.wanted)
+        work = self._work([batch], (), lambda inputs, _: self._forward(inputs[0], layers), batch.logit_rows)
         return work.run() if is_long else self._run_recorded([batch], layers, work)
 
     def _run_recorded(

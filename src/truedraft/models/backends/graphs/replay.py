@@ -20,9 +20,7 @@ from truedraft.core.inference import in_inference_mode
 _log = logging.getLogger(__name__)
 
 Outputs: TypeAlias = tuple[Tensor, ...]
-"""Logits `[wanted, ids]`, vectors before the LM head `[wanted, width]`, and the output `[wanted, width]` of some
-layers.
-"""
+"""Logits `[rows, ids]`, vectors before the LM head `[rows, width]`, and the output `[rows, width]` of some layers."""
 
 Layers: TypeAlias = tuple[int, ...]
 
