@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import numpy as np
 import pytest
 
 from truedraft.errors import ChangedOptionsError, OptionError, UnknownOptionError, errors_about
-from truedraft.options import Words, called, check_whole, read_bytes, read_number, read_whole
+from truedraft.options import Words, called, check_whole, read_bytes, read_number, read_whole, record_of
 
 
 def test_words() -> None:
@@ -116,3 +117,28 @@ def test_an_annotation_for_type_checkers_alone_leaves_the_others() -> None:
     assert called(made, {"count": "3"}, {"target": "it"}) == (3, "it")
     with pytest.raises(OptionError, match="'three'"):
         called(made, {"count": "three"}, {"target": "it"})
+
+
+def test_a_record_has_fields_or_what_is_named() -> None:
+    """Dataclasses within are objects, of their own making where they have one; tuples are lists."""
+
+    @dataclasses.dataclass
+    class Inner:
+        values: tuple[int, ...] = (1, 2)
+
+        def as_dict(self) -> dict[str, int]:
+            return {"count": len(self.values)}
+
+    @dataclasses.dataclass
+    class Outer:
+        inner: Inner
+        by_name: dict[str, tuple[float, ...]]
+
+        @property
+        def size(self) -> int:
+            return len(self.by_name)
+
+    value = Outer(Inner(), {"a": (0.5,)})
+    assert record_of(value) == {"inner": {"count": 2}, "by_name": {"a": [0.5]}}
+    assert record_of(value, "size", "inner") == {"size": 1, "inner": {"count": 2}}
+    assert record_of(value.inner) == {"values": [1, 2]}

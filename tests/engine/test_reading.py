@@ -210,7 +210,7 @@ def test_several_prompts_share_a_step() -> None:
 
 def test_prompts_with_images_are_read_at_once_and_those_with_logprobs_in_small_parts() -> None:
     seen = asked(5000)
-    seen.draft = replace(seen.draft, inputs={"pixel_values": torch.zeros(1)})
+    seen.inputs = {"pixel_values": torch.zeros(1)}
     assert parts(TimedParts(), seen, asked(40)) == [5000, 0]
     assert parts(TimedParts(), asked(100), seen, asked(40)) == [100, 0, 40]
     assert parts(FixedParts(), seen, asked(40)) == [5000, 0]

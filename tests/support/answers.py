@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from truedraft import Engine, SamplingParams
-from truedraft.core.verdict import Origin, Verdict
+from truedraft.core.verdict import Origin
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.request import Request
 from truedraft.models.cache.request import RequestCache
@@ -66,6 +66,18 @@ def accepted_in_steps(origins: Sequence[Origin]) -> tuple[list[int], list[int]]:
     return [*accepted, *([length] if length else [])], rejected
 
 
+class _Noted(list[Piece]):
+    """Pieces, of which those stay known that a stream takes, whenever its thread does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Piece] = []
+
+    def append(self, piece: Piece) -> None:
+        self.noted.append(piece)
+        super().append(piece)
+
+
 @contextmanager
 def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator[None]:
     """Within, each request that ends is held to `assert_consistent`, and to its tokenizer.
@@ -74,19 +86,16 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
         patch: undone by its owner.
         warned: whether answers may carry warnings, because something was planted that brings them.
     """
-    pieces: dict[int, list[Piece]] = {}
-    emit, finish = Request.emit, Request.finish
+    init, finish = Request.__init__, Request.finish
 
-    def recording_emit(request: Request, verdict: Verdict, *more: Any) -> tuple[tuple[int, ...], bool]:
-        before = len(request.pieces)
-        emitted = emit(request, verdict, *more)
-        pieces.setdefault(request.id, []).extend(request.pieces[before:])
-        return emitted
+    def noting_init(request: Request, *given: Any) -> None:
+        init(request, *given)
+        request.pieces = _Noted()
 
     def checking_finish(request: Request) -> Answer:
-        before = len(request.pieces)
         answer = finish(request)
-        assert_consistent(answer, [*pieces.pop(request.id, []), *request.pieces[before:]], request.preemptions)
+        assert isinstance(request.pieces, _Noted)
+        assert_consistent(answer, request.pieces.noted, request.preemptions)
         assert warned or answer.warnings == ()
         assert not request._stop_ids & set(answer.token_ids)
         if request._text._tokenizer is not None:
@@ -97,7 +106,7 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
             assert not any(stop in answer.text for stop in request.params.stop)
         return answer
 
-    patch.setattr(Request, "emit", recording_emit)
+    patch.setattr(Request, "__init__", noting_init)
     patch.setattr(Request, "finish", checking_finish)
     yield
 

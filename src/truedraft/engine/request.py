@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from truedraft.core.budget import MOST_NODES, RequestView
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.shaping import Shaping
 from truedraft.core.stats import Counters, DraftShare, RequestStep
 from truedraft.core.verdict import Divergence, Origin, Verdict
 from truedraft.drafters.base import DraftRequest
@@ -57,7 +54,9 @@ class Request:
         sample: int,
     ) -> None:
         # What was asked.
-        self.draft, self.params, self.rule, self.sample = draft, draft.params, rule, sample  # each sample has its noise
+        self.draft, self.id, self.params = draft, draft.id, draft.params
+        self.shaping, self.inputs = draft.shaping, draft.inputs  # how options change logits; inputs beyond tokens
+        self.rule, self.sample = rule, sample  # each sample has its noise
         self.noise_seed = draft.params.seed or 0  # key of its noise; an engine sets it for a request without a seed
         self.prompt_tokens, self.most_tokens = len(tokens), most_tokens
         self._stop_ids = stop_ids  # they end the answer, and are not part of it
@@ -90,21 +89,6 @@ class Request:
         self._submitted = time.perf_counter()
         self._first_token_s: float | None = None
         self._total_s: float | None = None
-
-    @property
-    def id(self) -> int:
-        """Unique in this process."""
-        return self.draft.id
-
-    @property
-    def shaping(self) -> Shaping | None:
-        """How its options change logits."""
-        return self.draft.shaping
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor] | None:
-        """Inputs of its prompt in addition to tokens; the whole prompt is then read in one step."""
-        return self.draft.inputs
 
     @property
     def remaining(self) -> int:

@@ -24,7 +24,7 @@ from truedraft.core.theory import holm
 from truedraft.drafters.heads.head import Head
 from truedraft.errors import DataError, TruedraftError
 from truedraft.measure.traces import outputs_along, trace_answers
-from truedraft.measure.variants import Case, Examined, Variant, behind
+from truedraft.measure.variants import Case, Examined, Variant, after_prompt
 from truedraft.measure.walks import walk_along
 from truedraft.options import record_of
 
@@ -281,7 +281,7 @@ def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: f
     params = SamplingParams(max_tokens=tokens, temperature=temperature)
     requests = [(each.name, list(each.ids), params) for each in prompts]
     pairs = [
-        (each.given, behind(case, trace.prompt, trace))
+        (each.given, after_prompt(case, trace.prompt, trace))
         for each, trace in zip(prompts, trace_answers(case.target, requests), strict=True)
         if trace.places
     ]
@@ -297,8 +297,8 @@ def replay(case: Case) -> Replayed:
         TruedraftError: the drafter does not fit the target, or failed.
     """
     drafter = case.chain(case.part)
-    drafter.check(case.beside)
-    walks, depth = walk_along(drafter, case.beside, case.seen()), drafter.limits.depth
+    drafter.check(case.read_target)
+    walks, depth = walk_along(drafter, case.read_target, case.seen()), drafter.limits.depth
     steps = [each.steps([drafter.limits.nodes]) for each in walks]
     by_depth = np.concatenate([np.pad(each.reach[0], ((0, 0), (0, depth)))[:, :depth] for each in steps])
     return Replayed(

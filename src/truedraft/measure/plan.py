@@ -207,7 +207,8 @@ def make_plan(
         )
     costs = costs or StepCosts(target)
     progress(0.0, "loading drafters")
-    candidates = [each for words in drafters for each in candidates_of(words, target, params, (made or {}).get(words))]
+    made = made or {}
+    candidates = [each for words in drafters for each in candidates_of(words, target, params, made.get(words))]
     if not candidates:
         raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
     progress(0.05, "the target's answers")

@@ -19,18 +19,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from truedraft.core.intervals import Numbers
 from truedraft.core.proposal import DrawKind
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.core.theory import replay_factor
 from truedraft.drafters.base import Drafter
 
-Numbers = NDArray[Any]
+_TINY = 1e-300
 _REJECTED = 4  # sampled sequences of rejected draws at one position
 
 
@@ -88,7 +87,8 @@ class ChainDraws(Draws):
 
     def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
         """`[chains + 1, chains + 1]`: probability that x is accepted and n chains match it, of m before."""
-        accepted = _accepted(p, q, token, self._chains, removes=False) / max(p_x, _tiny(p, token))
+        assert p is not None
+        accepted = _accepted(p, q, token, self._chains) / max(p_x, float(p[token]), _TINY)
         share = min(1.0, float(q[token]))
         found = self._nothing()
         for came in range(1, self._chains + 1):
@@ -129,8 +129,9 @@ class TreeDraws(Draws):
         """`[draws]`: probability that x is accepted as one of the first 1, 2, ... draws."""
         if max(self._branching) == 1:  # which needs no whole distribution
             return np.array([replay_factor(min(p_x, 1.0), min(float(q[token]), 1.0)) if p_x > 0.0 else 1.0])
-        accepted = _accepted(p, q, token, max(self._branching), removes=True, random=self._random)
-        return np.cumsum(accepted) / max(p_x, _tiny(p, token))
+        assert p is not None
+        accepted = _accepted(p, q, token, max(self._branching), self._random)
+        return np.cumsum(accepted) / max(p_x, float(p[token]), _TINY)
 
     def survival(self, place: int, depth: int) -> Numbers:
         places = self._places[place : place + depth]
@@ -165,22 +166,10 @@ def draws_of(drafter: Drafter, seed: int) -> Draws:
     return TreeDraws(drafter.branching, seed, drafter.ranks)
 
 
-def _tiny(p: Tensor | None, token: int) -> float:
-    """The probability of a token by the whole distribution, above 0."""
-    assert p is not None
-    return max(float(p[token]), 1e-300)
-
-
-def _accepted(
-    p: Tensor | None, q: Tensor, token: int, draws: int, *, removes: bool, random: np.random.Generator | None = None
-) -> Numbers:
-    """A_j of a token for each draw, `[draws]`; see the module.
-
-    Args:
-        removes: whether draws are without replacement; `random` then samples the rejected draws.
-    """
-    assert p is not None
-    rows = _REJECTED if removes else 1
+def _accepted(p: Tensor, q: Tensor, token: int, draws: int, random: np.random.Generator | None = None) -> Numbers:
+    """A_j of a token for each draw, `[draws]`, see the module; without replacement where `random` samples the rejected
+    draws."""
+    rows = 1 if random is None else _REJECTED
     left = np.repeat(p.double().cpu().numpy()[None], rows, axis=0)  # p_j, `[rows, vocab]`
     drawn = np.repeat(q.double().cpu().numpy()[None], rows, axis=0)  # q_j
     reach, found = np.ones(rows), np.zeros(draws)

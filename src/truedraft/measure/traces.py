@@ -197,12 +197,12 @@ class StepWatcher(NoDrafter):
 
     observes_lazily = False
 
-    def __init__(self, wanted: Sequence[Features], drawn: bool = False, *, whole: bool = False) -> None:
+    def __init__(self, needed: Sequence[Features], drawn: bool = False, *, whole: bool = False) -> None:
         self._keeps_dists = whole
-        self._keeps_logits = any(each.logits for each in wanted)
-        self.layers = tuple(sorted({layer for each in wanted for layer in each.layers}))
-        if wanted or drawn:
-            rows = any(each.of_prompts for each in wanted)
+        self._keeps_logits = any(each.logits for each in needed)
+        self.layers = tuple(sorted({layer for each in needed for layer in each.layers}))
+        if needed or drawn:
+            rows = any(each.of_prompts for each in needed)
             shown = Features("all" if rows else "last", self._keeps_logits or drawn, self.layers)
             self.features = shown
         self.seen: dict[int, list[StepOutcome]] = {}
@@ -213,8 +213,8 @@ class StepWatcher(NoDrafter):
     def of(cls, drafters: Iterable[Drafter], *, drawn: bool) -> StepWatcher:
         """Keeps what these drafters declare."""
         drafters = list(drafters)
-        wanted = [each.features for each in drafters if each.features is not None]
-        return cls(wanted, drawn, whole=any(map(draws_several, drafters)))
+        needed = [each.features for each in drafters if each.features is not None]
+        return cls(needed, drawn, whole=any(map(draws_several, drafters)))
 
     def seen_of(self, request: int) -> dict[str, Any]:
         """Fields of a request's trace, which are not kept any longer."""
@@ -263,7 +263,7 @@ def outputs_along(
 
 
 @torch.inference_mode()
-def trace_behind(
+def trace_after(
     target: LanguageModel,
     prompt: tuple[int, ...],
     trace: AnswerTrace,

@@ -27,7 +27,7 @@ from truedraft.drafters.kinds import KINDS, dotted, kind_in
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of, user_path
-from truedraft.measure.traces import AnswerTrace, trace_answers, trace_behind
+from truedraft.measure.traces import AnswerTrace, trace_after, trace_answers
 from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import embedded_folder, embedded_heads, embedded_names
 from truedraft.models.loading import load_model
@@ -111,7 +111,7 @@ class Case:
         return replace(self, shown=(*self.shown, change))
 
     @property
-    def beside(self) -> LanguageModel:
+    def read_target(self) -> LanguageModel:
         """The target as the drafter reads it."""
         return cast(LanguageModel, Wide(self.target)) if self.wide else self.target
 
@@ -178,9 +178,9 @@ class Wide:
         """None: the target's own implementation is in its dtype."""
 
 
-def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
+def after_prompt(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
     """An answer after another prompt, with the features that the target shows there."""
-    return trace_behind(case.target, prompt, trace, case.chain(case.part).features, case.layers)
+    return trace_after(case.target, prompt, trace, case.chain(case.part).features, case.layers)
 
 
 @dataclass(frozen=True)
@@ -433,9 +433,9 @@ def _written(form: Form) -> Callable[[Case], Pair]:
             raise OptionError("prompts would be the same")
         requests = [(each.name, list(ids), each.params) for each, ids in zip(case.traces, prompts, strict=True)]
         others = trace_answers(case.target, requests)
-        given = [behind(case, one.prompt, each) for one, each in zip(case.traces, others, strict=True)]
-        changed = [behind(case, other.prompt, each) for other, each in zip(others, case.traces, strict=True)]
-        own = tuple(behind(case, each.prompt, each) for each in others)
+        given = [after_prompt(case, one.prompt, each) for one, each in zip(case.traces, others, strict=True)]
+        changed = [after_prompt(case, other.prompt, each) for other, each in zip(others, case.traces, strict=True)]
+        own = tuple(after_prompt(case, each.prompt, each) for each in others)
         return Pair(
             replace(case, traces=(*case.traces, *given)),
             replace(case, traces=(*changed, *own)),

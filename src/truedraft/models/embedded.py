@@ -74,14 +74,8 @@ def embedded_heads_names() -> tuple[str, ...]:
 
 
 def refuse_no_text(target: str, data: Sequence[object], doing: str) -> None:
-    """Refuse to train for a target without text that resembles its later use; the embedded target has its own.
-
-    Args:
-        doing: what the text is needed for, with {} in place of the target.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Raise DataError for a target without text that resembles its later use; the embedded target has its own. `doing`
+    is what the text is needed for, with {} in place of the target."""
     if not data and target != "embedded:target":
         raise DataError(
             f"there is no text {doing.format(repr(target))}; name at least one file like what it will be used for with "

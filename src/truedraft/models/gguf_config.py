@@ -43,12 +43,8 @@ _EITHER = object()  # any value
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """The type of a key's value, and its use.
-
-    Attributes:
-        fields: names in configurations; the first that a family's configuration has is set.
-        idle: values that change nothing, for configurations without these fields.
-    """
+    """A key's type, the fields of configurations of which it sets the first that a family has, and for families without
+    them the values that change nothing."""
 
     kind: type
     fields: tuple[str, ...] = ()
@@ -262,11 +258,7 @@ class _Positions:
 
 
 def hold_positions(said: Said, model: PreTrainedModel) -> None:
-    """Check that a model's rotary positions are those of the file.
-
-    Raises:
-        UnsupportedModelError: they are not.
-    """
+    """Raise UnsupportedModelError if a model's rotary positions are not those of the file."""
     own = _Positions.of(said)
     pairs = torch.arange(0, own.rotated, 2, dtype=torch.float64) / max(own.rotated, 1)
     for name, values in model.named_buffers():

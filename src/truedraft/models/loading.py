@@ -287,8 +287,7 @@ def _checked(
     checkpoint: Checkpoint | None,
     refusals: Sequence[Callable[[LanguageModel], None]] = (),
 ) -> HuggingFaceModel:
-    """A model with a backend, compared with its own forward and passed to all `refusals`; errors of a family's own
-    code become UnsupportedModelError."""
+    """A model with a backend, compared with its own forward and passed to all `refusals`."""
     if model.config.is_encoder_decoder and not refusals:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder, which runs neither packed nor with unmerged adapters; merge them"
@@ -559,11 +558,7 @@ def _load_by_transformers(
 
 
 def refuse_broken_generation_config(source: str, name: str, revision: str | None) -> None:
-    """Refuse a generation_config.json that transformers would ignore silently, and with it the EOS ids.
-
-    Raises:
-        ModelError: it is no JSON object, or its EOS ids are not integers.
-    """
+    """Raise ModelError for a generation_config.json that transformers would ignore, and with it the EOS ids."""
     found = file_of(source, "generation_config.json", revision)
     try:
         read = {} if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
@@ -580,11 +575,7 @@ def refuse_broken_generation_config(source: str, name: str, revision: str | None
 
 
 def _class_of(config: Any, name: str) -> Any:
-    """The class that loads a model: its own if it is multimodal or transformers has no causal class for it.
-
-    Raises:
-        UnsupportedModelError: it writes no text, or reads neither text nor sound.
-    """
+    """The class that loads a model: its own if it is multimodal or transformers has no causal class for it."""
     kind, architectures = config.model_type, config.architectures or []
     if config.is_encoder_decoder:
         if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:

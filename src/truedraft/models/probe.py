@@ -107,8 +107,7 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
     """The pattern of each attention call of a forward, in order of the calls.
 
     Raises:
-        UnsupportedModelError: the model mixes tokens by other means than attention, hides its mask, or uses a pattern
-            that is neither full, a window nor chunks.
+        UnsupportedModelError: the model mixes tokens by other means, hides its mask, or uses another kind of pattern.
     """
     name = type(model).__name__
     _refuse_scaled_queries(model, name)
@@ -279,6 +278,8 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
         error = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
         rounding = error.max()
         if carries_states(model):
+            # Recurrences have another formula for one token than for many, with another order of sums; Zamba 2 bounds
+            # its time steps only in the latter.
             steps = torch.cat([_by_steps(model, text[None]) for text in texts])  # RWKV takes several texts for one
             rounding = torch.maximum(rounding, (steps - stock[:, _CONTEXT:]).abs().max())
             stock[:, _CONTEXT:] = steps
@@ -425,11 +426,7 @@ def _with_rounding(model: PreTrainedModel, texts: Tensor) -> Tensor:
 
 
 def _by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """The logits of a text's last tokens, one by one with the model's own cache as in `generate`, in float32.
-
-    Recurrences have another formula for one token than for many, with another order of sums; Zamba 2 bounds its time
-    steps only in the latter.
-    """
+    """The logits of a text's last tokens in float32, one by one with the model's own cache as in `generate`."""
     output = model(input_ids=text[:, :_CONTEXT], use_cache=True)
     kept = _kept(output)
     if not kept:  # Recurrent Gemma uses the cache that `generate` passes, and does not return it

@@ -217,8 +217,7 @@ def _grouped(
     zeros: Tensor | None,
     group_of: Tensor,
 ) -> StoredWeight:
-    """A weight of codes `[out, in]`, scales and zeros `[out, groups]` (None: middle code), with inputs sorted by
-    group."""
+    """A weight of codes `[out, in]`, scales and zeros `[out, groups]` (None: middle code), inputs sorted by group."""
     groups, inputs = scales.shape[1], len(group_of)
     first, last = int(group_of.min()) + 1, int(group_of.max()) + 1
     if (first, last) != (1, groups):

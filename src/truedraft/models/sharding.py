@@ -28,12 +28,8 @@ _LEFT = {"embedding_rowwise", "embedding_colwise", "replicated_with_grad_allredu
 
 
 def refuse_unsharded(config: Any, name: str, count: int) -> None:
-    """Refuse a model that `count` processes cannot run together, before any weight is read.
-
-    Raises:
-        UnsupportedModelError: transformers has no plan for its layers.
-        OptionError: its heads cannot be shared out.
-    """
+    """Raise UnsupportedModelError for a model without a plan, OptionError for heads that `count` processes cannot
+    share; no weight is read."""
     text = config.get_text_config()
     plan = getattr(text, "base_model_tp_plan", None) or {}
     if config.is_encoder_decoder or not _INPUTS.intersection(plan.values()):

@@ -94,14 +94,8 @@ def weight_files(source: str, name: str, revision: str | None) -> list[str]:
 
 
 def refuse_vast_sizes(said: Mapping[str, Any], source: str, name: str, revision: str | None) -> None:
-    """Refuse a config.json with more layers, experts or entries than the weights can have, before any is made.
-
-    Args:
-        said: its content.
-
-    Raises:
-        ModelError: it has more, or the weights cannot be read.
-    """
+    """Raise ModelError if a config.json, with the content `said`, has more layers, experts or entries than the weights
+    can have, or these cannot be read."""
     vast = [(word, size) for word, size in _sizes_in(said) if size > (_LEAST_COUNT if word in _COUNTS else _LEAST_SIZE)]
     if not vast:
         return

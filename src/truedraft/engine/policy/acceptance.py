@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from truedraft.core.budget import Budget
 from truedraft.core.stats import DraftShare
+from truedraft.core.theory.cost_curves import isotonic
 
 UNKNOWN_RATE = 0.65
 """Acceptance of a drafted token without any verdict; a few verdicts outweigh it."""
@@ -159,14 +160,7 @@ def falling(gains: Sequence[float]) -> list[float]:
     become 0.5, 0.2 and 0.2. A budget with a later node has the earlier ones too, so the sum of their gains stays
     right.
     """
-    runs: list[tuple[float, int]] = []
-    for gain in gains:
-        total, count = gain, 1
-        while runs and runs[-1][0] * count < total * runs[-1][1]:
-            before, places = runs.pop()
-            total, count = total + before, count + places
-        runs.append((total, count))
-    return [total / count for total, count in runs for _ in range(count)]
+    return isotonic(gains[::-1])[::-1]
 
 
 def _mean(rates: Sequence[float]) -> float:

@@ -75,16 +75,9 @@ class Breakdown:
 class Shares:
     """Fractions of the time of decoding.
 
-    `target` + `draft` + `host` is 1, because host is the rest after the curves: step time - V - draft cost. It includes
-    verification. All three are None where the run was faster than the curves: these were then measured at another speed
-    of the machine.
-
-    Attributes:
-        target: V of the steps, by the curve.
-        draft: cost of drafting, by the curve.
-        verification: distributions and verdicts, as timed.
-        timed_target: the target's forward, as timed.
-        timed_draft: the drafter, as timed.
+    `target` (V) and `draft` are by the curves, and `host` is the rest: 1 - target - draft; it includes verification.
+    All three are None where the run was faster than the curves: these were then measured at another speed of the
+    machine. `verification` (distributions and verdicts) and the last two are as timed.
     """
 
     target: float | None

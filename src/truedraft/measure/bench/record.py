@@ -82,19 +82,12 @@ class Circumstances:
         model = self.model if self.pad_to is None else f"{self.model} padded to {self.pad_to}"
         model += "" if self.weights is None else f" with {self.weights} weights"
         prompts = f"{self.prompts} prompt{'s' if self.prompts > 1 else ''} of {self.prompt_set}"
-        parts = [
-            self.dtype,
-            where,
-            f"batch {self.batch}",
-            how,
-            *([] if self.lossless else [f"lossy rule {self.rule}"]),
-            *([f"controller {self.controller}"] if self.drafters else []),
-            prompts,
-            f"at most {self.sampling.get('max_tokens')} tokens",
-            runs,
-        ]
+        rule = "" if self.lossless else f"lossy rule {self.rule}"
+        controller = f"controller {self.controller}" if self.drafters else ""
+        most = f"at most {self.sampling.get('max_tokens')} tokens"
+        parts = [self.dtype, where, f"batch {self.batch}", how, rule, controller, prompts, most, runs]
         head = f"{model}, " if self.note is None else f"{model}: {self.note}; "
-        return head + ", ".join(parts)
+        return head + ", ".join(filter(None, parts))
 
     def of_a_row(self) -> dict[str, Any]:
         """The values repeated in each row of the file, which may be all that is left of a run."""
@@ -135,9 +128,8 @@ def bench_record(
 
 
 def _identical(ours: Sequence[Summary], circumstances: Circumstances) -> bool | None:
-    verdicts = [_all_identical(each) for each in ours if circumstances.must_agree]
-    known = [verdict for verdict in verdicts if verdict is not None]
-    return all(known) if known else None
+    verdicts = [_all_identical(each) for each in ours if each.compared_groups and circumstances.must_agree]
+    return all(verdicts) if verdicts else None
 
 
 def _all_identical(summary: Summary) -> bool | None:

@@ -103,16 +103,13 @@ class OutputFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close it; the created folder is removed if nothing was written, as with a drafter that does not exist."""
         self._rows.close()
         if not self._begun and not self._had_rows and not (self.folder / _RECORD).exists():
-            self._take_back()
-
-    def _take_back(self) -> None:
-        """Remove the created folder if nothing was written, as with a drafter that does not exist."""
-        with contextlib.suppress(OSError):
-            (self.folder / _ROWS).unlink()
-            for folder in self._made:
-                folder.rmdir()
+            with contextlib.suppress(OSError):
+                (self.folder / _ROWS).unlink()
+                for folder in self._made:
+                    folder.rmdir()
 
     def keep(self, row: Row, about: Mapping[str, Any] | None = None) -> None:
         """Write a finished row with the description of the run at once, so that no later failure loses it.
@@ -143,19 +140,18 @@ class OutputFolder:
         Raises:
             DataError: a file cannot be written.
         """
-        limit_s = None
-        if circumstances.bandwidth and circumstances.weight_bytes:
-            limit_s = circumstances.weight_bytes / circumstances.bandwidth
+        bandwidth, n_bytes, under = circumstances.bandwidth, circumstances.weight_bytes, circumstances.line()
+        limit_s = n_bytes / bandwidth if bandwidth and n_bytes else None
+        report = self.folder / _REPORT
         try:
             (self.folder / _RECORD).write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
-            pictures = draw_all(self.folder, summaries, costs, limit_s, circumstances.line())
-            report = self.folder / _REPORT
+            pictures = draw_all(self.folder, summaries, costs, limit_s, under)
             decided = [
-                (each, draw_decisions(self.folder, each.name, each.decisions, circumstances.line()))
+                (each, draw_decisions(self.folder, each.name, each.decisions, under))
                 for each in summaries
                 if each.decisions is not None and decides(each)
             ]
-            drawn = [(tree, draw_drafted(self.folder, tree, circumstances.line())) for tree in trees]
+            drawn = [(tree, draw_drafted(self.folder, tree, under)) for tree in trees]
             report.write_text(markdown(summaries, circumstances, pictures, notes, drawn, decided), encoding="utf-8")
         except OSError as error:
             raise DataError(f"cannot write into {str(self.folder)!r}: {error.strerror or error}") from error
@@ -222,13 +218,12 @@ def _table(table: TextTable) -> str:
 def _where(circumstances: Circumstances) -> str:
     machine = circumstances.machine
     threads = f"{circumstances.threads} thread{'s' if circumstances.threads > 1 else ''}"
+    sampling = (f"{name} {value}" for name, value in circumstances.sampling.items() if value not in ((), ""))
     facts = {
         "CPU": f"{machine.get('cpu')}, {machine.get('cores')} cores, {threads} in use",
         "versions": ", ".join(f"{name} {machine.get(name)}" for name in _LIBRARIES),
         "fast paths": "; ".join(circumstances.fast_paths) or "none",
-        "sampling": ", ".join(
-            f"{name} {value}" for name, value in circumstances.sampling.items() if value not in ((), "")
-        ),
+        "sampling": ", ".join(sampling),
         "drafters": ", ".join(circumstances.drafters) or "none",
         "controller": circumstances.controller,
         "rule": circumstances.rule if circumstances.lossless else f"{circumstances.rule} (lossy)",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.theory import TargetCost, expected_tokens_if_independent
-from truedraft.drafters.base import Drafter
 from truedraft.engine.policy import StepCosts
 from truedraft.measure import sized
 from truedraft.measure.bench.suite import OurEngine, Suite
@@ -61,27 +60,19 @@ class DraftedTree:
     def measured_over_promised(self) -> float | None:
         return None if self.measured is None or self.promised is None else self.measured / self.promised
 
-    @property
-    def _on(self) -> str:
-        return f" (on {self.promised_on})" if self.promised_on else ""
-
     def describe(self) -> str:
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
-        if self.chosen is None:
-            parts = [f"{self.system}: a tree of {nodes}"]
-        else:
-            parts = [f"{self.system}: trees of {nodes}, chosen at each step"]
-        if self.promised is not None:
-            parts.append(f"promised {self.promised:.2f} tokens per target call{self._on}")
-        if self.chosen is not None and self.counted is not None:
-            parts.append(f"{self.counted:.2f} by the counted tree")
-        if self.product is not None:
-            parts.append(f"{self.product:.2f} if heads erred independently")
-        if self.measured is not None:
-            parts.append(f"measured {self.measured:.2f}")
-        if self.measured_over_promised is not None:
-            parts.append(f"{self.measured_over_promised:.2f} of what was promised")
-        return ", ".join(parts)
+        trees = f"a tree of {nodes}" if self.chosen is None else f"trees of {nodes}, chosen at each step"
+        on = f" (on {self.promised_on})" if self.promised_on else ""
+        numbers = (
+            (self.promised, f"promised {{:.2f}} tokens per target call{on}"),
+            (None if self.chosen is None else self.counted, "{:.2f} by the counted tree"),
+            (self.product, "{:.2f} if heads erred independently"),
+            (self.measured, "measured {:.2f}"),
+            (self.measured_over_promised, "{:.2f} of what was promised"),
+        )
+        parts = [words.format(number) for number, words in numbers if number is not None]
+        return ", ".join([f"{self.system}: {trees}", *parts])
 
     def as_dict(self) -> dict[str, Any]:
         numbers = ("nodes", "promised", "promised_on", "counted", "product", "measured", "measured_over_promised")
@@ -114,8 +105,9 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
 def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: SamplingParams) -> list[DraftedTree]:
     """The trees of our drafters that draft by ranks; `measured` has the mean acceptance length of each engine."""
     found = []
-    drafting = [(member_title(each, name), member) for each in suite.ours for name, member in _members(each)]
-    for title, member in drafting:
+    drafting = [(each, *member) for each in suite.ours for member in each.engine.drafter.members.items()]
+    for system, name, member in drafting:
+        title = member_title(system, name)
         facts = None if member.trees is None else member.trees.tree_facts(params)
         if facts is None:
             continue
@@ -126,10 +118,6 @@ def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: Sa
         text = "" if facts.curve is None else facts.curve.measured_on
         found.append(DraftedTree(title, facts.tree, measured.get(title), product, chosen, text))
     return found
-
-
-def _members(system: OurEngine) -> Iterable[tuple[str, Drafter]]:
-    return system.engine.drafter.members.items()
 
 
 def member_title(system: OurEngine, member: str) -> str:

@@ -29,13 +29,13 @@ _OPEN_MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class ReceivedAnswer:
-    """A server's answer, as received.
+    """A server's answer, as received; None is what it does not give.
 
     Attributes:
         finish_reason: in OpenAI's words, or one of the server's own.
-        token_ids: of the answer, including the one that ended it; None where they are not given.
+        token_ids: of the answer, including the one that ended it.
         names: of its tokens, as in logprobs: their text, or their id as a number.
-        top: the likeliest tokens by name, for each of `names`; None where they are not given.
+        top: the likeliest tokens by name, for each of `names`.
     """
 
     text: str | None

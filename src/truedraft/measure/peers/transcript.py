@@ -69,8 +69,10 @@ class Recorded(Peer):
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         """Answers from the file, then from the peer; each of the peer's is written before it is yielded."""
         left: list[tuple[int, tuple[str, int]]] = []
+        plain = asdict(SamplingParams())
         for number, question in enumerate(questions):
-            words = _words(question)
+            given = asdict(question.params).items()  # only what differs from the defaults is written
+            words = _words(question.prompt, {name: value for name, value in given if value != plain[name]})
             place = words, self._seen[words]
             self._seen[words] += 1
             if place in self._replies:
@@ -101,7 +103,7 @@ class Recorded(Peer):
             try:
                 record = json.loads(line)
                 if number:
-                    words = _sorted({"prompt": record["prompt"], "params": record["params"]})
+                    words = _words(record["prompt"], record["params"])
                     replies[words, int(record["occurrence"])] = Reply.from_dict(record["reply"])
                 elif record[_HEAD] != _VERSION:
                     raise ValueError(f"version {record[_HEAD]!r}")
@@ -140,12 +142,5 @@ def _head(facts: PeerFacts, about: Mapping[str, Any]) -> dict[str, Any]:
     return {_HEAD: _VERSION} | record | dict(more) | dict(about)
 
 
-def _words(question: Question) -> str:
-    """A question as JSON, with only those parameters that differ from the defaults."""
-    plain, given = asdict(SamplingParams()), asdict(question.params)
-    params = {name: value for name, value in given.items() if value != plain[name]}
-    return _sorted({"prompt": question.prompt, "params": params})
-
-
-def _sorted(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, sort_keys=True)
+def _words(prompt: Sequence[int], params: Mapping[str, Any]) -> str:
+    return json.dumps({"prompt": prompt, "params": params}, sort_keys=True)
