@@ -120,17 +120,6 @@ def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
     assert [recording.replays for recording in fixture.recorder.made] == [3, 3, 1]
 
 
-def test_requests_that_are_over_take_no_part() -> None:
-    """The last request of a batch is alone in its bucket."""
-    fixture = Fixture()
-    caches = [fixture.filled(4) for _ in range(4)]
-    for cache in caches[:3]:
-        fixture.model.release_cache(cache)
-    for _ in range(2):
-        fixture.model.forward([fixture.chain(caches[3], 2)])
-    assert fixture.buckets[-1] == Bucket(1, 2, 2, 256, 0, 2)
-
-
 def test_replays_compute_from_new_numbers() -> None:
     """Recorded and plain forwards answer alike at every step; what was returned is not overwritten."""
     recorded, plain = Fixture(), Fixture()
