@@ -112,20 +112,13 @@ def train_ngrams(
 ) -> NgramResult:
     """Count a table for the target into the folder `out`, replacing an existing one, and measure it in the engine.
 
-    An interrupted run resumes after the written answers when it is called again; texts are counted anew.
-
-    Args:
-        target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats and, with `answers`, of prompts, as `Source.read` reads them. No files mean the
-            standard library of the running interpreter, for the embedded target only.
-        held_out: files to measure on; without them the last twentieth of the data is held out.
-        budget: the time for everything, measuring included; None sets no limit.
+    An interrupted run resumes after the written answers when it is called again. Arguments are those of `train_draft`;
+    no files mean the standard library of the running interpreter, for the embedded target only.
 
     Raises:
         ModelError: the target cannot be loaded or has no tokenizer.
         DataError: the data cannot be read or is too short, or no table of the allowed size can be made of it.
-        OptionError: a size is out of range, `out` holds answers of another configuration, or another process is
-            counting there.
+        OptionError: `out` holds answers of another configuration, or another process is counting there.
         TrainingError: the target failed, or files cannot be written.
     """
     config, hooks, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
@@ -143,11 +136,7 @@ def train_ngrams(
             documents = _encoded(source.texts, tokenizer, model.vocab_size, config.max_text_tokens, hooks)
         else:
             pen = Writing(config.tokens, config.answers, out / WORK, hooks, budget)
-            records = _answered(model, source, tokenizer, pen, config)
-            if not tests:  # without texts some of the prompts are held out
-                kept = min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
-                records, tests = records[kept:], [record.prompt for record in records[:kept]]
-            documents = [np.array(record.answer, np.int32) for record in records]
+            documents, tests = _answers(_answered(model, source, tokenizer, pen, config), tests)
             words = f"what the target answers to prompts from {words}"
         table = _counted(documents, model, config, hooks)
         with writing(out / TABLE):
@@ -160,6 +149,13 @@ def train_ngrams(
         _write_record(result, target, model, hooks)
         _write_card(str(target), result, config.device)
     return result
+
+
+def _answers(records: list[WrittenAnswer], tests: list[list[int]]) -> tuple[list[NDArray[np.int32]], list[list[int]]]:
+    """The answers to count, and the prompts to measure on: where there are none, some of the answered ones."""
+    kept = 0 if tests else min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
+    tests = tests or [record.prompt for record in records[:kept]]
+    return [np.array(record.answer, np.int32) for record in records[kept:]], tests
 
 
 def _write_card(target: str, result: NgramResult, device: str) -> None:
