@@ -47,8 +47,8 @@ class Proposal:
     """A drafter's proposal for one request.
 
     Attributes:
-        draws: for each tree row (the root, then each node) its draws, in the order in which they are judged. The order
-            is fixed before anything is drawn.
+        draws: for each tree row (the root, then each node) its draws, in the order in which they are judged, fixed
+            before anything is drawn.
         probs: `[probs, vocab]`: the tensor that was sampled from, or None when every draw is deterministic.
         confidence: the drafter's own probability of each node's token, where computed.
     """
@@ -78,12 +78,10 @@ class Proposal:
 
     @classmethod
     def empty(cls) -> Proposal:
-        """No nodes: the step is plain decoding."""
         return _EMPTY
 
     @classmethod
     def deterministic(cls, tree: TokenTree) -> Proposal:
-        """Candidates that were chosen, not drawn: beams, n-grams, top-k."""
         return cls(tree, deterministic_draws(tree.shape))
 
     @classmethod
@@ -172,8 +170,8 @@ _ROUNDING = 1e-4
 class DrawCheck:
     """Checks on a device whether draws could have been made as they claim, which rules rely on.
 
-    Draws of other kinds are judged without a distribution, so theirs is not checked; nor is one without draws. Ids on
-    the host must exist; ids on a device are clamped to the vocabulary, which all proposals share.
+    Only draws that are judged with a distribution are checked. Ids on the host must exist; ids on a device are clamped
+    to the vocabulary, which all proposals share.
 
     Attributes:
         wanted: what the host must read: the sums and least entries of the distributions, and the drawn tokens' entries.
@@ -216,7 +214,7 @@ class DrawCheck:
         return dists * vocab + drafted_tokens(trees, vocab, device)[at]
 
     def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
-        """From the numbers in `wanted`: by proposal, the tree rows with draws that cannot have been made as claimed."""
+        """From the numbers in `wanted`: by proposal, the tree rows with draws that cannot be as claimed."""
         found: dict[int, set[int]] = {}
         if not self._drawn:
             return found
@@ -249,8 +247,8 @@ def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]
     """Merge proposals for one request into one tree; at each tree row the draws of earlier proposals come first.
 
     Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is judged.
-    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Equality of nodes depends
-    on their tokens, so this waits for tokens on a device.
+    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Waits for tokens on a
+    device.
 
     Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name it, and
     its children 1 = 7 and 2 = 8; the nodes of the first became (0, 1) and those of the second (0, 2).

@@ -1,11 +1,8 @@
 """Changes of logits by a request's options before the distribution is computed: bans, biases and penalties.
 
-All are functions of the text that a row of logits continues. At a node of a token tree that is the committed text and
-the tokens on the node's own path, so a tree is verified with exactly the distributions of plain decoding: the same
-operations on the same numbers give the same bits.
-
-In order: allowed_token_ids, bad_words, min_tokens, the form of a structured answer, logit_bias, then the repetition,
-frequency and presence penalties.
+At a node of a token tree the text is the committed text and the node's own path, so a tree is verified with exactly the
+distributions of plain decoding. In order: allowed_token_ids, bad_words, min_tokens, the form of a structured answer,
+logit_bias, then the repetition, frequency and presence penalties.
 """
 
 from __future__ import annotations
@@ -133,7 +130,6 @@ class Shaping:
             self._penalise(rows, paths, tables)
 
     def _ban_words(self, rows: Tensor, paths: Sequence[Path]) -> None:
-        """Ban the last token of a bad word after its other tokens."""
         longest = max(map(len, self._words), default=0) - 1
         banned: list[tuple[int, int]] = []
         for row, path in enumerate(paths if self._words else ()):
@@ -254,7 +250,6 @@ def shaped_trees(
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """A copy in float32, or float64 where they are."""
     return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
 
 
@@ -271,11 +266,7 @@ def _forbid(wide: Tensor, allowed: NDArray[np.bool_]) -> None:
 class _Tables:
     """The changes that depend only on committed text and options, `[vocab]` each; None where there are none.
 
-    Attributes:
-        banned: bool.
-        bias: to add.
-        lost: to subtract.
-        seen: bool: whether prompt or answer contain it.
+    `banned` is bool, `bias` is added, `lost` is subtracted, and `seen` (bool) is whether prompt or answer contain it.
     """
 
     def __init__(self) -> None:
@@ -285,7 +276,6 @@ class _Tables:
         self.seen: Tensor | None = None
 
     def take(self, tokens: Collection[int], lost: Callable[[int], float]) -> None:
-        """Update for newly committed tokens."""
         if not tokens:
             return
         if self.lost is not None:

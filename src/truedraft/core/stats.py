@@ -29,7 +29,7 @@ class Settling:
     """Detects whether all forwards of some models and drafters since its creation took as long as repeated ones will.
 
     On a GPU the first forward of a shape runs kernel by kernel, and the second is recorded; only later ones are
-    replays. The time of such a forward predicts no other, so it is not used to measure, to learn or to decide.
+    replays. The time of such a forward is not used to measure, to learn or to decide.
     """
 
     def __init__(self, *parts: WarmsUp) -> None:
@@ -38,7 +38,6 @@ class Settling:
 
     @property
     def settled(self) -> bool:
-        """Whether there was no such forward up to now."""
         return self._warmups() == self._before
 
     def _warmups(self) -> int:
@@ -114,7 +113,6 @@ class RequestStep:
 
     @property
     def survival(self) -> tuple[bool, ...]:
-        """For each verified position, whether its token was accepted."""
         return (True,) * self.accepted + (False,) * self.rejected
 
 
@@ -128,8 +126,7 @@ class StepRecord:
         draft_s: drafting, catch-up included.
         total_s: the whole step, with emitting tokens, committing caches and notifying drafters.
         drafting: times of the drafters that were called; empty on a device, where drafting is only queued.
-        settled: whether its forwards took as long as repeated ones will, see `Settling`; else its seconds predict no
-            other step.
+        settled: see `Settling`; if False its seconds predict no other step.
     """
 
     requests: tuple[RequestStep, ...]
@@ -158,18 +155,15 @@ class StepRecord:
 
     @cached_property
     def prefill(self) -> bool:
-        """Whether there was a chunk of a prompt."""
         return any(each.prefill for each in self.requests)
 
     @cached_property
     def numbers(self) -> Mapping[int, int]:
-        """Index in `requests`, by request id."""
         return {each.id: number for number, each in enumerate(self.requests)}
 
     @cached_property
     def seconds_of_each(self) -> tuple[float, ...]:
-        """Seconds by request: a drafter's time is divided among the requests that it drafted for, the rest among
-        all."""
+        """Seconds by request: a drafter's time is divided among the requests that it drafted for."""
         left, each = self.total_s, [0.0] * len(self.requests)
         parts = [() if step.decision is None else step.decision.parts for step in self.requests]
         for spent in self.drafting:
@@ -181,7 +175,6 @@ class StepRecord:
 
     @property
     def counters(self) -> Counters:
-        """The counts of the step over all its requests."""
         counters = Counters()
         for each in self.requests:
             counters.count(each)
@@ -204,7 +197,6 @@ class DrafterCounters:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted tokens per drafted token; 0 when nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     __add__ = summed
@@ -285,7 +277,6 @@ class Counters:
         return getattr(sums, name) / sums.tokens if sums is not None and sums.tokens else None
 
     def count(self, step: RequestStep) -> None:
-        """Add the counts of one request in one step."""
         if step.prefill:
             self.prefill_calls += 1
             self.prefill_tokens += step.emitted

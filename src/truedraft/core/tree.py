@@ -52,12 +52,10 @@ class TreeShape:
 
     @cached_property
     def depth(self) -> int:
-        """Length of the longest path."""
         return max(self.depths, default=0)
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node is the only child of the one before it."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @cached_property
@@ -70,7 +68,6 @@ class TreeShape:
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
-        """Nodes without children, in order."""
         return tuple(node for node in range(len(self.parents)) if not self.children[node + 1])
 
     @cached_property
@@ -79,7 +76,6 @@ class TreeShape:
         return sum(self.depths[leaf] for leaf in self.leaves)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the root's child down to `node`."""
         return path_to(node, self.parents)
 
     @cached_property
@@ -127,7 +123,6 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Tensor | Sequence[int]) -> TokenTree:
-        """A tree with one path."""
         ids = torch.as_tensor(tokens, dtype=torch.int64)
         tree = cls(ids, chain_shape(ids.shape[0]))
         if not isinstance(tokens, Tensor):
@@ -136,7 +131,6 @@ class TokenTree:
 
     @classmethod
     def empty(cls) -> TokenTree:
-        """No nodes: plain decoding."""
         return cls.of_ids([], chain_shape(0))
 
     @classmethod
@@ -170,7 +164,6 @@ class TokenTree:
         self.__dict__["host_ids"] = list(ids)  # where cached_property stores it
 
     def first(self, nodes: int) -> TokenTree:
-        """The tree of the first `nodes` nodes."""
         if nodes >= len(self):
             return self
         return TokenTree(self.tokens[:nodes], TreeShape(self.shape.parents[:nodes]))
@@ -188,13 +181,11 @@ class TokenTree:
         return found
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
-        """Tokens from the root's child down to `node`."""
         return tuple(self.host_ids[i] for i in self.shape.path(node))
 
 
 class GrowingTree:
-    """A tree that merges shared prefixes of paths as they are added; -1 is the root. `children` maps parent and token
-    to node."""
+    """Merges shared prefixes of paths as they are added; `children` maps parent (-1: the root) and token to node."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -1,8 +1,7 @@
 """Closed forms for chains and trees of drafted tokens.
 
 Leviathan et al. 2211.17192, section 3: gamma drafted tokens, each accepted with probability alpha, independently. Here
-a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` drops that assumption and
-uses measured costs. Needs no torch.
+a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` uses measured costs.
 
 Trace replay (docs/planning.md): the first k drafted tokens are accepted with probability sum over x_1..x_k of prod
 min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor of a
@@ -10,7 +9,7 @@ token is min(1, q(x) / p(x)); the overlap sum_x min(p, q) is right on average fo
 several. At temperature 0 the factor is 1 or 0 and replay is exact.
 
 Costs must come from curves measured before, without the engine: a prediction that reads the run it predicts predicts
-nothing. Results from them are called "predicted" everywhere.
+nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def replay_factor(p: float, q: float) -> float:
 def expected_tokens(alpha: float, gamma: int) -> float:
     """(1 - alpha^(gamma+1)) / (1 - alpha): tokens emitted per target call, the recovered or bonus token included.
 
-    Equation 1 of the paper, for acceptance rate alpha and gamma drafted tokens. It is between 1 (nothing accepted) and
-    gamma + 1 (all accepted).
+    Equation 1 of the paper, for acceptance rate alpha and gamma drafted tokens.
 
     Worked example: alpha = 0.6 and gamma = 2 give 1 + 0.6 + 0.36 = 1.96.
 
@@ -103,7 +101,7 @@ def operations_factor(alpha: float, gamma: int, c_ops: float) -> float:
 def best_gamma(alpha: float, c: float, limit: int = 64) -> int:
     """The gamma of 0 to `limit` with the largest `speedup`, the smallest of several; 0 where it does not pay.
 
-    A limit is needed because with c = 0 every further token helps; alpha and c as in `speedup`.
+    A limit is needed because with c = 0 every further token helps.
 
     Raises:
         OptionError: an argument is out of range.
@@ -134,9 +132,8 @@ def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: floa
 def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Sequence[Sequence[float]]) -> float:
     """1 + the sum over paths of the product of accuracies: tokens per target call if heads erred independently.
 
-    A node of a tree of candidates is a path of ranks from the root. It adds the fraction of places, on held-out text,
-    where the true continuation follows that path. Heads err together, which such counts include and the product of
-    accuracies does not; reports show both.
+    A node of a tree of candidates is a path of ranks from the root. Heads err together, which measured counts include
+    and the product of accuracies does not; reports show both.
 
     Worked example: with accuracies 0.6 and 0.2 of the first head's first two ranks and 0.5 of the second head's first
     one, the paths (0), (1) and (0, 0) come to 1 + 0.6 + 0.2 + 0.6 * 0.5 = 2.1.

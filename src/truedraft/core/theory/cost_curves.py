@@ -1,7 +1,4 @@
-"""Costs of a target's forward and of a drafter's proposal, in seconds, from measured points.
-
-Curves are monotone, because more work never costs less, and linear between points and beyond the last point.
-"""
+"""Costs of a target's forward and of a drafter's proposal, in seconds: monotone curves fitted to measured points."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ _SETTLING = 12.0  # time constant in steps
 class CostCurve:
     """Seconds by one size (rows, nodes, depth).
 
-    It is linear between points, constant below the first point, and continues the last slope beyond the last (constant
-    if there is one point). Sizes ascend and seconds never descend; both are 0 or more.
+    Linear between points, constant below the first point, and with the last slope beyond the last. Sizes ascend and
+    seconds never descend; both are 0 or more.
 
     Raises:
         OptionError: no points, or unordered ones.
@@ -126,11 +123,9 @@ class CostSurface:
         return _between_points(self.contexts, isotonic(at_rows), context)
 
     def _context_slopes(self) -> tuple[float, ...]:
-        """Seconds per further cached token beyond the last context, by rows."""
         return _running_largest([_last_slope(self.contexts, line) for line in self.seconds])
 
     def _row_slopes(self) -> tuple[float, ...]:
-        """Seconds per further row beyond the last, by context."""
         columns = zip(*self.seconds, strict=True)
         return _running_largest([_last_slope(self.rows, column) for column in columns])
 
@@ -220,8 +215,7 @@ class TargetCost:
 
 
 class ForwardTable:
-    """V(rows, contexts) in seconds, cached for 4,096 shapes, with the mean context rounded to 64 tokens, because
-    contexts change at every step."""
+    """V(rows, contexts) in seconds, cached for 4,096 shapes, with the mean context rounded to 64 tokens."""
 
     def __init__(self, forward_s: Callable[[int, Sequence[int]], float]) -> None:
         self._known = lru_cache(_MOST_SHAPES)(lambda rows, count, each: forward_s(rows, [each] * count))
@@ -235,12 +229,7 @@ class ForwardTable:
 
 
 class DraftPoint(NamedTuple):
-    """Measured seconds of `propose` and `observe`, catch-up with the last step's tokens included.
-
-    Attributes:
-        depth: length of the longest path, 1 or more.
-        nodes: drafted nodes, 1 or more.
-    """
+    """Measured seconds of `propose` and `observe`, catch-up included; depth and nodes are 1 or more."""
 
     depth: int
     nodes: int
@@ -249,10 +238,7 @@ class DraftPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """Seconds of one proposal of a drafter for one request, catch-up included.
-
-    The measured points are one for each depth, ascending; none for a drafter that never drafts.
-    """
+    """Seconds of one proposal for one request, catch-up included, from one point per depth; 0 without points."""
 
     points: tuple[DraftPoint, ...]
 
@@ -294,8 +280,6 @@ class DraftCost:
 
     def of_nodes(self, nodes: int) -> float:
         """Seconds of a proposal with this many nodes, in the drafter's shape; 0 for none.
-
-        A drafter with a limit on nodes may fill it at several depths; the deepest is what it proposes.
 
         Raises:
             OptionError: a negative number of nodes.
