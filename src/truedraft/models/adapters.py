@@ -1,7 +1,6 @@
 """LoRA adapters of one target (arXiv 2106.09685): merged into its weights, or one for each request of a forward.
 
-An adapter adds B A x, of a low rank, to the output of a linear layer W. If requests name their adapters, W is read once
-for the whole pack, and the rows of each request get the product of its own adapter.
+An adapter adds B A x, of a low rank, to the output of a linear layer W, which is read once for the whole pack.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ class Segment:
         written: uncommitted tokens that earlier forwards wrote; the new ones are the rest of `shape`.
         prompt: number of first new tokens that belong to a prompt. Layers with states read these in pieces and others
             one by one, so that a token's bits do not depend on the rest of the forward.
-        adapter: name of the adapter for these tokens.
         inputs: non-text inputs by name; the tokens are then the whole prompt, and the cache is empty. Audio may also be
             given with parts of a prompt, until an encoder has read it.
     """
@@ -110,14 +109,12 @@ class LanguageModel(Reader, ABC):
         head_width: entries of `ForwardOutput.hidden` that heads read: all, or the nonzero ones of a padded model; 0 if
             none.
         shown_layers: number of layers with output in `forward_showing`; 0 if it is not supported.
-        adapters: names that a segment may use.
         shared_ids: ids that a draft with another tokenizer can write; None: all.
         input_names: non-text inputs of a prompt, such as `pixel_values`; empty for text-only models.
         placeholders: ids of tokens that these inputs replace.
         pool: of its caches; None if none are kept.
         failure: why it cannot run, in a sentence; None while it can.
         warmups: number of forwards so far that took longer than later ones of their shape, such as CUDA graph captures.
-        records_chains: whether `forward_chains` is supported.
     """
 
     device: torch.device
@@ -195,7 +192,7 @@ class LanguageModel(Reader, ABC):
 
     @contextmanager
     def trying(self) -> Iterator[RequestCache]:
-        """A cache that holds `opening`, for trial forwards; it is released at the end of the context."""
+        """A cache that holds `opening`, for trial forwards, until the end of the context."""
         cache = self.begun_cache()
         try:
             yield cache
@@ -289,8 +286,10 @@ class LanguageModel(Reader, ABC):
         return TopK.of(self.unembed(vectors), count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
-        """A faster `likeliest` for residual heads x + SiLU(W x + b), `head_width` wide, before the LM head; None if
-        there is none. `blocks` has the linear layers of each head, equally many; their weights are copied."""
+        """A faster `likeliest` for residual heads x + SiLU(W x + b) before the LM head, or None.
+
+        `blocks` has the linear layers of each head, equally many; their weights are copied.
+        """
         return None
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ class SegmentPlan:
     layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
 
     def layout(self, pattern: AttentionPattern) -> SegmentLayout:
-        """The segment's layout under a pattern; made once for all layers that share it."""
         if pattern not in self.layouts:
             segment = self.segment
             self.layouts[pattern] = layout_of(segment.shape, segment.written, self.length, pattern, self.device)
@@ -118,8 +117,10 @@ class ForwardPlan:
     def attend_masked(
         self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """`attend` for a single segment, a whole prompt, under the mask that the model itself made. `mask` is
-        `[total, total]`, True or 0 where a token sees another; None is a causal mask."""
+        """`attend` for a single segment, a whole prompt, under the mask that the model itself made.
+
+        `mask` is `[total, total]`, True or 0 where a token sees another; None is a causal mask.
+        """
         count = query.shape[1]
         keys, values = self.segments[0].segment.cache.write(call, key, value)
         hidden = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device)

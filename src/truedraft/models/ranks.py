@@ -1,7 +1,7 @@
 """Processes of one machine that run one model together: how they connect, and their messages.
 
-The first, rank 0, is the user's own. It starts the others, unless a launcher such as `torchrun` started all. They use
-Gloo, and NCCL, too, for parts on GPUs. A process that dies closes its connections, so that waiting ones fail at once.
+Rank 0 starts the others, unless a launcher such as `torchrun` started all. They use Gloo, and NCCL, too, for parts on
+GPUs. A process that dies closes its connections, so that waiting ones fail at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ranks:
 
     @classmethod
     def start(cls, count: int, asked: Mapping[str, Any]) -> Ranks:
-        """Start the other processes, which call `load_model` with the JSON values `asked`, or join those of a launcher.
+        """Start the other processes, which call `load_model` with JSON `values`, or join those of a launcher.
 
         Raises:
             OptionError: a launcher started another number of processes, or this is the second model of its processes.
@@ -120,7 +120,6 @@ class Ranks:
 
     @property
     def failure(self) -> str | None:
-        """Why the group has failed, in a sentence; None while it runs."""
         if self._failure is None:
             found = [(rank, process.poll()) for rank, process in enumerate(self.others, start=1)]
             if ended := [(rank, status) for rank, status in found if status is not None]:
@@ -130,7 +129,6 @@ class Ranks:
         return self._failure
 
     def check(self) -> None:
-        """Raise `RankLostError` if the group has failed."""
         if self.failure is not None:
             raise RankLostError(self.failure)
 
@@ -181,10 +179,7 @@ class Ranks:
         return parts
 
     def added(self, part: Tensor) -> Tensor:
-        """The sum of `gathered` parts, added in their order in float32 or better, and rounded once.
-
-        So a row's bits do not depend on the rest of its forward; libraries split sums by their size.
-        """
+        """The sum of `gathered` parts in order, in float32 or better, rounded once: libraries split sums by size."""
         first, *others = self.gathered(part)
         total = first if first.dtype == torch.float64 else first.float()
         for each in others:

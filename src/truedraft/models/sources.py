@@ -1,13 +1,12 @@
 """Texts of encoder-decoders: the encoder's text followed by the decoder's, as one list of tokens.
 
-A request of such a model is the source, then the decoder's start token, then the answer. So it is a list of tokens as
-with any other model: a drafter sees the source before the answer, prompt lookup copies from it, and a draft model that
-is an encoder-decoder, too, reads it with its own encoder. The tokens themselves mark the end of the source: the first
-decoder start token; if that is also the end token, as in BART, the first place where it follows another.
+A request is the source, then the decoder's start token, then the answer. So a drafter sees the source before the
+answer, and prompt lookup copies from it. The tokens mark the end of the source: the first decoder start token; if that
+is also the end token, as in BART, the first place where it follows another.
 
-An audio source has no tokens. It is represented by one placeholder for each vector of the encoder, all of one id, and
-ends at the first other id. Families differ in the layout of their feature extractors' output, in its required length,
-and in how far their convolutions shorten it: all of that is determined from the encoder itself.
+An audio source is represented by one placeholder for each vector of the encoder, all of one id, and ends at the first
+other id. The layout of the feature extractor's output, its required length, and how far the convolutions shorten it are
+determined from the encoder itself.
 """
 
 from __future__ import annotations
@@ -157,7 +156,6 @@ class Sources:
 
     @property
     def source_limit(self) -> int:
-        """Most tokens of a source, placeholders of audio included."""
         return self.limit if self.sound is None else self.sound.limit
 
     @property
@@ -175,7 +173,6 @@ class Sources:
 
     @property
     def opening_inputs(self) -> dict[str, Tensor]:
-        """Non-text inputs of `opening`; empty for an encoder of text."""
         return {} if self.sound is None else {self.sound.name: self.sound.example}
 
     def length(self, tokens: Sequence[int]) -> int | None:

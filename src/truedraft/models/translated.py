@@ -19,8 +19,8 @@ from truedraft.text.translation import Translation
 class TranslatedModel(LanguageModel):
     """Presents a draft in the vocabulary of a target with another tokenizer; `translation` is between the two.
 
-    The target's tokens are spelled in the draft's ids, one or several for each. The draft's distribution is that of the
-    shared ids, renormalised: an ordinary distribution over the target's ids, so samples from it are verified exactly.
+    The target's tokens are spelled in one or several of the draft's ids. The draft's distribution is that of the shared
+    ids, renormalised: an ordinary distribution over the target's ids, so samples from it are verified exactly.
 
     Raises:
         VocabularyMismatchError, CompositionError: see `translation_between`.

@@ -41,7 +41,6 @@ class Place:
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """The tensor, in memory."""
         return in_memory(self.file.get_tensor(self.name))
 
 
@@ -94,8 +93,7 @@ def weight_files(source: str, name: str, revision: str | None) -> list[str]:
 
 
 def refuse_vast_sizes(said: Mapping[str, Any], source: str, name: str, revision: str | None) -> None:
-    """Raise ModelError if a config.json, with the content `said`, has more layers, experts or entries than the weights
-    can have, or these cannot be read."""
+    """Raise ModelError if a config.json, `said`, has more layers or entries than the weights can have."""
     vast = [(word, size) for word, size in _sizes_in(said) if size > (_LEAST_COUNT if word in _COUNTS else _LEAST_SIZE)]
     if not vast:
         return

@@ -1,8 +1,7 @@
 """Encoder-decoders: the encoder reads a request's source once, and the decoder runs like `SequentialBackend`.
 
-A request's first tokens are its source (`models/sources.py`). Nothing is computed until all of them are present; then
-the encoder runs. The keys and values of cross-attention are stored in the request's cache at the source's own
-positions, where a causal model would have these tokens' keys and values, and those of the decoder's text after them.
+The encoder runs when all of a source (`models/sources.py`) is present. The keys and values of cross-attention are
+stored in the request's cache at the source's own positions, and those of the decoder's text after them.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ class EncoderDecoderBackend(SequentialBackend):
         return length - part.length
 
     def _encode(self, source: Sequence[int], inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor:
-        """The encoder's output for a source, `[1, vectors, width]`."""
         encoder = self._model.get_encoder()
         if self._sources.sound is None:
             ids = torch.tensor([source], device=device)

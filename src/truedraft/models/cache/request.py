@@ -26,11 +26,8 @@ class RequestCache:
     Positions `0 .. length - 1` hold committed tokens. A forward writes its tokens after them; they count only once
     `commit` keeps some. Rollback sets the length; states of layers go back to the last edge before it.
 
-    Args:
-        family: what the model stores in addition to keys and values; None is nothing.
-        storage: None makes buffers.
-
     Attributes:
+        family: what the model stores in addition to keys and values.
         limit: tokens beyond which memory grows only as far as it must: the model's context, or less.
         length: number of committed tokens.
         uncommitted: number of tokens that forwards wrote after these.
@@ -57,11 +54,9 @@ class RequestCache:
         return self.storage.n_bytes + self.family.n_bytes
 
     def shared(self, tokens: int) -> int:
-        """How many of its first `tokens` tokens another request can take over and continue from."""
         return self.family.shared(min(self.length, tokens))
 
     def limit_to(self, limit: int) -> None:
-        """Set `limit`; if the cache is empty, memory beyond it is freed."""
         self.limit = limit
         self.storage.limit_to(limit, not (self.length or self.uncommitted))
 
@@ -122,8 +117,7 @@ class RequestCache:
         return [self.storage.entry(call, self.length) for call in range(self.storage.calls)]
 
     def part(self, first: int, end: int, lasting: bool) -> Entries:
-        """Committed keys and values from `first` to before `end`; unless `lasting`, read before the cache is used
-        again."""
+        """Committed keys and values from `first` to before `end`; valid until the cache is used, unless `lasting`."""
         return self.storage.part(first, end, lasting)
 
     @in_inference_mode
