@@ -41,8 +41,8 @@ class ForwardPlan:
     Attributes:
         tokens: `[1, total]`, int64: all new tokens, then padding.
         positions: `[1, total]`, int64: cached length + depth in the tree - 1, plus the cache's shift.
-        rows: `[wanted]`, int64: rows of the pack that need logits, then padding.
-        wanted: number of requested `rows`.
+        rows: `[requested]`, int64: rows of the pack that need logits, then padding.
+        requested: number of `rows` without padding.
         furthest: the largest position.
     """
 
@@ -50,7 +50,7 @@ class ForwardPlan:
     tokens: Tensor
     positions: Tensor
     rows: Tensor
-    wanted: int
+    requested: int
     furthest: int
 
     @classmethod
@@ -87,8 +87,8 @@ class ForwardPlan:
         if requested:
             rows.extend([rows[-1]] * (least_rows - requested))
         whole = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
-        places, wanted = transfers.upload(positions, device), transfers.upload(rows, device)
-        return cls(plans, whole[None], places[None], wanted, requested, max(positions))
+        places, logit_rows = transfers.upload(positions, device), transfers.upload(rows, device)
+        return cls(plans, whole[None], places[None], logit_rows, requested, max(positions))
 
     def attend(
         self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor

@@ -49,8 +49,8 @@ class Ranks:
         weakref.finalize(self, _end, others)
 
     @classmethod
-    def start(cls, count: int, asked: Mapping[str, Any]) -> Ranks:
-        """Start the other processes, which call `load_model` with JSON `values`, or join those of a launcher.
+    def start(cls, count: int, options: Mapping[str, Any]) -> Ranks:
+        """Start processes that call `load_model` with the JSON values `options`, or join those of a launcher.
 
         Raises:
             OptionError: a launcher started another number of processes, or this is the second model of its processes.
@@ -68,7 +68,7 @@ class Ranks:
         )
         others = [
             subprocess.Popen(
-                [sys.executable, "-c", code, json.dumps(dict(asked))],
+                [sys.executable, "-c", code, json.dumps(dict(options))],
                 env={**os.environ, **given, "RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -82,7 +82,7 @@ class Ranks:
     def _launched(cls, count: int, launched: int) -> Ranks:
         if launched != count:
             raise OptionError(
-                f"asks for {count} processes, and {launched} were launched; launch as many, or start one process, "
+                f"needs {count} processes, and {launched} were launched; launch as many, or start one process, "
                 "which starts the others",
                 field="tensor_parallel",
             )

@@ -178,7 +178,7 @@ class _Layer:
             for part, start, end in order.pieces:
                 whole = self._continues or part.length + start == 0
                 for first, last in [(start, end)] if whole else pairwise(range(start, end + 1)):
-                    before = self._behind((part, first), states)
+                    before = self._state_before((part, first), states)
                     known = {} if before is None else dict(before.copied().states)
                     own = slice(part.start + first, part.start + last)
                     output, found = self._products.run(own, self._run, hidden_states[:, own], known)
@@ -233,7 +233,7 @@ class _Layer:
             before[0, here] = hidden[0, there]
         return before
 
-    def _behind(self, place: Place, states: dict[int, list[StateRow | None]]) -> StateRow | None:
+    def _state_before(self, place: Place, states: dict[int, list[StateRow | None]]) -> StateRow | None:
         part, node = place
         segment = part.segment
         parent = segment.shape.parents[node]
@@ -244,7 +244,7 @@ class _Layer:
     def _batches(
         self, level: Sequence[Place], states: dict[int, list[StateRow | None]]
     ) -> Iterator[tuple[list[Place], States]]:
-        before = [(place, self._behind(place, states)) for place in level]
+        before = [(place, self._state_before(place, states)) for place in level]
         if begin := [place for place, state in before if state is None]:
             yield begin, {}
         if known := [(place, state) for place, state in before if state is not None]:

@@ -67,10 +67,10 @@ class Backend(ABC):
         else:
             logits, hidden = self.run_inputs(plan) if has_inputs else self.run(plan)
         shown = tuple(seen[layer] for layer in layers)
-        if logits.shape[0] == plan.wanted:  # a view of all takes a microsecond, which a small model feels
+        if logits.shape[0] == plan.requested:  # a view of all takes a microsecond, which a small model feels
             return ForwardOutput(logits, hidden, shown)
         return ForwardOutput(
-            logits[: plan.wanted], hidden[: plan.wanted], tuple(layer[: plan.wanted] for layer in shown)
+            logits[: plan.requested], hidden[: plan.requested], tuple(layer[: plan.requested] for layer in shown)
         )
 
     def _forward_each(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]) -> ForwardOutput:
@@ -104,7 +104,7 @@ class Backend(ABC):
 
     def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """`run` for a plan of one segment: a whole prompt with inputs in addition to its tokens."""
-        raise UnsupportedModelError("this forward reads text alone; load the model with fast_paths=False")
+        raise UnsupportedModelError("this forward reads only text; load the model with fast_paths=False")
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         """`run`, which also stores each layer's output `[rows, width]` at the plan's rows in `seen`."""

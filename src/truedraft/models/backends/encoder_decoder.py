@@ -69,7 +69,7 @@ class EncoderDecoderBackend(SequentialBackend):
                 )
             return len(tokens)
         if part.segment.rows and part.segment.rows[0] < length - part.length:
-            raise ModelError("what an encoder reads has no logits; ask for those of the tokens behind it")
+            raise ModelError("an encoder's tokens have no logits; request those of the tokens after them")
         self._encoded = self._encode(family.source[:length], part.segment.inputs, tokens.device)
         if self._encoded.shape[1] != length:
             raise ModelError(f"the encoder made {self._encoded.shape[1]} vectors in place of {length} of a source")
@@ -82,7 +82,7 @@ class EncoderDecoderBackend(SequentialBackend):
             ids = torch.tensor([source], device=device)
             given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         elif inputs is None:
-            raise ModelError("the model hears, and the text was begun without a sound; give it with the placeholders")
+            raise ModelError("the model reads audio, and the text began without any; give it with the placeholders")
         else:
             given = on_device(inputs, device, self._model.dtype)
         if self._sources.sound is not None and given[self._sources.sound.name].equal(self._sources.sound.example):

@@ -75,7 +75,7 @@ class FusedBackend(Backend):
             x = layer.run(x, rotations[layer.rotary], partial(_attend, plan, call, layer.pattern, scoring))
             if call in layers:
                 seen[call] = x.index_select(0, plan.rows)  # a copy: the next layer may write over it
-        hidden = self._norm(x.index_select(0, plan.rows))  # [wanted, width]
+        hidden = self._norm(x.index_select(0, plan.rows))  # [requested, width]
         return self._lm_head(hidden), hidden
 
     def unembed(self, vectors: Tensor) -> Tensor:

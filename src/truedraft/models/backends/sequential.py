@@ -190,7 +190,7 @@ class PathCache(Cache):
         if key_states.dim() != 4 or key_states.shape[0] != 1 or key_states.shape[2] != self._new:
             raise UnsupportedModelError(
                 f"a layer keeps keys of the shape {tuple(key_states.shape)} for {self._new} tokens, and truedraft "
-                "knows those of one text, by head and token; use another model"
+                "supports one text, by head and token; use another model"
             )
         keys, values = self._buffers.write_path(
             self._call, self.cache.length, self._path, key_states[0], value_states[0]

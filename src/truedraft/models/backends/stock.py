@@ -84,7 +84,7 @@ class StockBackend(ModuleBackend):
 
     def quantized(self, bits: int) -> StockBackend:
         if self._carries or self.adapters:
-            raise UnsupportedModelError("its layers carry states, or adapters lie beside its weights")
+            raise UnsupportedModelError("its layers carry states, or its adapters are not merged")
         linears = quantized_linears(self._model, bits)
         weights = [*self._model.parameters(), *self._model.buffers()]
         instead: dict[int, Any] = {id(each): each for each in weights} | {id(was): now for was, now in linears.items()}
@@ -167,7 +167,7 @@ class _PackedAttention:
             return mixed, None
         if key.shape[2] != query.shape[2] or (attention_mask is not None and attention_mask.shape[:2] != (1, 1)):
             raise UnsupportedModelError(
-                f"{type(module).__name__} looks at images beside its text, not in it, which truedraft cannot run; give "
+                f"{type(module).__name__} reads images separately from its text, which truedraft cannot run; give "
                 "text alone"
             )
         plan, call = self._next_call(module)

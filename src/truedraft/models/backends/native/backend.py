@@ -403,7 +403,7 @@ def _linear(layers: Linears, weights: Weights) -> CLinear:
 def _gate_up(layers: Linears, weights: Weights) -> CLinear:
     gate, up = [layer.weight for layer in layers] if len(layers) > 1 else in_halves(layers[0].weight)
     bias = _bias(layers)
-    made = weights.linear([gate, up], None if bias is None else _alternating(bias, len(gate)), turns=True)
+    made = weights.linear([gate, up], None if bias is None else _alternating(bias, len(gate)), alternate=True)
     for layer in layers:
         release(layer)
     return made
@@ -427,7 +427,7 @@ def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLin
     if experts.router_bias is not None:
         router_bias = padded_bias([experts.router_bias], [len(each)])
     made = (
-        weights.linears([(experts.gate[e], experts.up[e]) for e in each], gates, turns=True),
+        weights.linears([(experts.gate[e], experts.up[e]) for e in each], gates, alternate=True),
         weights.linears([(experts.down[e],) for e in each], down_bias),
         weights.linear([experts.router], router_bias),
     )
@@ -478,7 +478,7 @@ class NativeLmHead:
         self._model = model
         self.dtype = dtype
         self._scratch = scratch
-        self._alone: dict[int, CHeads] = {}  # the LM head without heads, by number of inputs
+        self._headless: dict[int, CHeads] = {}  # the LM head by itself, by number of inputs
 
     def logits(self, vectors: Tensor) -> Tensor:
         """Logits `[rows, ids]` for vectors `[rows, up to width]`; missing entries are zeros."""
@@ -489,9 +489,9 @@ class NativeLmHead:
         return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab, factor)[1]
 
     def _without_heads(self, width: int) -> CHeads:
-        if width not in self._alone:
-            self._alone[width] = self.heads(width, _NO_BLOCKS, 0, 1)
-        return self._alone[width]
+        if width not in self._headless:
+            self._headless[width] = self.heads(width, _NO_BLOCKS, 0, 1)
+        return self._headless[width]
 
     def heads(self, width: int, blocks: ctypes.Array[CLinear], layers: int, heads: int) -> CHeads:
         """The structure of heads with `width` inputs before the LM head; it keeps its pointers' targets alive."""
@@ -518,7 +518,7 @@ class NativeLmHead:
         return logits[:, :outputs], TopK(ids, values)
 
     def forget(self) -> None:
-        self._alone.clear()
+        self._headless.clear()
 
     def settle(self) -> None:
         self._scratch.settle()

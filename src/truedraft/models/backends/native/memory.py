@@ -132,7 +132,7 @@ class Weights:
     def free(self, addresses: Collection[int]) -> None:
         self._kept = [tensor for tensor in self._kept if tensor.data_ptr() not in addresses]
 
-    def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, turns: bool = False) -> CLinear:
+    def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, alternate: bool = False) -> CLinear:
         """A linear layer from weights `[out, in]`, which are packed, and a bias of `padded_bias`.
 
         If all parts are quantised they keep their codes; if only some are, these are dequantised and packed with the
@@ -144,13 +144,13 @@ class Weights:
         """
         stored = [each for part in parts if (each := quantized_of(part)) is not None]
         if len(stored) == len(parts):
-            return self._coded(stored, bias, turns)
-        return self.linears([list(map(numbers_of, parts))], bias, turns=turns)
+            return self._coded(stored, bias, alternate)
+        return self.linears([list(map(numbers_of, parts))], bias, alternate=alternate)
 
-    def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, turns: bool = False) -> CLinear:
+    def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, alternate: bool = False) -> CLinear:
         """The first of several layers of one size, each as in `linear`, at consecutive addresses."""
         outputs, inputs = sum(map(len, layers[0])), layers[0][0].shape[1]
-        cells = self.keep(packed(self._library, layers, turns=turns))
+        cells = self.keep(packed(self._library, layers, alternate=alternate))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
 
     def _coded(self, parts: Sequence[StoredWeight], bias: Tensor | None, alternate: bool) -> CLinear:
@@ -243,7 +243,7 @@ def quantized_bytes(linear: CLinear, bits: int, layers: int = 1) -> int:
     return int(units * groups * (2 * UNIT + UNIT * PER_SCALE * bits // 8))
 
 
-def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = False) -> Tensor:
+def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, alternate: bool = False) -> Tensor:
     """Weights `[out, in]` as `[blocks, cells, 16 outputs, inputs of a cell]`, in huge pages where the system has them.
 
     Each of several layers of one size, given in parts, begins with a whole unit. A cell is one input in float32 and two
@@ -253,7 +253,7 @@ def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = Fa
     parts = layers[0]
     outputs, inputs, dtype = sum(map(len, parts)), parts[0].shape[1], parts[0].dtype
     per_cell = 2 if dtype is torch.bfloat16 else 1
-    cells, stride = inputs // per_cell, len(parts) if turns else 1
+    cells, stride = inputs // per_cell, len(parts) if alternate else 1
     blocks = -(-outputs // UNIT) * (UNIT // LANES)
     target = _huge(len(layers) * blocks * LANES * inputs, dtype).view(-1, cells, LANES, per_cell)
     jobs: list[tuple[Tensor, Tensor]] = []
@@ -263,7 +263,7 @@ def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = Fa
             for first in range(0, len(part), _PACKED_ROWS):
                 block = place + first // LANES * stride
                 jobs.append((part[first : first + _PACKED_ROWS].detach(), target[block:]))
-            place = layer * blocks + number + 1 if turns else place + len(part) // LANES
+            place = layer * blocks + number + 1 if alternate else place + len(part) // LANES
 
     def run(job: tuple[Tensor, Tensor]) -> None:
         rows, where = job[0].contiguous(), job[1]
