@@ -1,14 +1,12 @@
 """The tokens with the largest log p + G of a distribution under keyed noise (docs/concepts.md, coupled sampling).
 
-`choices_by_definition` is the definition: noise for the whole vocabulary. On the CPU that would cost more than a small
-model's forward, so there `coupled_choices` computes it only for tokens that may win, with the same result.
+`choices_by_definition` needs noise for the whole vocabulary. On the CPU that would cost more than a small model's
+forward, so there `coupled_choices` computes it only for tokens that may win, with the same result.
 
 With G = -log E and E = -log U, the largest log p(v) + G(v) is the smallest E(v) / p(v): a race of exponential clocks. E
 >= 1 - U, so once some token has E / p = t, only tokens with p / (1 - U) >= 1 / t can be before it: about t of them, for
-any size of the vocabulary. The filter needs U to a few digits: the integer arithmetic of the hash and one division.
-
-Roundings never exclude a token that would win in float64. The filter works in blocks that fit the processor's cache,
-with numpy, because its integer arithmetic is twice as fast as torch's on the CPU.
+any size of the vocabulary. The filter needs U to a few digits, in float32; its roundings never exclude a token that
+would win in float64. It uses numpy, whose integer arithmetic is twice as fast as torch's on the CPU.
 """
 
 from __future__ import annotations

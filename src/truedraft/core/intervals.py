@@ -52,12 +52,7 @@ def ratio_over_prompts(above: Sequence[float], below: Sequence[float]) -> Interv
 
 
 def ratio_of_rates(fast: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]) -> Interval:
-    """How many times faster one way was than another: ratio of all tokens over all seconds.
-
-    Args:
-        fast: tokens and seconds per prompt.
-        plain: tokens and seconds of the other, on the same prompts.
-    """
+    """How many times faster one way was: ratio of all tokens over all seconds; (tokens, seconds) by prompt."""
     return resampled([*zip(*fast, strict=True), *zip(*plain, strict=True)], lambda n: n[0] / n[1] / (n[2] / n[3]))
 
 

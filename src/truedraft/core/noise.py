@@ -2,8 +2,7 @@
 
 A draw is keyed (seed, sample, position, purpose, level, member, step, index). No key serves two decisions, because
 noise reused after a rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token).
-The generator is 64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the
-CPU and on a GPU.
+The generator is a chain of the splitmix64 finaliser, with the same bits in Python, on the CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ class Noise(Protocol):
     def inside(self, turn: int, depth: int) -> Noise:
         """The noise one level further down a cascade: other uniform numbers, and the same Gumbel noise.
 
-        Args:
-            turn: sequence number of the inner decision in this step, so that no two share a number.
-            depth: of the first token that it decides, from the first that the step decides.
+        `turn` numbers the inner decisions of this step; `depth` is the place of its first token in the step.
         """
         ...
 

@@ -34,8 +34,8 @@ class Structured:
         kind: one of `STRUCTURED`.
         value: for "json_schema" the schema, as JSON or as an object; the answer is on one line, with one space after
             commas and colons, unless the schema's "x-guidance" overrides this. For "regex" a regular expression that
-            the whole answer matches; for "choice" a list of texts, one of which is the answer; for "grammar" a grammar
-            in Lark's notation; for "json_object" nothing.
+            the whole answer matches; for "choice" a list of texts; for "grammar" a grammar in Lark's notation; for
+            "json_object" nothing.
 
     Raises:
         OptionError: there is no such kind, or the value is not of that form.

@@ -92,11 +92,7 @@ class Proposal:
 
 @lru_cache(maxsize=1024)
 def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> frozenset[DrawKind]:
-    """Check the draws of each tree row against a shape and a number of distributions; returns their kinds.
-
-    Raises:
-        ValueError: a tree row's draws have other nodes than its children, or a distribution that does not exist.
-    """
+    """The kinds of draws; raises ValueError if a tree row's draws do not match its children, or the distributions."""
     for row, own in enumerate(draws):
         if {draw.child for draw in own} != set(shape.children[row]):
             raise ValueError(f"the draws of tree row {row} name other nodes than its children")
@@ -138,11 +134,7 @@ def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozen
 
 
 def check_ids(name: str, tree: TokenTree, vocab: int) -> None:
-    """Refuse ids that do not exist; waits for ids on a device.
-
-    Raises:
-        DrafterError: lists the ids.
-    """
+    """Raise DrafterError for ids that do not exist, which it lists; waits for ids on a device."""
     ids = tree.host_ids
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {vocab - 1}: {ids}")
@@ -204,7 +196,6 @@ class DrawCheck:
             self.wanted = probs.sum(dim=-1, dtype=sum_in), probs.amin(dim=-1), given
 
     def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], probs: Tensor) -> Tensor:
-        """Indices of the drawn tokens' entries in the concatenated, flattened tables."""
         vocab, device = probs.shape[-1], probs.device
         if not any(tree.on_device for tree in trees):
             ids = [token for tree in trees for token in tree.host_ids]
@@ -236,7 +227,6 @@ def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device)
 
 @lru_cache
 def _precision(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """The dtype in which distributions are summed, and the largest distance of a sum from 1."""
     return torch.promote_types(dtype, torch.float32), _ROUNDING + torch.finfo(dtype).eps
 
 

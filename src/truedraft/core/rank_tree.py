@@ -67,30 +67,22 @@ class RankTree:
     def counted(cls, frequencies: Mapping[RankPath, float]) -> RankTree:
         """Paths in the order of a greedy choice: the most frequent first.
 
-        A path is never more frequent than its parent, so the first n are the tree of n nodes with the most expected
-        tokens (Medusa 2401.10774, section 2.3.3). Among equals the shorter path comes first, then the lower ranks.
+        The first n are the tree of n nodes with the most expected tokens (Medusa 2401.10774, section 2.3.3), because a
+        path is never more frequent than its parent. Among equals the shorter path comes first, then the lower ranks.
         """
         order = sorted(frequencies, key=lambda path: (-frequencies[path], len(path), path))
         return cls(tuple(order), tuple(frequencies[path] for path in order))
 
     @classmethod
     def cartesian(cls, branching: Sequence[int]) -> RankTree:
-        """All paths of `branching[d]` ranks at each depth d, level by level: (2, 3) makes 2 + 6 nodes.
-
-        Raises:
-            OptionError: a width below 1, no widths, or too many nodes.
-        """
+        """All paths of `branching[d]` ranks at each depth d, level by level; raises as `nodes_of`."""
         nodes_of(branching)
         levels = (itertools.product(*map(range, branching[: depth + 1])) for depth in range(len(branching)))
         return cls(tuple(itertools.chain.from_iterable(levels)))
 
     @classmethod
     def listed(cls, paths: Iterable[Sequence[int]]) -> RankTree:
-        """Given paths in any order; their parents must be among them.
-
-        Raises:
-            OptionError: a path is repeated, or its parent is missing.
-        """
+        """Given paths in any order; raises OptionError for a repeated path or a missing parent."""
         return cls(tuple(sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))))
 
     def first(self, nodes: int) -> RankTree:
@@ -154,11 +146,7 @@ class RankTree:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> RankTree:
-        """Read the result of `as_dict`.
-
-        Raises:
-            OptionError: the record has another form.
-        """
+        """Read the result of `as_dict`; raises OptionError for another form."""
         try:
             paths = tuple(tuple(int(rank) for rank in path) for path in record["paths"])
             return cls(paths, tuple(float(value) for value in record.get("reach", ())))
@@ -212,8 +200,8 @@ class CandidatePaths:
     def scores(self, log_probs: Numbers) -> Numbers:
         """Log probabilities of the candidates, heads taken as independent: `[rows, candidates]`, float32.
 
-        Rounding is the same for all, so no candidate scores more than its parent, or than one of lower ranks.
-        `log_probs` are `[depth, rows, ranks]`, float32, descending in each row; NaN counts as 0.
+        No candidate scores more than its parent. `log_probs` `[depth, rows, ranks]` descend in each row; NaN counts as
+        0.
         """
         log_probs = np.fmin(log_probs, np.float32(0.0))  # by rounding it may be above 0, and a child above its parent
         found = np.empty((log_probs.shape[1], len(self.paths)), dtype=np.float32)

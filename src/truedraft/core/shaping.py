@@ -63,7 +63,6 @@ class Shaping:
         ends: ids that end the answer.
         bad_words: token ids of each forbidden text.
         vocab_size: of the target; logits of further ids of a draft are not changed.
-        form: of a structured answer.
         first: tokens before this one are an encoder's text, which the decoder does not see.
     """
 
@@ -216,8 +215,7 @@ def shaped_trees(
         logits: `[rows, vocab]`, of the trees in order: row 0 after the committed text, row i + 1 after node i.
         trees: their tokens are read where necessary, which waits for the device.
         shapings: one per tree; None changes nothing.
-        argmax: one per tree, whether only the likeliest token of a row matters: if the form allows that token, its mask
-            is not computed.
+        argmax: one per tree, whether only the likeliest token of a row matters, which saves its mask.
 
     Returns:
         `[rows, vocab]`, float32, or float64 where the logits are, as a copy; the given tensor if nothing changes.

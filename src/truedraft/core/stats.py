@@ -51,8 +51,7 @@ class DraftShare:
     Attributes:
         depth: length of its longest path.
         path: its nodes on the accepted path, from the root's child down, until the path leaves its proposal.
-        judged: its drafted positions that were verified: accepted ones, and one more where its draws there were
-            rejected.
+        judged: its verified positions: accepted ones, and one more where its draws there were rejected.
         confidence: the drafter's own probabilities of the tokens of a chain, where computed.
     """
 
@@ -187,8 +186,8 @@ class DrafterCounters:
 
     Attributes:
         target_calls: forwards of the target that verified its proposals.
-        accepted_tokens: emitted tokens that it proposed, up to where the accepted path leaves its proposal. A token
-            proposed by two drafters counts for both, so with merged proposals the sum may exceed that of the request.
+        accepted_tokens: emitted tokens that it proposed. A token proposed by two drafters counts for both, so with
+            merged proposals the sum may exceed that of the request.
     """
 
     target_calls: int = 0
@@ -212,14 +211,13 @@ class Counters:
         prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request, and 1 more for each preemption.
         accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
         tried_per_position: how often a path reached the k-th drafted position.
-        listed_tokens: tokens of all root-to-leaf paths of the proposed trees; `draft_tokens` is smaller because shared
-            prefixes are merged.
+        listed_tokens: tokens of all root-to-leaf paths of the proposed trees, shared prefixes counted once per path.
         recoveries: how often a step or proposal failed for several requests together and was repeated for this one by
             itself or with fewer. Answers are correct, but something is broken and slow; normally 0.
         divergence: distance of the emitted tokens' distributions from the target's under a lossy rule; None where every
             token was emitted losslessly.
-        stop_tokens: tokens of target calls that ended the answer without being part of it: an end-of-text or stop
-            token, or those of a stop text. Drafted tokens after them are not counted.
+        stop_tokens: tokens of target calls that ended the answer without being part of it. Drafted tokens after them
+            are not counted.
         drafted_calls: target calls that verified drafts, except drafts made to measure drafters.
         undrafted: why there were no such calls, or fewer than one in twenty, although there is a drafter; a sentence.
     """

@@ -44,7 +44,6 @@ class TreeShape:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Depth of each node; a child of the root has depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -72,7 +71,6 @@ class TreeShape:
 
     @cached_property
     def listed(self) -> int:
-        """Tokens of all paths from the root to a leaf, without sharing prefixes."""
         return sum(self.depths[leaf] for leaf in self.leaves)
 
     def path(self, node: int) -> tuple[int, ...]:
@@ -140,7 +138,6 @@ class TokenTree:
 
     @classmethod
     def of_ids(cls, ids: Sequence[int], shape: TreeShape) -> TokenTree:
-        """A tree of tokens that are on the host."""
         tree = cls(torch.tensor(ids, dtype=torch.int64), shape)
         tree.keep_host_ids(ids)
         return tree
@@ -205,11 +202,7 @@ class GrowingTree:
 
 
 def merged_paths(paths: Sequence[Sequence[int]]) -> tuple[TokenTree, tuple[int, ...]]:
-    """The tree of `TokenTree.from_paths`, and the last node of each path; -1 for an empty path.
-
-    Worked example: the paths 5 6, 5 and 5 7 are the nodes 5, 6 and 7, the last two children of the first; the paths end
-    at nodes 1, 0 and 2.
-    """
+    """The tree of `TokenTree.from_paths`, and the last node of each path; -1 for an empty path."""
     tree = GrowingTree()
     ends = tuple(map(tree.add, paths))
     return TokenTree.of_ids(tree.tokens, TreeShape(tuple(tree.parents))), ends
@@ -231,13 +224,11 @@ def narrowed(tree: TokenTree, width: int) -> TokenTree:
 def likeliest_tree(root: Path, following: Callable[[Path], Sequence[tuple[int, float, Path]]], nodes: int) -> TokenTree:
     """The at most `nodes` likeliest nodes of a tree, in descending order, equally likely ones in order of discovery.
 
+    `following` gives for a path (first `root`) its next tokens in any order, each with the probability of the extended
+    path and that path itself; empty where nothing is drafted below.
+
     Worked example: 5 has 0.6 and 6 has 0.3, and after 5 come 7 with 0.54 and 8 with 0.06. The three likeliest nodes are
     5, 5 7 and 6.
-
-    Args:
-        root: the empty path.
-        following: for a path its next tokens in any order, each with the probability of the extended path and that path
-            itself; empty where nothing is drafted below.
     """
     order = count()
     waiting: list[tuple[float, int, int, int, Path]] = []  # -likely, order, parent, token, path

@@ -34,11 +34,7 @@ class LowRank:
 
 
 def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
-    """The model with an adapter merged into its weights.
-
-    Raises:
-        ModelError: the folder's adapter does not fit the model, or cannot be read.
-    """
+    """The model with an adapter merged into its weights; ModelError if the folder's does not fit or is broken."""
     merged: PreTrainedModel = _with_adapters(model, {"merged": folder}).merge_and_unload(safe_merge=True)
     return merged
 

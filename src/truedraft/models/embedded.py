@@ -34,11 +34,7 @@ def embedded_heads(name: str) -> Path:
 
 
 def heldout_prompts_file() -> Path:
-    """JSON lines of prompts from source files that no embedded model was trained on.
-
-    Raises:
-        ModelNotFoundError: the package is not installed.
-    """
+    """JSON lines of prompts that no embedded model was trained on; ModelNotFoundError without the package."""
     return _file("the word 'heldout'", "heldout_prompts.jsonl")
 
 

@@ -205,14 +205,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class _Positions:
-    """The rotary positions: pair i of a head's first entries is rotated by `base ** (-2 i / rotated) / factor`.
-
-    Attributes:
-        base: of layers with full attention.
-        factor: linear scaling of positions in these layers.
-        windowed: the base of layers with a window, if they have their own; they do not scale positions.
-        rotated: number of rotated entries of a head.
-    """
+    """Rotary positions: pair i of a head's first `rotated` entries by `base ** (-2 i / rotated) / factor`."""
 
     base: float
     factor: float

@@ -37,7 +37,6 @@ class StoredTensor:
     Attributes:
         place: transformers' name of the parameter; "" if the model has none.
         kind: ggml's name of its type; its number if the package `gguf` has no name.
-        shape: the last axis is that of inputs.
         offset: of its first byte in the file.
         part: index of its file in `Header.files`.
     """
@@ -53,10 +52,8 @@ class StoredTensor:
     def data(self, files: Sequence[BinaryIO], first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
         """Bytes `[end - first, bytes of an output]` of outputs from `first` to `end`; of a vector `[bytes]`.
 
-        They are read, not mapped: a truncated mapped file would kill the process.
-
-        Raises:
-            ModelError: the file ends before it.
+        They are read, not mapped: a truncated mapped file would kill the process. Raises ModelError if the file ends
+        before.
         """
         file, each = files[self.part], self.size // self.shape[0]
         requested = ((self.shape[0] if end is None else end) - first) * each

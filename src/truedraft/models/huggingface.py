@@ -223,7 +223,7 @@ class HuggingFaceModel(LanguageModel):
     def quantize(self, bits: int) -> None:
         """Replace the model's linear weights with ones of 8 or 4 bits; the old ones are freed.
 
-        Its answers are then those of the new weights. Name and fingerprint stay, so drafters trained for it still fit.
+        Name and fingerprint stay, so drafters trained for it still fit.
 
         Raises:
             UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
@@ -267,11 +267,7 @@ class HuggingFaceModel(LanguageModel):
             )
 
     def whole_module(self) -> PreTrainedModel:
-        """A copy of the model on the CPU, in float32, run by transformers' own code.
-
-        Raises:
-            UnsupportedModelError: its weights were padded, packed or cut, and cannot be read again.
-        """
+        """A float32 copy on the CPU, run by transformers; UnsupportedModelError if its weights cannot be read again."""
         module = self._model
         cut = getattr(module, "cut_into", 1) > 1  # over processes
         if cut or padding_of(module) or not (self._checkpoint or is_whole(module)):

@@ -58,11 +58,7 @@ def lm_head_dtype(head: Any) -> torch.dtype:
 
 
 def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
-    """Compare logits `[rows, vocab]` by the separate LM head, `made`, with those of the model.
-
-    Raises:
-        UnsupportedModelError: they differ by more than rounding.
-    """
+    """Raise UnsupportedModelError where logits `made` by the separate LM head differ by more than rounding."""
     made, expected = made.float(), given.float()
     spread, largest = expected.std().item(), expected.abs().max().item()
     allowed = _OF_SPREAD[given.dtype] * spread + _OF_LARGEST[given.dtype] * largest
@@ -77,10 +73,8 @@ def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
 class LmHead:
     """The LM head of a loaded model, with gradients through the vectors; its weights are frozen.
 
-    Attributes:
-        weight: `[vocab, width]`, the model's own tensor.
-        bias: `[vocab]`, or None.
-        embedding: `[vocab, width]`, the model's own embedding of ids, in many families the weight itself.
+    `weight` and `embedding` `[vocab, width]` are the model's own, in many families one tensor; `bias` `[vocab]` or
+    None.
     """
 
     def __init__(
@@ -93,11 +87,7 @@ class LmHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LmHead:
-        """The LM head of a model as transformers loaded it, checked by one small forward.
-
-        Raises:
-            UnsupportedModelError: its weights were packed, or its logits are more than LM head, factor and soft cap.
-        """
+        """A model's LM head; UnsupportedModelError if packed, or if logits are more than head, factor and soft cap."""
         name = type(model).__name__
         module = model.get_output_embeddings()
         weight = getattr(module, "weight", None)

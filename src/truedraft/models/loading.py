@@ -314,11 +314,7 @@ def run_alone(
     fast_paths: bool = True,
     checkpoint: Checkpoint | None = None,
 ) -> HuggingFaceModel:
-    """Run a model that cannot run packed, for this `reason`: one text at a time, with its own attention.
-
-    Raises:
-        UnsupportedModelError: `reason`, if it cannot run this way either.
-    """
+    """Run a model that cannot run packed, one text at a time, with its own attention; or raise the `reason`."""
 
     def backend(model: PreTrainedModel) -> Backend:
         fast = _pack(model, fast_paths)

@@ -69,11 +69,7 @@ class MultimodalPrompt:
 
     @classmethod
     def of(cls, encoded: Mapping[str, Any]) -> MultimodalPrompt:
-        """From a processor's output for one text, with `return_tensors="pt"`.
-
-        Raises:
-            PromptError: it holds no `input_ids`, those of several texts, or padding.
-        """
+        """From a processor's output with `return_tensors="pt"`; PromptError if not of one text without padding."""
         rest = dict(encoded)
         ids, mask = rest.pop("input_ids", None), rest.pop("attention_mask", None)
         if not isinstance(ids, Tensor):

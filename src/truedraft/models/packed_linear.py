@@ -126,15 +126,10 @@ class PackedExperts(nn.Module):
         return [PackedLinear(weight, bias) for weight, bias in zip(turned, biases, strict=True)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sums of the experts' outputs, `[rows, width]`.
+        """Weighted sums of the experts' outputs, `[rows, width]`; experts and factors are `[rows, k]`.
 
-        Args:
-            hidden_states: `[rows, width]`.
-            top_k_index: `[rows, k]`, the experts of each row.
-            top_k_weights: `[rows, k]`, their factors.
-
-        Worked example: rows 0, 1, 2 use experts (4, 0), (0, 1), (4, 1). In order of experts their indices among all
-        six are 1 2 | 3 5 | 0 4: expert 0 reads rows 0 and 1.
+        Worked example: rows 0, 1, 2 use experts (4, 0), (0, 1), (4, 1). In order of experts their indices among all six
+        are 1 2 | 3 5 | 0 4: expert 0 reads rows 0 and 1.
         """
         rows, chosen = top_k_index.shape
         places = top_k_index.flatten().argsort(stable=True)

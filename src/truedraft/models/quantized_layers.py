@@ -79,10 +79,9 @@ class Layout:
 
 
 def gptq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
-    """A layer of GPTQ: qweight `[in / codes of a word, out]`, qzeros `[groups, out / codes of a word]`, scales
-    `[groups, out]`, and g_idx `[in]`, the group of each input.
+    """GPTQ: qweight `[in / codes of a word, out]`, qzeros `[groups, out / codes of a word]`, scales `[groups, out]`.
 
-    GPTQ's first format stores whole words of zeros less one: a carry changes the next zero, as it did at storing.
+    g_idx `[in]` is the group of each input. The first format stores words of zeros less one: a carry changes the next.
     """
     scales = tensors["scales"]
     groups, out = scales.shape

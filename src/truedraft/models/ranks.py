@@ -102,11 +102,7 @@ class Ranks:
         return cls(rank, count, store)
 
     def join(self, device: torch.device) -> None:
-        """Wait until all processes have read their parts of the model, and connect with them.
-
-        Raises:
-            RankLostError: one has ended.
-        """
+        """Wait until all processes have read their parts, and connect; RankLostError if one has ended."""
         self._store.set(f"rank {self.rank}", "")
         while self.rank == 0 and not self._store.check([f"rank {rank}" for rank in range(self.count)]):
             self.check()
@@ -134,11 +130,7 @@ class Ranks:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """All processes run the same code within this context; the group fails if this one does not reach its end.
-
-        Raises:
-            RankLostError: another has ended.
-        """
+        """All processes run the same code in this context, or the group fails; RankLostError if another has ended."""
         try:
             yield
         except BaseException as error:

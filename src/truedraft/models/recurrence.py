@@ -32,11 +32,7 @@ _COARSE = 5e-2
 
 
 def carrying_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that carry states in a known way, in the order of the forward.
-
-    Raises:
-        UnsupportedModelError: one of them keeps keys and values too.
-    """
+    """The modules that carry states, in forward order; UnsupportedModelError if one keeps keys and values too."""
     return [module for module in model.modules() if adapter_for(module) is not None]
 
 

@@ -83,11 +83,7 @@ class Sound:
         return cls(name, bands, limit, whole, noise(bands, whole), vectors_of)
 
     def vectors(self, inputs: Mapping[str, Tensor]) -> int:
-        """The number of vectors that the encoder makes of a prompt's audio.
-
-        Raises:
-            PromptError: it is not of the encoder's form, of several prompts, too short or too long.
-        """
+        """Vectors that the encoder makes of a prompt's audio; PromptError for another form, or too short or long."""
         shape = tuple(inputs[self.name].shape)
         axis = list(self.example.shape[1:]).index(self.bands) + 1 if self.bands > 1 else 0
         if shape[:1] != (1,) or len(shape) != self.example.dim() or (axis and shape[axis] != self.bands):
@@ -132,11 +128,7 @@ class Sources:
 
     @classmethod
     def of(cls, model: PreTrainedModel, limit: int) -> Sources:
-        """The layout of a loaded encoder-decoder.
-
-        Raises:
-            UnsupportedModelError: it has no decoder start token or no end token.
-        """
+        """The layout of a loaded encoder-decoder; UnsupportedModelError without a start or an end token."""
 
         def known(*names: str) -> int | None:
             given = (getattr(at, name, None) for name in names for at in (model.generation_config, model.config))
@@ -221,8 +213,7 @@ class Sources:
     def heard(self, inputs: Mapping[str, Tensor], begun: Sequence[int] = ()) -> list[int]:
         """The first tokens of a request with an audio source; `begun` are the decoder's, empty for its default ones.
 
-        Raises:
-            PromptError: there is no audio that the encoder could read, or its end is ambiguous.
+        Raises PromptError where there is no audio that the encoder could read, or its end is ambiguous.
         """
         assert self.sound is not None
         if begun and begun[0] == self.placeholder:

@@ -44,11 +44,7 @@ class StateAdapter(ABC):
 
 
 def adapter_for(module: nn.Module) -> type[StateAdapter] | None:
-    """The `StateAdapter` class of a module, or None if it carries no state.
-
-    Raises:
-        UnsupportedModelError: it keeps keys and values too.
-    """
+    """A module's `StateAdapter` class, or None without a state; UnsupportedModelError if it has keys and values too."""
     known = _OWN_WAYS.get(type(module).__name__)
     if known is not None:
         return known

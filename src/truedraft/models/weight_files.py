@@ -45,11 +45,7 @@ class Place:
 
 
 def tensors_of(source: str, name: str, revision: str | None) -> dict[str, Place]:
-    """The tensors in a model's safetensors files, by their names; empty if it has other files. None is read.
-
-    Raises:
-        ModelError: a file is missing or cannot be read.
-    """
+    """The tensors in a model's safetensors files by name, unread; empty without. ModelError if a file is broken."""
     found: dict[str, Place] = {}
     try:
         for path in weight_files(source, name, revision):

@@ -22,11 +22,7 @@ from truedraft.options import check_not_negative, check_positive, check_share, c
 
 
 def replay_factor(p: float, q: float) -> float:
-    """min(1, q / p) for one token of the trace, with p above 0, because the target drew it.
-
-    Raises:
-        OptionError: a probability is out of range.
-    """
+    """min(1, q / p) for one token of the trace, with p above 0; OptionError if a probability is out of range."""
     check_positive("p", p)
     check_share("p", p)
     check_share("q", q)
@@ -65,11 +61,7 @@ def speedup(alpha: float, gamma: int, c: float) -> float:
 
 
 def pays(alpha: float, c: float) -> bool:
-    """Whether some gamma above 0 is faster than plain decoding: exactly if alpha > c (corollary 3.9 of the paper).
-
-    Raises:
-        OptionError: an argument is out of range.
-    """
+    """Whether some gamma above 0 is faster than plain decoding: if alpha > c (corollary 3.9); raises as `speedup`."""
     check_share("alpha", alpha)
     check_not_negative("c", c)
     return alpha > c
@@ -78,10 +70,7 @@ def pays(alpha: float, c: float) -> bool:
 def least_speedup(alpha: float, c: float) -> float:
     """(1 + alpha) / (1 + c): where it pays, the best gamma gains at least this factor (corollary 3.9 of the paper).
 
-    It is the speed-up of gamma = 1. Where it does not pay, the result is 1: plain decoding.
-
-    Raises:
-        OptionError: an argument is out of range.
+    It is the speed-up of gamma = 1; 1 where it does not pay. Raises OptionError as `speedup`.
     """
     return (1.0 + alpha) / (1.0 + c) if pays(alpha, c) else 1.0
 
@@ -89,10 +78,7 @@ def least_speedup(alpha: float, c: float) -> float:
 def operations_factor(alpha: float, gamma: int, c_ops: float) -> float:
     """(1 - alpha)(gamma c_ops + gamma + 1) / (1 - alpha^(gamma+1)): arithmetic per emitted token over plain decoding's.
 
-    Theorem 3.11 of the paper; c_ops is the draft's operations per token over those of the target.
-
-    Raises:
-        OptionError: an argument is out of range.
+    Theorem 3.11; c_ops is the draft's operations per token over the target's. Raises OptionError as `speedup`.
     """
     check_not_negative("c_ops", c_ops)
     return (gamma * c_ops + gamma + 1.0) / expected_tokens(alpha, gamma)
@@ -101,10 +87,7 @@ def operations_factor(alpha: float, gamma: int, c_ops: float) -> float:
 def best_gamma(alpha: float, c: float, limit: int = 64) -> int:
     """The gamma of 0 to `limit` with the largest `speedup`, the smallest of several; 0 where it does not pay.
 
-    A limit is needed because with c = 0 every further token helps.
-
-    Raises:
-        OptionError: an argument is out of range.
+    A limit is needed because with c = 0 every further token helps. Raises OptionError as `speedup`.
     """
     check_whole("limit", limit, least=0)
     return max(range(limit + 1), key=lambda gamma: speedup(alpha, gamma, c))

@@ -41,11 +41,7 @@ class CostCurve:
 
     @classmethod
     def fit(cls, points: Iterable[tuple[float, float]]) -> CostCurve:
-        """The monotone curve nearest to measured (size, seconds); several of one size count as their mean.
-
-        Raises:
-            OptionError: no points, or negative or infinite ones.
-        """
+        """The monotone curve nearest to measured (size, seconds) points; OptionError without, or if one is below 0."""
         by_size: dict[float, list[float]] = {}
         for size, seconds in points:
             by_size.setdefault(float(size), []).append(seconds)
@@ -64,12 +60,7 @@ class CostSurface:
     """Seconds by rows and context, monotone in both; in each direction as a `CostCurve`.
 
     Beyond the last rows or context it continues with the steepest last slope at any smaller context or fewer rows, so
-    that it stays monotone there too.
-
-    Attributes:
-        rows: ascending.
-        contexts: cached tokens, ascending.
-        seconds: `[rows][contexts]`, not descending along either axis.
+    that it stays monotone there too. `seconds` are `[rows][contexts]`, all ascending.
 
     Raises:
         OptionError: no points, or unordered ones.
@@ -91,11 +82,7 @@ class CostSurface:
 
     @classmethod
     def fit(cls, cells: Mapping[tuple[int, int], float]) -> CostSurface:
-        """The monotone surface near measured seconds at (rows, context); every pair must have been measured.
-
-        Raises:
-            OptionError: a pair is missing, or seconds are infinite or negative.
-        """
+        """The monotone surface near seconds at (rows, context); OptionError if a pair is missing or a time invalid."""
         rows = sorted({row for row, _ in cells})
         contexts = sorted({context for _, context in cells})
         missing = [(row, context) for row in rows for context in contexts if (row, context) not in cells]
@@ -144,8 +131,7 @@ class TargetCost:
     """V(rows, contexts): seconds of one packed forward of a target.
 
     V = base(rows of all requests) + sum over the requests of attention(its rows, its context) + (requests - 1) *
-    request_s. The weights are read once for all rows, cached keys and values once per request. V never decreases when
-    rows are added or a context grows.
+    request_s. V never decreases when rows are added or a context grows.
 
     Attributes:
         base: by rows, for one request at the smallest measured context.
@@ -189,11 +175,7 @@ class TargetCost:
         return cls(base, unbatched.attention, max(0.0, median(extra)) if extra else 0.0)
 
     def __call__(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of a forward.
-
-        Args:
-            rows: tokens of all requests together; shared evenly among them.
-            contexts: cached tokens of each request before the forward.
+        """Seconds of a forward of `rows` tokens, shared evenly among requests with these cached `contexts`.
 
         Raises:
             OptionError: no request, or fewer rows than requests.
@@ -252,11 +234,7 @@ class DraftCost:
             raise OptionError(f"the depths of a draft cost must rise, got {depths}")
 
     def __call__(self, depth: int) -> float:
-        """Seconds of a proposal of this depth, of the drafter's own width; 0 for depth 0.
-
-        Raises:
-            OptionError: a negative depth.
-        """
+        """Seconds of a proposal of this depth, of the drafter's own width; 0 for depth 0. OptionError below 0."""
         check_whole("depth", depth, least=0)
         return self._curve([(point.depth, point.seconds) for point in self.points], depth)
 
@@ -279,11 +257,7 @@ class DraftCost:
         return DraftCost(tuple(points))
 
     def of_nodes(self, nodes: int) -> float:
-        """Seconds of a proposal with this many nodes, in the drafter's shape; 0 for none.
-
-        Raises:
-            OptionError: a negative number of nodes.
-        """
+        """Seconds of a proposal with this many nodes, in the drafter's shape; 0 for none. OptionError below 0."""
         check_whole("nodes", nodes, least=0)
         deepest = {point.nodes: point.seconds for point in self.points}
         return self._curve(list(deepest.items()), nodes)
@@ -313,10 +287,7 @@ def isotonic(values: Sequence[float]) -> list[float]:
 
 
 def isotonic_grid(grid: Sequence[Sequence[float]]) -> list[list[float]]:
-    """A grid made non-decreasing along both axes: pooled along the second, then along the first.
-
-    Pooling preserves an order between sequences, so the second pass does not undo the first.
-    """
+    """A grid made non-decreasing along both axes: pooled along the second, then the first, which keeps the order."""
     rows = [isotonic(row) for row in grid]
     columns = [isotonic(column) for column in zip(*rows, strict=True)]
     fitted = [list(row) for row in zip(*columns, strict=True)]

@@ -114,11 +114,7 @@ class Backend(ABC):
         raise UnsupportedModelError("this forward runs all of its layers")
 
     def quantize(self, bits: int) -> None:
-        """Quantise the linear weights to 8 or 4 bits, and free the original ones.
-
-        Raises:
-            UnsupportedModelError: there are no products with such weights, or they are quantised already.
-        """
+        """Quantise linear weights to 8 or 4 bits and free them; UnsupportedModelError if it cannot, or already did."""
         raise UnsupportedModelError(
             "it does not run by the native forward, which alone has products with such weights; leave --weights out"
         )

@@ -35,11 +35,7 @@ _Note: TypeAlias = tuple[str, int, tuple[Any, ...]]
 
 
 class ParallelBackend(StockBackend):
-    """Rank 0's part of a model; the other processes, `ranks`, repeat its forwards and cache operations.
-
-    Raises:
-        UnsupportedModelError: its layers carry states.
-    """
+    """Rank 0's part of a model; `ranks` repeat what it does. UnsupportedModelError for layers with states."""
 
     def __init__(self, model: PreTrainedModel, patterns: Sequence[AttentionPattern], ranks: Ranks) -> None:
         super().__init__(model, patterns)

@@ -301,11 +301,7 @@ def text_of(ids: Tensor, past: PathCache) -> Tensor:
 
 
 class CopiedBackend(WholeTextBackend):
-    """Runs a model's own forward on copies of the cache that it makes itself.
-
-    Raises:
-        UnsupportedModelError: its forward takes no cache.
-    """
+    """Runs a model's own forward on copies of a cache that it makes; UnsupportedModelError if it takes none."""
 
     _way = "one text at a time, behind copies of its own cache, since it cannot run packed"
     _needs_cache = True

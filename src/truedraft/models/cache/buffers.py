@@ -145,15 +145,11 @@ class Buffers:
         """Write the last tokens of a path of uncommitted ones, and read all that the last of them follows.
 
         Worked example: `write_path(0, 10, [0, 2, 3], keys, values)` of one new token writes position 13 and returns the
-        entries of positions 0 to 9, 10, 12 and 13.
+        entries `[kv_heads, tokens, width]` of positions 0 to 9, 10, 12 and 13: views if the path is a chain.
 
         Args:
-            length: number of committed tokens.
             path: indices of uncommitted tokens, ascending; the last ones are new.
             keys: `[kv_heads, new, width]`, as `values`.
-
-        Returns:
-            Keys and values `[kv_heads, tokens, width]` of the committed tokens and the path: views if it is a chain.
         """
         self._make(call, keys, values)
         all_keys, all_values = self._keys[call], self._values[call]

@@ -70,11 +70,7 @@ class CarriedStates:
         return self._edges[tokens]
 
     def after(self, layer: int, node: int) -> StateRow | None:
-        """The state after an uncommitted token, or after the last committed one (-1); None before the first token.
-
-        Raises:
-            CacheError: no forward left a state there.
-        """
+        """The state after an uncommitted token, or the last committed one (-1); None at the start. Or CacheError."""
         if node < 0:
             return self._committed.get(layer)
         known = self._nodes.get(layer, [])

@@ -99,11 +99,7 @@ class Pages:
 
     @in_inference_mode
     def take(self) -> int:
-        """A page with one holder; its previous contents are still in it.
-
-        Raises:
-            CacheError: requests hold all pages, and no more can be allocated.
-        """
+        """A page with one holder and its previous contents; CacheError if none is free or can be allocated."""
         with self.lock:
             self._collect()
             while self.reserved and not self._free and any(each.forget_oldest() for each in list(self._keepers)):

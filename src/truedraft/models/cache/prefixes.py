@@ -139,9 +139,7 @@ class PrefixCache:
     def fill(self, number: int, least: int = 0, most: int | None = None) -> int:
         """Copy what others hold of a request's text into its cache, except the last token; returns how many.
 
-        Args:
-            least: copy nothing unless at least so many tokens are available.
-            most: most tokens in the cache afterwards; None is no bound.
+        Nothing is copied if fewer than `least` are available, nor beyond `most` tokens in the cache.
         """
         with self._lock:
             own = self._members[number]

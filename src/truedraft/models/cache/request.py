@@ -61,26 +61,17 @@ class RequestCache:
         self.storage.limit_to(limit, not (self.length or self.uncommitted))
 
     def reserve(self, count: int, written: int = 0) -> None:
-        """Allocate room for `count` uncommitted tokens, the first of which earlier forwards wrote, before a forward.
-
-        Raises:
-            CacheError: there are fewer than `written` uncommitted tokens.
-        """
+        """Allocate `count` uncommitted tokens, `written` before; CacheError if fewer than these are uncommitted."""
         if written > self.uncommitted:
             raise CacheError(f"cannot build on {written} uncommitted tokens: {self.uncommitted} were written")
         self.storage.reserve(self.length + written, self.length + count, self.limit)
         self.uncommitted = count
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of one attention call after the committed ones.
+        """Write the new tokens of one attention call after the committed ones; calls come in order.
 
-        Args:
-            call: index of the attention call in the forward; calls come in order.
-            keys: `[kv_heads, new, width]`, as `values`.
-
-        Returns:
-            Views of all keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: committed, new,
-            undefined.
+        `keys` and `values` are `[kv_heads, new, width]`. Returns views of all keys `[kv_heads, key width, span]` and
+        values `[kv_heads, span, value width]`: committed, new, undefined.
         """
         return self.storage.write(call, keys, values)
 
@@ -102,11 +93,7 @@ class RequestCache:
         self.uncommitted = 0
 
     def rollback(self, length: int) -> None:
-        """Drop all tokens from key/value position `length` on, or from an edge before it where layers carry states.
-
-        Raises:
-            CacheError: fewer than `length` tokens are committed.
-        """
+        """Drop tokens from `length` on, or from an edge before it with states; CacheError if there are fewer."""
         if not 0 <= length <= self.length:
             raise CacheError(f"cannot roll back to {length} tokens: the cache holds {self.length}")
         self.length = self.family.back_to(length, self.length)

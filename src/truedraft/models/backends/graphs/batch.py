@@ -55,12 +55,7 @@ class Bucket:
 
     @classmethod
     def recorded(cls, requests: int, tokens: int, rows: int, end: int, nodes: int) -> Bucket:
-        """The bucket of decoding requests; every number is a power of two.
-
-        Args:
-            end: greatest length of a request after the forward.
-            nodes: nodes of the largest tree, uncommitted ones of earlier forwards included; 0 where all are chains.
-        """
+        """The bucket of requests with greatest length `end` and tree `nodes` (0: chains); numbers are powers of two."""
         requests, tokens, span = _power(requests), _power(tokens), max(_power(end), LEAST_SPAN)
         # Few rows cost a GPU no more than one, so the shape does not depend on which requests have drafts.
         rows = requests * tokens if requests * tokens <= _ROWS_ALIKE else _power(rows)
@@ -318,13 +313,7 @@ def path_bits(shape: TreeShape, written: int, dropped: tuple[int, ...], words: i
 
 
 class Inputs:
-    """Memory for the inputs of one bucket. Loading never waits for the device.
-
-    Args:
-        layout: of `_layout`.
-        memory: block of int64 to use.
-        vectors: `[rows, width]`, read in addition to tokens; None where there are none.
-    """
+    """Memory for the inputs of one bucket; loading never waits. `vectors` `[rows, width]` are read with tokens."""
 
     def __init__(self, bucket: Bucket, layout: Layout, memory: Tensor, vectors: Tensor | None) -> None:
         self.bucket = bucket

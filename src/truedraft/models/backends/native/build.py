@@ -48,11 +48,7 @@ _WRITABLE_BY_OTHERS = 0o022
 
 
 class Library(ctypes.CDLL):
-    """decoder.c, compiled without the forms of quantised weights: each is compiled when a model needs it.
-
-    Raises:
-        OSError: it cannot be compiled or loaded.
-    """
+    """decoder.c without the forms of quantised weights, each compiled when needed; OSError if that or loading fails."""
 
     def __init__(self, compiler: Sequence[str], defines: Sequence[str]) -> None:
         _load(compiler, (*defines, "-DSEPARATE"), super().__init__)
@@ -60,11 +56,7 @@ class Library(ctypes.CDLL):
         self._forms: dict[tuple[int, int], ctypes.CDLL] = {}
 
     def need_form(self, bits: int, kind: int) -> None:
-        """Load products with weights of `bits` bits in the layout `kind` of quantized.h.
-
-        Raises:
-            ModelError: they cannot be compiled or loaded.
-        """
+        """Load products with weights of `bits` bits in quantized.h's layout `kind`; ModelError if that fails."""
         if (bits, kind) in self._forms:
             return
         made: list[ctypes.CDLL] = []

@@ -31,13 +31,10 @@ Source: TypeAlias = PackedLinear | nn.Linear | Conv1D
 
 
 class NativeLinear(nn.Module):
-    """`x W^T + b` with weights that are packed, or quantised to 8 or 4 bits, at its first run.
+    """`x W^T + b` with weights that are packed, or quantised to 8 or 4 bits (0: packed), at its first run.
 
-    Args:
-        source: the layer to replace; its `in_features` are a multiple of `LANES`.
-        bits: of a weight; 0 keeps the dtype.
-        scratch: shared by all such layers of a model; one of them runs at a time.
-        stride: elements of a row of `scratch`.
+    `source` is the layer to replace, with `in_features` a multiple of `LANES`; `scratch`, with rows of `stride`
+    elements, is shared by all such layers of a model, of which one runs at a time.
     """
 
     def __init__(self, source: Source, bits: int, scratch: Scratch, stride: int) -> None:
