@@ -2,8 +2,7 @@
 
 A draw is keyed (seed, sample, position, purpose, level, member, step, index). No key serves two decisions, because
 noise reused after a rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token).
-The generator is 64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the
-CPU and on a GPU.
+The generator is a chain of the splitmix64 finaliser, with the same bits in Python, on the CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -51,16 +50,12 @@ class Noise(Protocol):
         """A number in (0, 1) for one decision; `index` distinguishes decisions of one purpose at one depth."""
         ...
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
-        """Standard Gumbel noise `[vocab]` of a position, float64."""
-        ...
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor: ...
 
     def inside(self, turn: int, depth: int) -> Noise:
         """The noise one level further down a cascade: other uniform numbers, and the same Gumbel noise.
 
-        Args:
-            turn: sequence number of the inner decision in this step, so that no two share a number.
-            depth: of the first token that it decides, from the first that the step decides.
+        `turn` numbers the inner decisions of this step; `depth` is the place of its first token in the step.
         """
         ...
 
@@ -75,7 +70,6 @@ class UniformKeys:
 
     @cached_property
     def listed(self) -> list[tuple[int, int, int]]:
-        """Request, depth and index of each."""
         return list(zip(self.requests.tolist(), self.depths.tolist(), self.indices.tolist(), strict=True))
 
 
@@ -104,7 +98,6 @@ class KeyedNoise:
 
     @classmethod
     def of_key(cls, key: NoiseKey) -> KeyedNoise:
-        """The noise with a `key`, for example in another process."""
         root, position, step, member, shared = key
         noise = cls(0, position, step, member=member)
         noise._root, noise._shared_root = root, shared
@@ -112,7 +105,6 @@ class KeyedNoise:
 
     @property
     def key(self) -> NoiseKey:
-        """The key of all its numbers."""
         return self._root, self._position & _MASK, self._step & _MASK, self._member, self._shared_root
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
@@ -139,7 +131,6 @@ class KeyedNoise:
         return own
 
     def inside(self, turn: int, depth: int) -> KeyedNoise:
-        """The noise one level further down; its key includes the levels and sequence numbers above it."""
         own = copy.copy(self)
         own._root = mix(mix(self._root, _LEVEL), turn)
         own._position += depth
@@ -216,8 +207,7 @@ def open_unit_of(bits: Tensor) -> Tensor:
 def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """The numbers of `gumbel_of` on the CPU, for each token `[tokens]` under its own key `[tokens]`.
 
-    For a few tokens call overhead dominates, and numpy's is a third of torch's. The logarithms are torch's, so that all
-    bits agree.
+    For a few tokens numpy's call overhead is a third of torch's. The logarithms are torch's, so that all bits agree.
     """
     uniform = open_units(mixed_each(keys, tokens.view(np.uint64)))
     numbers: NDArray[np.float64] = torch.from_numpy(uniform).log_().neg_().log_().neg_().numpy()
@@ -244,8 +234,7 @@ def _finalise_int(z: int) -> int:
 
 
 def _finalise(z: Tensor) -> Tensor:
-    """The splitmix64 finaliser for `z`, in place where possible: temporaries of vocabulary size would cost more than
-    the arithmetic."""
+    """The splitmix64 finaliser for `z`, in place where possible: temporaries cost more than the arithmetic."""
     # int64 products wrap around, as products modulo 2^64 do; only the shifts must fill with zeros.
     z = (z ^ _shift_right(z, 30)).mul_(signed(MIX_1))
     z.bitwise_xor_(_shift_right(z, 27)).mul_(signed(MIX_2))
@@ -253,7 +242,6 @@ def _finalise(z: Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, count: int) -> Tensor:
-    """Logical right shift of int64; torch's own is arithmetic and copies the sign bit."""
     return (z >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 

@@ -38,7 +38,6 @@ class TopK:
         return cls(ids, best - total)
 
     def view(self, *shape: int) -> TopK:
-        """The same in another shape `[*shape, count]`."""
         return TopK(self.ids.view(*shape, -1), self.log_probs.view(*shape, -1))
 
 

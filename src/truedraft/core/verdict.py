@@ -41,7 +41,6 @@ class Divergence:
 
     @classmethod
     def of(cls, tokens: Collection[Divergence]) -> Divergence:
-        """The sums over some tokens."""
         measures = cls.__slots__[1:]
         return cls(len(tokens), *(math.fsum(getattr(each, name) for each in tokens) for name in measures))
 
@@ -81,7 +80,6 @@ class Verdict:
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Origin of each of `tokens`."""
         return ((Origin.ACCEPTED,) * len(self.path) + (self.final,))[: len(self.tokens)]
 
     def within(self, nodes: Collection[int]) -> Verdict:

@@ -1,7 +1,6 @@
 """LoRA adapters of one target (arXiv 2106.09685): merged into its weights, or one for each request of a forward.
 
-An adapter adds B A x, of a low rank, to the output of a linear layer W. If requests name their adapters, W is read once
-for the whole pack, and the rows of each request get the product of its own adapter.
+An adapter adds B A x, of a low rank, to the output of a linear layer W, which is read once for the whole pack.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ class LowRank:
 
 
 def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
-    """The model with an adapter merged into its weights.
-
-    Raises:
-        ModelError: the folder's adapter does not fit the model, or cannot be read.
-    """
+    """The model with an adapter merged into its weights; ModelError if the folder's does not fit or is broken."""
     merged: PreTrainedModel = _with_adapters(model, {"merged": folder}).merge_and_unload(safe_merge=True)
     return merged
 

@@ -1,7 +1,6 @@
-"""Build, save and load the Llama models that training makes.
+"""Build, save and load the Llama models that training makes: stock transformers models.
 
-They are stock transformers models: every runtime that reads Llama can load the folders written here. Training only
-replaces the attention function; on a CPU it is twice as fast as the fused one for short sequences.
+Training only replaces the attention function: on a CPU it is twice as fast as the fused one for short sequences.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Any Hugging Face causal language model, by embedded name, folder or hub name; no remote code is run.
 
-    The dtype "auto" is bfloat16 if the device has instructions for it, else float32, see `pick_dtype`.
+    `dtype` may be "auto", see `pick_dtype`.
 
     Raises:
         ModelNotFoundError: no such folder or name, or the hub cannot be reached.
@@ -117,8 +116,7 @@ def causal_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal self-attention over whole, unpadded sequences: [sequences, length, heads, head size].
 
-    Queries are computed in chunks, so that most of the masked upper triangle is never computed; query heads that share
-    a key head are stacked into one product.
+    Queries are computed in chunks, so that most of the masked upper triangle is never computed.
     """
     if attention_mask is not None:
         raise ValueError("training attention takes unpadded causal sequences, without a mask")

@@ -1,7 +1,6 @@
 """GGUF files: their tensors, quantised or as numbers, and their model configuration and tokenizer.
 
-The blocks of quantised types are those of ggml (ggml-common.h); the `gguf` package reads the file and returns each
-tensor as rows of such blocks.
+The blocks of quantised types are those of ggml (ggml-common.h).
 """
 
 from __future__ import annotations
@@ -73,7 +72,8 @@ def _bytes(blocks: Blocks, bits: int, scheme: Scheme) -> QuantizedWeight:
 
 def _nibbles(blocks: Blocks, bits: int, scheme: Scheme) -> QuantizedWeight:
     """Q4_0 to Q5_1: a scale, in SHIFTED a shift, with 5 bits 4 bytes with a bit of each code, and 16 bytes with the
-    lower 4 bits of codes: those of the first 16 codes are their lower halves."""
+    lower 4 bits of codes: those of the first 16 codes are their lower halves.
+    """
     part = blocks[..., -16:]
     codes = np.empty((*part.shape[:-1], 32), np.uint8)
     np.bitwise_and(part, 15, out=codes[..., :16])
@@ -156,7 +156,7 @@ def _key(seen: Iterable[tuple[Path, os.stat_result]]) -> str:
 def folder_of(path: Path) -> Path:
     """A cache folder with the configuration and the tokenizer of a GGUF file, and an index of its tensors.
 
-    It is made when the file is first read, and kept, because converting a large vocabulary into a tokenizer takes long.
+    It is kept, because converting a large vocabulary into a tokenizer takes long.
 
     Raises:
         ModelError: the file cannot be read, or is broken.
@@ -188,8 +188,6 @@ def _of_this_process(cannot_be_written: Path, reason: str) -> Path:
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """New modules get matrices without memory and without initialisation, because weights replace them."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_) and args[0].dim() > 1:
             return args[0]
@@ -236,8 +234,7 @@ def _convert(path: Path, folder: Path) -> None:
 
 
 def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str]:
-    """Names of parameters by the names of a file's tensors. transformers itself would search every submodule
-    recursively and build the table of all names again for each."""
+    """Names of parameters by the names of a file's tensors; transformers searches and rebuilds for each submodule."""
     places: dict[str, str] = {}
     about = model.config.get_text_config()
     for prefix, part in (("", model), *((f"{name}.", child) for name, child in model.named_children())):
@@ -261,7 +258,8 @@ def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mappi
 
 def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer so that it loads as it is: a family's own class would rebuild its rules at every load. Added
-    tokens are saved separately, too, because its large file would otherwise be read twice."""
+    tokens are saved separately, because its large file would otherwise be read twice.
+    """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     about = json.loads(file.read_text(encoding="utf-8"))
@@ -307,7 +305,6 @@ def _is_of_kind(name: str, value: Any) -> bool:
 
 
 def _token(header: Header, name: str) -> int | None:
-    """The id of a special token; None if the file names none."""
     found: int | None = header.fields.get(f"tokenizer.ggml.{name}_token_id")
     return found
 
@@ -337,8 +334,7 @@ def licence_of(source: str) -> str | None:
 
 
 def place_of(source: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that locate a resolved source. transformers itself dequantises GGUF files of
-    families with tensors that are not rows of the file's."""
+    """Arguments of `from_pretrained` that locate a resolved source."""
     if not is_one(source):
         return {"pretrained_model_name_or_path": source}
     file = Path(_index(source)["files"][0])

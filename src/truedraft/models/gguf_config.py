@@ -43,8 +43,7 @@ _EITHER = object()  # any value
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A key's type, the fields of configurations of which it sets the first that a family has, and for families without
-    them the values that change nothing."""
+    """A key's type, the fields it may set (the first that exists), and values that change nothing without any."""
 
     kind: type
     fields: tuple[str, ...] = ()
@@ -199,7 +198,6 @@ class Said:
 
     @property
     def head(self) -> int:
-        """Entries of a head; 0 without heads."""
         heads = self.values.get("attention.head_count", 0)
         found: int = self.values.get("attention.key_length", self.values["embedding_length"] // heads if heads else 0)
         return found
@@ -207,14 +205,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class _Positions:
-    """The rotary positions: pair i of a head's first entries is rotated by `base ** (-2 i / rotated) / factor`.
-
-    Attributes:
-        base: of layers with full attention.
-        factor: linear scaling of positions in these layers.
-        windowed: the base of layers with a window, if they have their own; they do not scale positions.
-        rotated: number of rotated entries of a head.
-    """
+    """Rotary positions: pair i of a head's first `rotated` entries by `base ** (-2 i / rotated) / factor`."""
 
     base: float
     factor: float
@@ -223,7 +214,6 @@ class _Positions:
 
     @classmethod
     def of(cls, said: Said) -> _Positions:
-        """From a file, as llama.cpp reads it."""
         values, own_window = said.values, said.architecture == "gemma3"
         kind = values.get("rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
@@ -247,7 +237,6 @@ class _Positions:
         return cls(base, 1.0 if kind == "none" else factor, windowed if own_window else None, rotated)
 
     def parameters(self, head: int, partly: bool) -> dict[str, Any]:
-        """In transformers' form."""
         found: dict[str, Any] = {"rope_type": "default", "rope_theta": self.base}
         if self.factor != 1:
             found |= {"rope_type": "linear", "factor": self.factor}

@@ -28,7 +28,6 @@ class SegmentPlan:
     layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
 
     def layout(self, pattern: AttentionPattern) -> SegmentLayout:
-        """The segment's layout under a pattern; made once for all layers that share it."""
         if pattern not in self.layouts:
             segment = self.segment
             self.layouts[pattern] = layout_of(segment.shape, segment.written, self.length, pattern, self.device)
@@ -42,8 +41,8 @@ class ForwardPlan:
     Attributes:
         tokens: `[1, total]`, int64: all new tokens, then padding.
         positions: `[1, total]`, int64: cached length + depth in the tree - 1, plus the cache's shift.
-        rows: `[wanted]`, int64: rows of the pack that need logits, then padding.
-        wanted: number of requested `rows`.
+        rows: `[requested]`, int64: rows of the pack that need logits, then padding.
+        requested: number of `rows` without padding.
         furthest: the largest position.
     """
 
@@ -51,7 +50,7 @@ class ForwardPlan:
     tokens: Tensor
     positions: Tensor
     rows: Tensor
-    wanted: int
+    requested: int
     furthest: int
 
     @classmethod
@@ -88,8 +87,8 @@ class ForwardPlan:
         if requested:
             rows.extend([rows[-1]] * (least_rows - requested))
         whole = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
-        places, wanted = transfers.upload(positions, device), transfers.upload(rows, device)
-        return cls(plans, whole[None], places[None], wanted, requested, max(positions))
+        places, logit_rows = transfers.upload(positions, device), transfers.upload(rows, device)
+        return cls(plans, whole[None], places[None], logit_rows, requested, max(positions))
 
     def attend(
         self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
@@ -118,8 +117,10 @@ class ForwardPlan:
     def attend_masked(
         self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """`attend` for a single segment, a whole prompt, under the mask that the model itself made. `mask` is
-        `[total, total]`, True or 0 where a token sees another; None is a causal mask."""
+        """`attend` for a single segment, a whole prompt, under the mask that the model itself made.
+
+        `mask` is `[total, total]`, True or 0 where a token sees another; None is a causal mask.
+        """
         count = query.shape[1]
         keys, values = self.segments[0].segment.cache.write(call, key, value)
         hidden = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device)

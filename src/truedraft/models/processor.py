@@ -74,11 +74,7 @@ class Processor:
         return found if isinstance(found, str) else None
 
     def prompt(self, text: str, pictures: Sequence[Picture]) -> MultimodalPrompt:
-        """A text with images at its placeholders, or before it if there are none.
-
-        Raises:
-            PromptError: placeholders and images do not match, or the processor refuses them.
-        """
+        """A text with images at its placeholders, or else before it; PromptError if refused, or they do not match."""
         place = next(iter(self._places), None)
         if place is not None and not any(each in text for each in self._places):
             text = f"{place * len(pictures)}\n{text}"

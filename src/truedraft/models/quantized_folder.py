@@ -81,7 +81,6 @@ class QuantizedFolder:
             self._plain[f"{layer.name}.{end}" if layer.name else end] = layer, end
 
     def _reader(self, layer: LayerTensors) -> Callable[[LayerTensors, Layout], StoredWeight] | None:
-        """The reader of a layer of integer codes; None for others."""
         weight = layer.places.get("weight")
         if "qweight" in layer.places:
             self._refuse_other_words(layer, "qweight", "qzeros")
@@ -101,8 +100,7 @@ class QuantizedFolder:
                 raise layer.unread(f"{end} of {layer.places[end].dtype} in place of I32")
 
     def by_codes(self, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
-        """The model with `quantized` weights; None if its parameters have other names, or some are no codes. `config`
-        is that of the unquantised model."""
+        """The model with `quantized` weights, of the unquantised model's `config`; None if some cannot be."""
         model = without_weights(config, dtype)
         self._drop_biases(model)
         self._refuse_turned(model)
@@ -147,7 +145,6 @@ class QuantizedFolder:
         return made | {name: self._tensor(name) for name in self._plain}
 
     def _drop_biases(self, model: PreTrainedModel) -> None:
-        """Drop biases of zeros that some tools write for layers without biases."""
         known = dict(model.named_parameters(remove_duplicate=False))
         for weight in self._codes:
             name = f"{weight.removesuffix('.weight')}.bias"
@@ -182,8 +179,6 @@ def _later(reader: Callable[[LayerTensors, Layout], StoredWeight], layer: LayerT
 
 
 def _naming(layer: LayerTensors, read: Callable[..., Read], *given: Any) -> Callable[[], Read]:
-    """A reader of a layer with an error that names the layer if its tensors do not fit together."""
-
     def reading() -> Read:
         try:
             return read(layer, *given)
@@ -225,7 +220,6 @@ def _layout_of(method: str, said: Mapping[str, Any], name: str) -> Layout:
 
 
 def _refuse_unlike(said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Refuse settings of compressed-tensors that change the meaning of the tensors."""
     for each in (said, *(said.get("config_groups") or {}).values()):
         if (written := each.get("format")) not in _PACKED:
             raise not_read(name, f"in the format {written!r}")

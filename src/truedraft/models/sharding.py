@@ -28,8 +28,7 @@ _LEFT = {"embedding_rowwise", "embedding_colwise", "replicated_with_grad_allredu
 
 
 def refuse_unsharded(config: Any, name: str, count: int) -> None:
-    """Raise UnsupportedModelError for a model without a plan, OptionError for heads that `count` processes cannot
-    share; no weight is read."""
+    """Raise UnsupportedModelError for a model without a plan, OptionError for heads that `count` does not divide."""
     text = config.get_text_config()
     plan = getattr(text, "base_model_tp_plan", None) or {}
     if config.is_encoder_decoder or not _INPUTS.intersection(plan.values()):

@@ -1,8 +1,7 @@
 """Divides the CPU's threads between forwards and torch's own kernels, and avoids threads that wait for each other.
 
-The threads of torch's own kernels synchronise after every product. If another program takes a core, all wait for the
-one thread that lost it, dozens of times in a forward, and a single thread is many times faster (benchmarks/LOG.md). The
-native forward has its own threads and needs none of this.
+Threads of torch's kernels synchronise after every product. If another program takes a core, all wait for the thread
+that lost it, and a single thread is many times faster (benchmarks/LOG.md). The native forward has its own threads.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def forward_threads() -> int:
 def torch_on_one_thread() -> Iterator[None]:
     """Run torch's own kernels on one thread within this context, forwards on as many as before.
 
-    After each kernel, torch's threads spin for milliseconds on processors that the threads of the native forward need:
-    a step of the embedded target with its draft took half as long again.
+    After each kernel, torch's threads spin for milliseconds on processors that the native forward's threads need: a
+    step of the embedded target with its draft took half as long again.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -75,9 +74,9 @@ def torch_on_all_threads() -> Iterator[None]:
 class ThreadChoice:
     """Runs forwards on all of torch's threads, or on one while measured times say that it is faster.
 
-    Forwards with about as many rows are compared. The last eight on all threads, without the slowest, are compared with
-    the time on one thread. While it is on one thread, all are tried now and then, and must win five times in a row. An
-    idle machine pays with one forward in 200.
+    Forwards with about as many rows are compared: the last eight on all threads, without the slowest, with the time on
+    one. While it is on one thread, all are tried now and then, and must win five times in a row. An idle machine pays
+    with one forward in 200.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

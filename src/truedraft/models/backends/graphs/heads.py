@@ -1,7 +1,6 @@
 """Heads with attention as CUDA graphs: one replay per forward, or per whole draft.
 
-`GraphPairs` runs heads that read pairs of a vector and a token. `GraphBlocks` runs block drafters: rows of a text only
-write keys and values, rows of a block see the text and their whole block.
+`GraphPairs` runs heads that read pairs of a vector and a token; `GraphBlocks` runs block drafters.
 """
 
 from __future__ import annotations
@@ -62,13 +61,15 @@ class _GraphHead:
 
     @property
     def warmups(self) -> int:
-        """Forwards so far that took longer than later ones of their shape will."""
         return sum(each.recordings.warmups for each in self._forwards)
 
 
 class ReadPairs(Protocol):
-    """A head as a function of tokens and positions `[rows]`, vectors `[rows, width]`, whether these are the target's,
-    attention (`truedraft.drafters.heads.layers.Attend`), and the rows to return."""
+    """A head as a function of tokens and positions `[rows]`, vectors `[rows, width]`, attention, and the rows to
+    return.
+
+    `observed` is whether the vectors are the target's; attention is `truedraft.drafters.heads.layers.Attend`.
+    """
 
     def __call__(
         self,
@@ -109,7 +110,6 @@ class GraphPairs(_GraphHead):
             self._paged(partial(self._forward, bool(observed)), rotary, start, like.new_zeros(width))
 
     def run(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """See `truedraft.kinds.eagle.drafter.Eagle3Runner.forward`."""
         given, logits = self._forwards[observed].run(segments, vectors=vectors)
         return given, logits
 
@@ -122,8 +122,7 @@ class GraphPairs(_GraphHead):
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """Draft whole trees in one recording; returns `Growth.found`. Everything that it reads and drafts stays
-        uncommitted.
+        """Draft whole trees in one recording; returns `Growth.found`. Everything stays uncommitted.
 
         Args:
             segments: the next tokens of each text, up to 64, with the last one as the only row; for a head that guesses
@@ -141,7 +140,6 @@ class GraphPairs(_GraphHead):
         return self._forwards[True].run_levels(segments, forwards, key, draft, numbers, beams, nodes, vectors)
 
     def _levels(self, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """Run one forward for each level."""
         first, *later = inputs
         trees, words = grow(*numbers), inputs[-1].bucket.words
         vectors, logits = self._rows(first, first.vectors, observed=True)
@@ -159,7 +157,6 @@ class GraphPairs(_GraphHead):
         return trees.found()
 
     def _ahead(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """Run one forward for all levels."""
         (own,) = inputs
         trees = grow(*numbers)
         _, logits = self._rows(own, own.vectors, observed=True)
@@ -171,7 +168,6 @@ class GraphPairs(_GraphHead):
         return self._rows(inputs, inputs.vectors, observed)
 
     def _rows(self, inputs: Inputs, vectors: Tensor | None, observed: bool) -> tuple[Tensor, Tensor]:
-        """Vectors and logits at the requested rows of a forward."""
         numbers = inputs.numbers
         assert vectors is not None
         look = self._attention(inputs, self._pages)
@@ -189,28 +185,19 @@ class ReadBlocks(Protocol):
     """A block drafter as functions of tensors that never wait for the device."""
 
     def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[rows, kv_heads, head]` of each layer, from the target's vectors `[rows, layers *
-        width]`."""
+        """Each layer's keys and values `[rows, kv_heads, head]`, from vectors `[rows, layers * width]`."""
 
     def leaving(
         self, anchors: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """The LM head's inputs `[blocks, reach, width]`, from anchors `[blocks]` and positions of all rows of blocks;
-        `attend` is `truedraft.kinds.block.module.Attend`."""
+        """The LM head's inputs `[blocks, reach, width]`, from anchors `[blocks]` and positions of all rows."""
 
     def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits `[rows, ids]` at rows `[rows, width]`, given the tokens `[rows]` before them and their state `[rows,
-        ...]`, None at first; and the new state."""
+        """Logits `[rows, ids]` and the new state, from the tokens `[rows]` before and their state, None at first."""
 
 
 class GraphBlocks(_GraphHead):
-    """Runs a block drafter; see `_GraphHead` for further arguments.
-
-    Args:
-        rotary: table of positions, which grows with longer texts.
-        block: rows of a block.
-        width: of the target's concatenated vectors of all layers.
-    """
+    """Runs a block drafter with blocks of `block` rows; see `_GraphHead` and `GraphPairs` for further arguments."""
 
     def __init__(
         self,
@@ -284,7 +271,6 @@ class GraphBlocks(_GraphHead):
         return found
 
     def _read(self, inputs: Inputs, layers: Layers) -> Outputs:
-        """Read only texts."""
         for call, made in enumerate(self._keys(inputs)):
             write(inputs, self._pages, call, *made)
         return ()
@@ -294,7 +280,6 @@ class GraphBlocks(_GraphHead):
         return self._head.context_keys(inputs.vectors, inputs.numbers.positions)
 
     def _through(self, inputs: list[Inputs], anchors: Tensor) -> Tensor:
-        """Read texts and the blocks after them; the LM head's inputs."""
         text, blocks = inputs
         numbers = blocks.numbers
         numbers.until.copy_(numbers.end.clamp_min(1).repeat_interleave(self._block))  # all of the own block
@@ -308,7 +293,6 @@ class GraphBlocks(_GraphHead):
         return self._head.leaving(anchors, numbers.positions, attend)
 
     def _trees(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """Build the trees, with one row of the block per level."""
         tokens, *own = numbers
         x, trees, state = self._through(inputs, tokens), grow(*own), None
         for level in range(levels):

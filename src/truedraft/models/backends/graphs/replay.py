@@ -30,8 +30,7 @@ Held = TypeVar("Held")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recorded forward. `replay` queues its kernels, which compute from the current contents of its inputs, and
-    overwrite `outputs`."""
+    """A recorded forward: `replay` queues its kernels, which read its inputs and overwrite `outputs`."""
 
     outputs: Outputs
     replay: Callable[[], None]
@@ -42,8 +41,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Record a forward. It runs once before the recording, may run any number of times, and must write the same
-        every time. No other forward may run at the same time."""
+        """Record a forward, which may run any number of times, with the same results. No other may run meanwhile."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -52,8 +50,7 @@ class Recorder(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[Held]):
-    """Work to run: `make` allocates inputs, `load` fills them, and `forward` computes outputs with `rows` rows and
-    padding."""
+    """`make` allocates inputs, `load` fills them, `forward` computes outputs of `rows` rows and padding."""
 
     make: Callable[[], Held]
     load: Callable[[Held], None]
@@ -61,7 +58,6 @@ class Work(Generic[Held]):
     rows: int
 
     def run(self) -> Outputs:
-        """Run eagerly, with newly allocated inputs."""
         inputs = self.make()
         self.load(inputs)
         return tuple(each[: self.rows] for each in self.forward(inputs))
@@ -70,8 +66,8 @@ class Work(Generic[Held]):
 class Recordings(Generic[Held]):
     """Records work of a shape that repeats, and replays it from then on.
 
-    Many shapes, such as those of the last chunks of prompts, occur once, and recording costs far more than running. So
-    the first work of a shape runs eagerly. `warmups` counts such runs and those that recorded.
+    Many shapes occur once, and recording costs far more than running. So the first work of a shape runs eagerly.
+    `warmups` counts such runs and those that recorded.
 
     Args:
         recorder: makes the recordings; None records nothing.
@@ -90,7 +86,6 @@ class Recordings(Generic[Held]):
 
     @property
     def shapes(self) -> list[Hashable]:
-        """Shapes with recordings, the least recently used first."""
         return list(self._kept)
 
     def run(self, shape: Hashable, work: Work[Held], addresses: object = None) -> Outputs:
@@ -155,8 +150,7 @@ class Recordings(Generic[Held]):
 
 
 class RecordedFunction:
-    """A function of tensors `[rows, ...]`, row by row, recorded for each number of rows, rounded up to a power of two,
-    and for each tuple of its other arguments; see `Recordings`.
+    """A function of tensors `[rows, ...]`, recorded for each power of two of rows and each tuple of its numbers.
 
     Rows of padding hold values of earlier calls. The function must not wait for the device, and tensors that it makes
     must not be kept, because recordings share memory.
@@ -173,7 +167,6 @@ class RecordedFunction:
 
     @in_inference_mode
     def __call__(self, tensors: Sequence[Tensor], *numbers: int) -> Outputs:
-        """Call the function with tensors of equally many rows, at least one, all on its device."""
         if not self._is_recorded:
             return self._function(*tensors, *numbers)
         rows = len(tensors[0])

@@ -58,11 +58,9 @@ class NativePairs(NativeBackend):
         weights.free({before})
 
     def run_pairs(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """Run a plan; its tokens are not read.
+        """Run a plan with embeddings `[total, width]` instead of tokens.
 
-        Args:
-            embedded: `[total, width]`: embeddings of the tokens.
-            vectors: `[total, width]`: outputs of this method; if `observed`, the observed layers' concatenated vectors.
+        Vectors `[total, width]` are outputs of this method, or, if `observed`, the target's layers' concatenated.
 
         Returns:
             At the plan's rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows, ids]`.
