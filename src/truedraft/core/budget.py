@@ -47,7 +47,6 @@ class Budget:
         return self.depth == 0 or self.width == 0 or self.nodes == 0
 
     def cut(self, depth: int) -> Budget:
-        """The same budget with paths of at most `depth` tokens."""
         return self if self.depth <= depth else replace(self, depth=max(depth, 0))
 
     def within(self, limits: Budget) -> Budget:
@@ -69,7 +68,6 @@ class Budget:
         return probability >= self.min_probability and survival >= self.floor
 
     def chance(self, probability: float) -> float:
-        """The chance that a token with this draft probability is accepted."""
         q = min(max(probability, _LEAST_PROBABILITY), 1.0 - _LEAST_PROBABILITY)
         return 1.0 / (1.0 + math.exp(-self.odds[0]) * ((1.0 - q) / q) ** self.odds[1])
 
@@ -168,7 +166,6 @@ class Decision:
 
     @property
     def parts(self) -> tuple[Decision, ...]:
-        """One decision for each drafter that drafts, in order."""
         every = (self, *self.merged) if self.merged else (self,)
         return tuple(each for each in every if not each.budget.is_zero)
 

@@ -106,8 +106,6 @@ def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
 
 @dataclass(slots=True)
 class _Row:
-    """A distribution `[vocab]`, its noise, candidate ids in ascending order, and the output."""
-
     dist: NDArray[Any]
     place: Place
     key: int | None
@@ -170,7 +168,6 @@ class _Finder:
         self._sparse.append((row, words, self._words[words]))
 
     def finish(self) -> None:
-        """Map words with mass to tokens, for all rows at once."""
         if not self._sparse:
             return
         words = np.concatenate([each for _, each, _ in self._sparse])

@@ -97,7 +97,6 @@ class Shaping:
 
     @property
     def reads_paths(self) -> bool:
-        """Whether it needs the tokens of a path, and not only their number."""
         return bool(self.form is not None or self._words or self._subtracts or self._repetition != 1.0)
 
     def of_paths(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:

@@ -141,7 +141,6 @@ class StepRecord:
 
     @cached_property
     def rows(self) -> int:
-        """Tokens fed to the target's forward."""
         return sum(each.rows for each in self.requests)
 
     @cached_property

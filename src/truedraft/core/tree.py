@@ -166,7 +166,6 @@ class TokenTree:
         return TokenTree(self.tokens[:nodes], TreeShape(self.shape.parents[:nodes]))
 
     def along(self, text: Sequence[int]) -> list[int]:
-        """The nodes along a text from the root, as far as the tree has its tokens."""
         ids, row = self.host_ids, 0
         found: list[int] = []
         for token in text:
@@ -190,7 +189,6 @@ class GrowingTree:
         self.children: dict[tuple[int, int], int] = {}
 
     def add(self, path: Iterable[int], node: int = -1) -> int:
-        """Add a path below a node, reusing existing nodes; returns its last node."""
         for token in path:
             child = self.children.get((node, token))
             if child is None:

@@ -120,7 +120,6 @@ class Adapters:
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
-        """Set the plan that the model's forward follows within this context."""
         named = ((each, name) for each in plan.segments if (name := each.segment.adapter) is not None)
         self._rows = [(slice(each.start, each.start + each.count), name) for each, name in named]
         self._total = plan.tokens.shape[1]

@@ -94,7 +94,6 @@ class Reader:
         return 0 if self.sources is None else self.sources.length(tokens) or 0
 
     def most_tokens(self, tokens: Sequence[int]) -> int:
-        """Largest length of a request with these first tokens, prompt and answer together."""
         return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
 
 
@@ -273,5 +272,4 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} has no embedding that heads could read")
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """Apply the model's factor or soft cap to the product of its LM head, of any shape."""
         return logits

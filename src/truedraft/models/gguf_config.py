@@ -136,7 +136,6 @@ class Said:
         self._hold_sizes()
 
     def _checked(self, key: str, value: Any) -> Any:
-        """A value of its key's type. A list of equal values for all layers becomes one value."""
         if key not in _KEYS:
             raise self.unsupported(key, value)
         kind = _KEYS[key].kind
@@ -295,7 +294,6 @@ def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -
 
 
 def _is_idle(said: Said, key: str, value: Any) -> bool:
-    """Whether a key without a field in the configuration has a value that changes nothing."""
     if key in ("attention.key_length", "attention.value_length"):
         return bool(value * said.values.get("attention.head_count", 0) == said.values["embedding_length"])
     if key == "attention.head_count_kv":

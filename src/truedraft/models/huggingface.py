@@ -217,7 +217,6 @@ class HuggingFaceModel(LanguageModel):
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
-        """Forwards stop after so many layers within this context."""
         return self._backend.shallow(layers)
 
     def quantize(self, bits: int) -> None:

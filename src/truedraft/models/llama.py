@@ -24,8 +24,6 @@ _FIRST_POSITIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A family's names of its norms ("" for none), and its other differences from Llama."""
-
     before_mlp: str = "post_attention_layernorm"
     after_attention: str = ""
     after_mlp: str = ""
@@ -159,7 +157,6 @@ class RotaryTable:
         return torch.cat([cosines[0], sines[0, :, :half]], dim=-1)[:, None]
 
     def reach(self, furthest: int) -> None:
-        """Extend the table to the position `furthest`; a longer table is a new tensor."""
         if furthest >= self.table.shape[0]:
             self.table = self._tabulate(2 ** (furthest + 1).bit_length())
 
@@ -241,7 +238,6 @@ class Experts:
         )  # fmt: skip
 
     def release(self) -> None:
-        """Free all weights after something else has taken them over."""
         for module in self.holders:
             release(module)
 

@@ -120,5 +120,4 @@ class LmHead:
         return self.finish(linear(vectors, self.weight, self.bias))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings `[..., width]` of ids, as they are in the model's table."""
         return embedding(tokens, self.embedding)

@@ -63,7 +63,6 @@ class PackedLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """`[out]`, or None: some layers add it themselves."""
         return self._bias
 
     def forward(self, x: Tensor) -> Tensor:

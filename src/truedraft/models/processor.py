@@ -69,7 +69,6 @@ class Processor:
 
     @property
     def chat_template(self) -> str | None:
-        """The template for messages with images, if it is not the tokenizer's."""
         found = getattr(self._backend, "chat_template", None)
         return found if isinstance(found, str) else None
 

@@ -188,7 +188,6 @@ def _expect(tensors: LayerTensors, end: str, shape: tuple[int, ...]) -> None:
 
 
 def _by_output(tensors: LayerTensors, scales: Tensor, out: int) -> Tensor:
-    """Scales `[out, groups]` from a single number or one for each output."""
     scales = scales.reshape(len(scales), -1) if scales.dim() else scales.view(1, 1)
     if len(scales) not in (1, out):
         raise tensors.broken(f"has scales of {len(scales)} outputs in place of {out}")
@@ -201,7 +200,6 @@ def _by_order(tensors: LayerTensors, inputs: int, layout: Layout, groups: int) -
 
 
 def _in_order(tensors: LayerTensors, inputs: int, layout: Layout, groups: int) -> Tensor:
-    """The group of each input for contiguous groups."""
     sizes = dict.fromkeys(min(size, inputs) or inputs for size in layout.groups)
     fitting = [size for size in sizes if -(-inputs // size) == groups]
     if len(fitting) > 1:

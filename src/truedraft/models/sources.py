@@ -157,7 +157,6 @@ class Sources:
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """A short text without an answer, for measurements and checks."""
         if self.sound is not None:
             return tuple(self.heard(self.opening_inputs))
         ids = (token for token in range(3, 1 << 30) if token not in (self.start, self.end))

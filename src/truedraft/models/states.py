@@ -190,8 +190,6 @@ class _XLSTMAdapter(StateAdapter):
 
 
 class _Slot:
-    """Replaces a tensor of all layers' states by that of one layer, for every index."""
-
     def __init__(self, value: Tensor) -> None:
         self.value = value
 

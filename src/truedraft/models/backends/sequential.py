@@ -141,7 +141,6 @@ class SequentialBackend(ModuleBackend):
         return logits
 
     def _called(self, ids: Tensor, given: Mapping[str, Any], **always: Any) -> Any:
-        """Call the model's forward with ids `[1, tokens]` and those of `given` that it has parameters for."""
         taken = {name: value for name, value in given.items() if name in self._takes}
         return self._model(input_ids=ids, **taken, **always)
 

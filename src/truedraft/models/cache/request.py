@@ -46,7 +46,6 @@ class RequestCache:
 
     @property
     def most(self) -> int:
-        """Largest number of allocated key/value positions while at most `limit` are requested."""
         return self.storage.most(self.limit)
 
     @property
@@ -169,7 +168,6 @@ class CachePool:
         return RequestCache(self._limit, FamilyState(self.carries, self.encodes))
 
     def release(self, cache: RequestCache) -> None:
-        """Take a cache back; the caller must not use it any more."""
         cache.rollback(0)
         n_bytes = cache.n_bytes
         with self._lock:
@@ -179,7 +177,6 @@ class CachePool:
                 self.kept_bytes += n_bytes
 
     def expect(self, uncommitted: int) -> None:
-        """Note that so many tokens may be uncommitted, each with its own states."""
         self.states = max(self.states, 1 + MOST_EDGES + uncommitted)
 
     def measure(self, cache: RequestCache) -> None:

@@ -139,7 +139,6 @@ class Decoder:
         self.page_shape: tuple[int, int, int] = (len(llama.layers), first.kv_heads, first.head)
 
     def forward(self, inputs: Inputs, pages: Pages, layers: Layers = ()) -> Outputs:
-        """One forward over pages with room for the new tokens; see `replay.Outputs`, padding included."""
         numbers = inputs.numbers
         x = embedding(numbers.tokens, self._embedding)  # [rows, width]
         rotation = self.rotary.at(numbers.positions)

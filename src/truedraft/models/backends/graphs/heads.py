@@ -244,7 +244,6 @@ class GraphBlocks(_GraphHead):
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """`run`, and build trees from the blocks; further arguments as in `GraphPairs.run_trees`."""
         draft = partial(self._trees, levels, beams, grow)
         return self._run(caches, vectors, anchors, numbers, (levels, beams, grow), draft)
 
@@ -304,5 +303,4 @@ class GraphBlocks(_GraphHead):
 
 
 def _text(cache: RequestCache, count: int) -> Segment:
-    """A segment of `count` more positions; vectors replace its token ids."""
     return Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), ())

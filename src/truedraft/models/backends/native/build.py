@@ -150,7 +150,6 @@ def _one_compiles(folder: Path | None) -> Iterator[None]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether only this user, or root, could have written a file or folder."""
     if not hasattr(os, "getuid"):  # on Windows, where only the user can write to the user's folders
         return True
     status = path.stat()
@@ -251,7 +250,6 @@ def _failure_of(command: Sequence[str]) -> str:
 
 
 def _ahead() -> None:
-    """Compile for the dtype of `truedraft.machine.pick_dtype`, and the forms of SmolLM2."""
     abilities = _processor()
     tiles = "amx_tile" in abilities
     library = _built(_defines(tiles or "avx512_bf16" in abilities, tiles)).library
