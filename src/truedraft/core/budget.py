@@ -182,7 +182,11 @@ def check_nodes(option: str, value: int) -> None:
 
 
 def nodes_of(branching: Sequence[int]) -> int:
-    """Nodes of the tree with `branching[d]` children per node at depth d: 3 + 6 + 6 for (3, 2, 1); or OptionError."""
+    """Nodes of the tree with a given number of children per node at depth 0, 1, ...: 3 + 6 + 6 for (3, 2, 1).
+
+    Raises:
+        OptionError: a width below 1, no widths, or more than `MOST_NODES` nodes.
+    """
     if not branching or min(branching) < 1:
         raise OptionError(f"branching holds the children at each depth, 1 or more each, got {tuple(branching)}")
     nodes = level = 0

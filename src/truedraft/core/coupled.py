@@ -6,7 +6,7 @@ forward, so there `coupled_choices` computes it only for tokens that may win, wi
 With G = -log E and E = -log U, the largest log p(v) + G(v) is the smallest E(v) / p(v): a race of exponential clocks. E
 >= 1 - U, so once some token has E / p = t, only tokens with p / (1 - U) >= 1 / t can be before it: about t of them, for
 any size of the vocabulary. The filter needs U to a few digits, in float32; its roundings never exclude a token that
-would win in float64. It uses numpy, whose integer arithmetic is twice as fast as torch's on the CPU.
+would win in float64. Integer arithmetic of numpy is twice as fast as torch's on the CPU.
 """
 
 from __future__ import annotations
@@ -99,9 +99,6 @@ def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
     some = scores.gather(-1, best) > -torch.inf
     chosen = best.masked_fill(~some, vocab).masked_fill(scores.amax(dim=-1, keepdim=True).isnan(), vocab)
     return torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=vocab)
-
-
-# ------------------------------------------------------------------------------- on the CPU
 
 
 @dataclass(slots=True)

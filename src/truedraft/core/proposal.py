@@ -237,8 +237,7 @@ def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]
     """Merge proposals for one request into one tree; at each tree row the draws of earlier proposals come first.
 
     Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is judged.
-    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Waits for tokens on a
-    device.
+    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Waits for a device.
 
     Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name it, and
     its children 1 = 7 and 2 = 8; the nodes of the first became (0, 1) and those of the second (0, 2).

@@ -196,8 +196,7 @@ class CandidatePaths:
     def scores(self, log_probs: Numbers) -> Numbers:
         """Log probabilities of the candidates, heads taken as independent: `[rows, candidates]`, float32.
 
-        No candidate scores more than its parent. `log_probs` `[depth, rows, ranks]` descend in each row; NaN counts as
-        0.
+        No candidate scores more than its parent. `log_probs` `[depth, rows, ranks]` descend in each row; NaN is 0.
         """
         log_probs = np.fmin(log_probs, np.float32(0.0))  # by rounding it may be above 0, and a child above its parent
         found = np.empty((log_probs.shape[1], len(self.paths)), dtype=np.float32)

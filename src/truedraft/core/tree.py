@@ -111,10 +111,7 @@ def shape_of(parents: tuple[int, ...]) -> TreeShape:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens `[nodes]`, int64, and their tree shape.
-
-    The tokens may be on a device until the step reads all of them at once, for `keep_host_ids`.
-    """
+    """Drafted tokens `[nodes]`, int64, perhaps on a device until the step reads all at once, and their tree shape."""
 
     tokens: Tensor
     shape: TreeShape

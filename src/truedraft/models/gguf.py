@@ -1,7 +1,4 @@
-"""GGUF files: their tensors, quantised or as numbers, and their model configuration and tokenizer.
-
-The blocks of quantised types are those of ggml (ggml-common.h).
-"""
+"""GGUF files: their tensors, in ggml's blocks (ggml-common.h) or as numbers, their configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -357,11 +354,7 @@ def _processor(architecture: str) -> type[TensorProcessor]:
 
 
 def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with matrices that take no memory: their `quantized` reads the file's tensors.
-
-    Raises:
-        ModelError: the file is missing, lacks tensors, or has others.
-    """
+    """A model with matrices that take no memory, but `quantized` readers; ModelError if tensors do not fit."""
     index = _index(folder)
     try:
         # Kept open as long as any tensor may be read, because another file may take its name.

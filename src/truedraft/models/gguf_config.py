@@ -1,7 +1,4 @@
-"""The model configuration of a GGUF file.
-
-Each key about the model is applied, or has a value that changes nothing; otherwise the file is refused with that key.
-"""
+"""The model configuration of a GGUF file: each key is applied, or changes nothing, or the file is refused for it."""
 
 from __future__ import annotations
 
@@ -88,7 +85,6 @@ _WITHOUT_FIELD: tuple[tuple[type, tuple[Any, ...], tuple[str, ...]], ...] = (
     (float, (0,), ("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "rope.scaling.alpha")),
     (float, (0, 1), ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale")),
     (float, (1,), ("rope.scaling.attn_factor",)),
-    # Rotary positions; see `_Positions`.
     (float, (_EITHER,), ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor", "rope.scale_linear")),
     (int, (_EITHER,), ("rope.dimension_count",)),
     (str, (_EITHER,), ("rope.scaling.type",)),
@@ -204,7 +200,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class _Positions:
-    """Rotary positions: pair i of a head's first `rotated` entries by `base ** (-2 i / rotated) / factor`."""
+    """Rotary positions: pair i of a head's first `rotated` entries by `base ** (-2 i / rotated) / factor`.
+
+    `windowed` is the base of layers with a window, if they have their own; they do not scale positions.
+    """
 
     base: float
     factor: float

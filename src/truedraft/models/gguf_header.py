@@ -52,8 +52,7 @@ class StoredTensor:
     def data(self, files: Sequence[BinaryIO], first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
         """Bytes `[end - first, bytes of an output]` of outputs from `first` to `end`; of a vector `[bytes]`.
 
-        They are read, not mapped: a truncated mapped file would kill the process. Raises ModelError if the file ends
-        before.
+        Read, not mapped: a truncated mapped file would kill the process. Raises ModelError if the file ends before.
         """
         file, each = files[self.part], self.size // self.shape[0]
         requested = ((self.shape[0] if end is None else end) - first) * each

@@ -1,7 +1,4 @@
-"""Llama-like decoders: the parts of a family's loaded modules that a backend needs, and the forward of a layer.
-
-Only `Llama.of` has transformers' names of a layer's parts.
-"""
+"""Llama-like decoders: a family's parts by transformers' names (`Llama.of` only), and the forward of a layer."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ class _Names:
     clipped: bool = False
 
 
-# Classes with layers of this form: norm, attention over rotated heads, residual, norm, gated MLP, residual. Their
-# logits are the LM head's.
+# Classes with layers of the form of `LlamaLayer`, and no other logits than the LM head's.
 _FAMILIES = {
     "LlamaForCausalLM": _Names(),
     "MistralForCausalLM": _Names(),
@@ -61,10 +57,7 @@ _EMBEDDINGS = ("Embedding", "Gemma3TextScaledWordEmbedding")
 
 @dataclass(frozen=True, slots=True)
 class RootMeanSquareNorm:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) along the last axis.
-
-    If `rounds_once`, nothing is rounded before the product with the weight.
-    """
+    """x / sqrt(mean(x^2) + eps) * (offset + weight); if `rounds_once`, not rounded before that product."""
 
     weight: Tensor
     eps: float
@@ -432,7 +425,7 @@ def _rotary(module: Any, like: Tensor, layer_type: str | None, names: _Names) ->
 def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
     names = _FAMILIES.get(type(model).__name__)
     rope = getattr(model.config, "rope_parameters", None) or {}
-    if names is None or rope.get("rope_type") == "longrope":  # whose angles change with the text's length
+    if names is None or rope.get("rope_type") == "longrope":  # angles change with the text's length
         return False
     decoder: Any = model.model
     norm = type(decoder.norm)

@@ -65,11 +65,7 @@ class MtpLayer:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Read pairs of a token and the vector before it; caches receive their keys and values.
-
-        Args:
-            embedded: `[total, width]`: the model's embeddings of the segments' tokens.
-            vectors: `[total, width]`.
+        """Read pairs of a token's embedding and the vector before it, `[total, width]` each, into the caches.
 
         Returns:
             The layer's output at the requested rows, `[rows, width]`, before its final norm and after it.

@@ -117,10 +117,7 @@ class ForwardPlan:
     def attend_masked(
         self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """`attend` for a single segment, a whole prompt, under the mask that the model itself made.
-
-        `mask` is `[total, total]`, True or 0 where a token sees another; None is a causal mask.
-        """
+        """`attend` for one whole prompt under a mask `[total, total]`, True or 0 where seen; None is causal."""
         count = query.shape[1]
         keys, values = self.segments[0].segment.cache.write(call, key, value)
         hidden = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device)

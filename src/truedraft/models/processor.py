@@ -23,7 +23,6 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # decoders of other formats are rarel
 _PLACES = ("boi_token", "image_token")
 # Further tokens that a text may not contain, because the model would look for their inputs.
 _SOUGHT = ("image_token", "video_token", "audio_token")
-# Errors that they raise for an unsuitable text or image.
 _REFUSALS = (AttributeError, LookupError, MemoryError, RuntimeError, StopIteration, TypeError, ValueError)
 # Processors enlarge an image until its shorter side has some hundred pixels, and the longer one with it.
 _LONGEST = 50  # times the shorter side
@@ -40,12 +39,7 @@ class Processor:
 
     @classmethod
     def load(cls, source: str, name: str, revision: str | None = None) -> Processor:
-        """The processor in a model's folder, or under its name on the hub.
-
-        Raises:
-            MissingExtraError: Pillow is not installed.
-            ModelError: there is none, or it cannot be read.
-        """
+        """A model's processor, from folder or hub; MissingExtraError without Pillow, ModelError if unreadable."""
         _pillow()
         from transformers import AutoProcessor
 

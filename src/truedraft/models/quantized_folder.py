@@ -42,12 +42,7 @@ Read = TypeVar("Read")
 
 
 class QuantizedFolder:
-    """The tensors of a quantised model's folder, layer by layer.
-
-    Raises:
-        UnsupportedModelError: its codes are of a kind that cannot be read.
-        ModelError: tensors are missing, or do not fit each other.
-    """
+    """A quantised model's tensors by layer; UnsupportedModelError for unknown codes, ModelError for missing tensors."""
 
     def __init__(self, source: str, config: Any, name: str, revision: str | None) -> None:
         self._name = name

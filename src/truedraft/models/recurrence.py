@@ -259,9 +259,7 @@ def _gathered(rows: Sequence[StateRow]) -> States:
 class _Products:
     """The input and output projections of a module, computed for all tokens of a forward at once.
 
-    Args:
-        shift: see `StateAdapter`; with it the input projections depend on the previous token's input, too.
-        run: runs the module on `hidden`, `[1, tokens, width]`, to find these linear layers.
+    With `shift` they depend on the previous token's input, too; `run` runs the module on `[1, tokens, width]`.
     """
 
     def __init__(self, module: nn.Module, shift: str | None, run: Callable[[], list[Tensor]], hidden: Tensor) -> None:

@@ -52,11 +52,7 @@ class Sound:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sound:
-        """From a loaded encoder-decoder with an audio encoder.
-
-        Raises:
-            UnsupportedModelError: it does not say how many vectors its encoder makes, or takes another form of audio.
-        """
+        """From a loaded encoder-decoder; UnsupportedModelError if vectors are unknown, or its form of audio is."""
         encoder = model.get_encoder()
         convolutions = [module for module in encoder.modules() if isinstance(module, nn.Conv1d)]
         vectors_of = getattr(encoder, "_get_feat_extract_output_lengths", None)

@@ -1,8 +1,4 @@
-"""Run stateful modules (recurrences, short convolutions) with an explicit state, one class for each way of passing it.
-
-Most keep it in transformers' cache for linear attention; RWKV and xLSTM take and return it; Recurrent Gemma keeps it in
-the module.
-"""
+"""Run stateful modules (recurrences, short convolutions) with an explicit state, a class for each way of passing it."""
 
 from __future__ import annotations
 

@@ -36,13 +36,7 @@ _MOST_REREAD = 16
 
 
 class SequentialBackend(ModuleBackend):
-    """Runs the segments of a plan one after another through a model's own forward.
-
-    `reason` is why it does not run packed, for reports.
-
-    Raises:
-        UnsupportedModelError: its forward takes no cache.
-    """
+    """Runs segments one by one through a model's own forward, for a `reason`; UnsupportedModelError without cache."""
 
     least_rows = 1
     _way = "one text at a time, since it cannot run packed"
@@ -127,7 +121,7 @@ class SequentialBackend(ModuleBackend):
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Run on new tokens `[1, new]`; logits `[rows, vocab]` at those in `places`, or at all of them."""
+        """Run on new ids `[1, new]`; logits `[rows, vocab]` at `places`, or all. With `inputs` it counts positions."""
         end = past.end
         given: dict[str, Any] = {
             "position_ids": torch.arange(end - ids.shape[1], end, device=ids.device)[None] + past.cache.family.shift,

@@ -44,10 +44,7 @@ class Keeper(Protocol):
 
 
 class Entries:
-    """Keys and values `[kv_heads, tokens, width]` of neighbouring tokens of one request, for every attention call.
-
-    `number` is their id in the other processes, if several run one model.
-    """
+    """Keys and values `[kv_heads, tokens, width]` of some tokens by call; `number` names them in other processes."""
 
     def __init__(self, calls: list[tuple[Tensor, Tensor]]) -> None:
         self.calls = calls

@@ -181,7 +181,7 @@ class FamilyState:
         return tokens // PIECE * PIECE if self.carries else tokens
 
     def last(self, tokens: int, prompt: int | None) -> int:
-        """Index of the last of `tokens` tokens that is always computed; with states, the prompt's last."""
+        """Index of the last token always computed; with states the prompt's, because later ones get other bits."""
         return (prompt if self.carries and prompt is not None else tokens) - 1
 
     def kept(self, length: int) -> int:

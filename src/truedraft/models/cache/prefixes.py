@@ -39,11 +39,7 @@ class _Member:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Keys and values of 64 tokens, and the blocks that were kept after it, by their tokens.
-
-    `before` is None for the root, which has only a `scope`; `states` are those after its last token, None if that is no
-    edge.
-    """
+    """Keys and values of 64 tokens, and the kept blocks after it; `before` is None for the root of a `scope`."""
 
     before: _Block | None
     tokens: tuple[int, ...]

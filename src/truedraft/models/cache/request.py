@@ -79,10 +79,7 @@ class RequestCache:
         """Keep the written tokens of `path`, ascending indices of new tokens, and drop the others.
 
         Worked example: with length 10 and 5 new tokens, `commit([0, 2, 4])` moves the entries of positions 12 and 14
-        to positions 11 and 12 and sets the length to 13. A path 0, 1, 2, ... moves nothing.
-
-        Raises:
-            CacheError: the path names a token that was not written.
+        to positions 11 and 12 and sets the length to 13. Raises CacheError for a token that was not written.
         """
         if path and not 0 <= path[-1] < self.uncommitted:
             raise CacheError(f"cannot keep new token {path[-1]}: the last forward wrote {self.uncommitted}")

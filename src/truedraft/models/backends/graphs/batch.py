@@ -332,7 +332,7 @@ class Inputs:
         return [cls(*each) for each in zip(buckets, layouts, block.split(sizes), read, strict=True)]
 
     def write(self, memory: Tensor, batch: PagedBatch) -> list[tuple[Tensor, int]]:
-        """Write the host's numbers to host memory; returns tokens on a device, and the first row of each group."""
+        """Write the host's numbers into zeros on the host; returns tokens on a device, and each group's first row."""
         numbers: Numbers[HostNumbers] = _split(memory.numpy(), self._layout)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)

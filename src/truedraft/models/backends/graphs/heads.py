@@ -1,7 +1,4 @@
-"""Heads with attention as CUDA graphs: one replay per forward, or per whole draft.
-
-`GraphPairs` runs heads that read pairs of a vector and a token; `GraphBlocks` runs block drafters.
-"""
+"""Heads with attention as CUDA graphs, one replay per forward or draft: over pairs, or blocks."""
 
 from __future__ import annotations
 
@@ -65,8 +62,7 @@ class _GraphHead:
 
 
 class ReadPairs(Protocol):
-    """A head as a function of tokens and positions `[rows]`, vectors `[rows, width]`, attention, and the rows to
-    return.
+    """A head: from tokens and positions `[rows]`, vectors `[rows, width]`, attention, and the rows to return.
 
     `observed` is whether the vectors are the target's; attention is `truedraft.drafters.heads.layers.Attend`.
     """
@@ -86,10 +82,8 @@ class ReadPairs(Protocol):
 class GraphPairs(_GraphHead):
     """Runs a head that reads pairs of a vector and a token; see `_GraphHead` for further arguments.
 
-    Args:
-        rotary: table of positions, which grows with longer texts.
-        start: added to all positions.
-        widths: of the head's own output vectors, and of the target's concatenated vectors.
+    `rotary` grows with longer texts; `start` is added to all positions. `widths` are those of the head's own vectors
+    and of the target's concatenated ones.
     """
 
     def __init__(
@@ -221,14 +215,10 @@ class GraphBlocks(_GraphHead):
         cache.commit(range(len(vectors)))
 
     def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
-        """Read the next tokens of texts into their caches, and a block after each.
+        """Read the next tokens of texts into their caches, and a block after each; `anchors` are their last tokens.
 
-        Args:
-            vectors: for each text the target's vectors `[rows, layers * width]`, one row or more.
-            anchors: the last token of each text, which has no vector yet.
-
-        Returns:
-            The LM head's inputs `[blocks, reach, width]`.
+        `vectors` are the target's, `[rows, layers * width]` for each text, without the anchors'. Returns the LM head's
+        inputs `[blocks, reach, width]`.
         """
         return self._run(
             caches, vectors, anchors, (), None, lambda inputs, numbers: (self._through(inputs, numbers[0]),)

@@ -41,7 +41,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Record a forward, which may run any number of times, with the same results. No other may run meanwhile."""
+        """Record a forward, which may run any number of times with the same results, and no other at that time."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -223,8 +223,7 @@ class CudaGraphs(Recorder):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device during the capture. Torch's default capture stream may be on another
-            # device.
+            # Other threads may use the device during it. Torch's default capture stream may be on another device.
             with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
                 outputs = forward()
         return Recording(outputs, graph.replay)

@@ -272,7 +272,7 @@ def _weights_of(library: Any, bits: Sequence[int]) -> str:
 
 
 def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
-    """Whether parts quantised in other ways begin a unit, and weights of one input have its order."""
+    """Whether parts of other quantisation begin units, both MLP factors have one, and each input has one order."""
 
     def forms(linears: Linears) -> list[tuple[int, Scheme] | None]:
         stored = [quantized_of(linear.weight) for linear in linears]

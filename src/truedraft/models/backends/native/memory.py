@@ -339,10 +339,7 @@ class Scratch:
         return self._struct
 
     def settle(self) -> None:
-        """Wait until no thread reads this memory, or weights; call this before memory is freed.
-
-        A forward does not wait for a thread that was preempted in the middle of it.
-        """
+        """Wait for threads that a forward did not wait for; call before this memory or weights are freed."""
         if self._memory:
             self._settle(*map(ctypes.c_void_p, self._inputs))
 
