@@ -62,7 +62,7 @@ def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int
         where fewer tokens have mass, and throughout a row with NaN.
     """
     if not transfers.waits(probs[0].device):
-        return _choose_here(probs, places, count)
+        return _choose_on_cpu(probs, places, count)
     chosen, start = [], 0
     for _, group in itertools.groupby(probs, key=lambda dist: (dist.shape[-1], dist.dtype)):
         own = list(group)
@@ -110,7 +110,7 @@ class _Row:
     found: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-def _choose_here(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
+def _choose_on_cpu(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
     given = [row for dist in probs for row in dist.detach().numpy()]
     chosen = np.empty((len(given), count), np.int64)
     rows = [_Row(dist, place, gumbel_key(*place), out) for dist, place, out in zip(given, places, chosen, strict=True)]

@@ -22,7 +22,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # decoders of other formats are rarel
 # Processors' names of image placeholders in a text; if there are both, the first is used.
 _PLACES = ("boi_token", "image_token")
 # Further tokens that a text may not contain, because the model would look for their inputs.
-_SOUGHT = ("image_token", "video_token", "audio_token")
+_INPUT_TOKENS = ("image_token", "video_token", "audio_token")
 _REFUSALS = (AttributeError, LookupError, MemoryError, RuntimeError, StopIteration, TypeError, ValueError)
 # Processors enlarge an image until its shorter side has some hundred pixels, and the longer one with it.
 _LONGEST = 50  # times the shorter side
@@ -107,7 +107,7 @@ class Processor:
                 f"the prompt has {held} places for pictures ({places[0]}), and {len(pictures)} pictures are given"
             )
         holders = (self._backend, self._backend.tokenizer)
-        for other in (getattr(holder, name, None) for holder in holders for name in _SOUGHT):
+        for other in (getattr(holder, name, None) for holder in holders for name in _INPUT_TOKENS):
             if other and str(other) != used and str(other) in text:
                 raise PromptError(f"the prompt holds {other}, and nothing that stands there is given; leave it out")
         try:

@@ -310,7 +310,7 @@ class CopiedBackend(WholeTextBackend):
             self._catch_up(copies, whole[:, : cache.length])
         read = copies.next_read(text, cache.length, len(text) - new, cache.uncommitted > 1)
         requested = places + len(text) - new - len(read.ids)
-        logits = self._go_on(read, whole, requested)
+        logits = self._read_rest(read, whole, requested)
         if len(logits) == len(places):
             return logits
         self._captured[-1] = self._captured[-1][:, -new:]
@@ -320,10 +320,10 @@ class CopiedBackend(WholeTextBackend):
         assert copies.kept is not None
         if copies.kept.begins(committed[0].tolist()):
             last = committed.shape[1] - len(copies.kept.ids) - 1
-            self._go_on(copies.kept, committed, torch.tensor([last], device=committed.device))
+            self._read_rest(copies.kept, committed, torch.tensor([last], device=committed.device))
             self._captured.pop()
 
-    def _go_on(self, read: _Read, text: Tensor, requested: Tensor) -> Tensor:
+    def _read_rest(self, read: _Read, text: Tensor, requested: Tensor) -> Tensor:
         """Read the rest of a text `[1, tokens]`; its logits at the places in `requested`, or at all."""
         known, end = len(read.ids), text.shape[1]
         given = {

@@ -123,14 +123,14 @@ class Recordings(Generic[Held]):
     def _record(self, shape: Hashable, work: Work[Held], recorder: Recorder) -> Recording:
         inputs = work.make()
         work.load(inputs)
-        recording = recorder.record(lambda: self._put_away(work.forward(inputs)))
+        recording = recorder.record(lambda: self._copied_out(work.forward(inputs)))
         self._kept[shape] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
             self._unrecorded.clear()  # the dropped recording freed memory
         return recording
 
-    def _put_away(self, outputs: Outputs) -> Outputs:
+    def _copied_out(self, outputs: Outputs) -> Outputs:
         """Copy outputs to memory that recordings share, because a recording's own memory is never freed."""
         shared = []
         for number, output in enumerate(outputs):
