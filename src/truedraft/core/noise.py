@@ -71,16 +71,13 @@ class UniformKeys:
 
 
 class KeyedNoise:
-    """Noise of one request at one step.
+    """Noise of one request at one step; `drew` is whether a draft of this level used a number since `of_member`.
 
     Args:
         position: absolute position of the first token that the step decides.
         step: the request's target calls so far.
         sample: index among several answers to the same prompt.
         member: index of the drafter among several; 0 is also the noise of verdicts.
-
-    Attributes:
-        drew: whether a number for a draft of this level was used since the last call of `of_member`.
     """
 
     drew = False

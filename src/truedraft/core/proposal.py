@@ -163,10 +163,8 @@ class DrawCheck:
     """Checks on a device whether draws could have been made as they claim, which rules rely on.
 
     Only draws that are judged with a distribution are checked. Ids on the host must exist; ids on a device are clamped
-    to the vocabulary, which all proposals share.
-
-    Attributes:
-        wanted: what the host must read: the sums and least entries of the distributions, and the drawn tokens' entries.
+    to the vocabulary. The host must read `wanted`: the sums and least entries of the distributions, and the drawn
+    entries.
     """
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:

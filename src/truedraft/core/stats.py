@@ -176,12 +176,10 @@ class StepRecord:
 
 @dataclass(slots=True)
 class DrafterCounters:
-    """Counts of one drafter.
+    """Counts of one drafter; target calls are those that verified its proposals.
 
-    Attributes:
-        target_calls: forwards of the target that verified its proposals.
-        accepted_tokens: emitted tokens that it proposed. A token proposed by two drafters counts for both, so with
-            merged proposals the sum may exceed that of the request.
+    An accepted token proposed by two drafters counts for both, so with merged proposals the sum may exceed that of the
+    request.
     """
 
     target_calls: int = 0

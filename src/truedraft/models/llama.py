@@ -188,7 +188,6 @@ class Experts:
         chosen: number of experts for each row, those of the largest probabilities.
         normed: whether these probabilities are normalised to sum to 1.
         clipped: whether a gate is g / (1 + e^(-1.702 g)), g at most 7, and the other factor 1 + u, u from -7 to 7.
-        holders: modules that hold these.
     """
 
     gate: Tensor

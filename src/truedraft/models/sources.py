@@ -39,7 +39,6 @@ class Sound:
         bands: entries for each moment: bands of a spectrum, or 1 for the waveform.
         limit: most vectors that the encoder makes.
         moments: required number of moments; None if it is free.
-        example: synthetic audio for measurements and checks.
         vectors_of: the number of vectors of a number of moments.
     """
 

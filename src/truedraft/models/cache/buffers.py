@@ -60,11 +60,8 @@ class Buffers:
 
     They grow by doubling, up to the limit unless a tree needs more, and never shrink. Keys are transposed, as the
     product with queries reads them. Positions after the written ones are read with the weight 0, so their values must
-    be finite: values left there by dropped tokens are set to 0.
-
-    Attributes:
-        capacity: number of allocated key/value positions.
-        generation: rises whenever buffers moved; addresses taken before are invalid.
+    be finite: values left there by dropped tokens are set to 0. `generation` rises whenever buffers moved; addresses
+    taken before are invalid.
     """
 
     def __init__(self) -> None:

@@ -117,8 +117,6 @@ class CachePool:
     Args:
         limit: tokens of one request (the model's context).
         keep: most free caches that are kept; more are dropped.
-        carries: whether layers of the model carry states.
-        encodes: whether requests begin with an encoder's text.
 
     Attributes:
         in_use: number of caches that were not given back.

@@ -48,7 +48,6 @@ class LikeliestNodes(Growth):
 
     Args:
         beams: open nodes at each level, and children of each; at most the number of ids.
-        nodes: most nodes of a tree.
         ids: `[guessed]`: token ids of the logits; None for the whole vocabulary.
         limits: `[requests, 2]`: open nodes and depth of each tree.
     """

@@ -26,12 +26,9 @@ from truedraft.models.llama import RotaryTable
 class _GraphHead:
     """A head over its own pages; `pool` makes the requests' caches.
 
-    Args:
-        sizes: attention calls, key/value heads, and head width.
-        like: a tensor of the head's dtype on its device.
-        limit: most tokens of one request.
-        recorder: makes recordings; None is CUDA graphs.
-        before: an instance of the same sizes with pages to reuse.
+    `sizes` are attention calls, key/value heads and head width; `like` has the head's dtype and device; `limit` is most
+    tokens of one request. `recorder` None is CUDA graphs. `before` is an instance of the same sizes with pages to
+    reuse.
     """
 
     def __init__(
@@ -122,7 +119,6 @@ class GraphPairs(_GraphHead):
             segments: the next tokens of each text, up to 64, with the last one as the only row; for a head that guesses
                 ahead, with one row for each level, used for all nodes of that level.
             vectors: `[total, width]`: the target's, for the same tokens.
-            levels: of the trees, 1 or more.
             beams: open nodes of each tree, see `Growth`.
             numbers: `[requests, ...]` each, arguments of `grow`.
         """

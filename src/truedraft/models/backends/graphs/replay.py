@@ -64,14 +64,10 @@ class Work(Generic[Held]):
 
 
 class Recordings(Generic[Held]):
-    """Records work of a shape that repeats, and replays it from then on.
+    """Records work of a shape that repeats, and replays it; without a `recorder` nothing is recorded.
 
     Many shapes occur once, and recording costs far more than running. So the first work of a shape runs eagerly.
-    `warmups` counts such runs and those that recorded.
-
-    Args:
-        recorder: makes the recordings; None records nothing.
-        most: recordings to keep; the least recently used one is dropped.
+    `warmups` counts such runs and those that recorded. The least recently used of more than `most` is dropped.
     """
 
     def __init__(self, recorder: Recorder | None, most: int = 64) -> None:
@@ -91,9 +87,8 @@ class Recordings(Generic[Held]):
     def run(self, shape: Hashable, work: Work[Held], addresses: object = None) -> Outputs:
         """Run work, and return its rows without padding, owned by the caller.
 
-        Args:
-            shape: work of one shape does the same operations on inputs of the same sizes.
-            addresses: identify the other memory that it uses; recordings made with different ones are dropped.
+        Work of one `shape` does the same operations on inputs of the same sizes. `addresses` identify the other memory
+        that it uses; recordings made with different ones are dropped.
         """
         if addresses != self._addresses:
             self._addresses = addresses
