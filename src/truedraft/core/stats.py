@@ -65,7 +65,7 @@ class DraftShare:
 
 @dataclass(frozen=True, slots=True)
 class DraftTime:
-    """One drafter's time in a step, with committed tokens read first (`behind`) and `levels`, None if as the depth."""
+    """One drafter's time in a step; `behind` counts committed tokens read first, and `levels` None equals the depth."""
 
     drafter: str
     requests: int
