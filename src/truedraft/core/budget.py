@@ -47,7 +47,6 @@ class Budget:
         return self.depth == 0 or self.width == 0 or self.nodes == 0
 
     def cut(self, depth: int) -> Budget:
-        """The same budget with paths of at most `depth` tokens."""
         return self if self.depth <= depth else replace(self, depth=max(depth, 0))
 
     def within(self, limits: Budget) -> Budget:
@@ -69,7 +68,6 @@ class Budget:
         return probability >= self.min_probability and survival >= self.floor
 
     def chance(self, probability: float) -> float:
-        """The chance that a token with this draft probability is accepted."""
         q = min(max(probability, _LEAST_PROBABILITY), 1.0 - _LEAST_PROBABILITY)
         return 1.0 / (1.0 + math.exp(-self.odds[0]) * ((1.0 - q) / q) ** self.odds[1])
 
@@ -168,7 +166,6 @@ class Decision:
 
     @property
     def parts(self) -> tuple[Decision, ...]:
-        """One decision for each drafter that drafts, in order."""
         every = (self, *self.merged) if self.merged else (self,)
         return tuple(each for each in every if not each.budget.is_zero)
 
@@ -185,7 +182,11 @@ def check_nodes(option: str, value: int) -> None:
 
 
 def nodes_of(branching: Sequence[int]) -> int:
-    """Nodes of the tree with `branching[d]` children per node at depth d: 3 + 6 + 6 for (3, 2, 1); or OptionError."""
+    """Nodes of the tree with a given number of children per node at depth 0, 1, ...: 3 + 6 + 6 for (3, 2, 1).
+
+    Raises:
+        OptionError: a width below 1, no widths, or more than `MOST_NODES` nodes.
+    """
     if not branching or min(branching) < 1:
         raise OptionError(f"branching holds the children at each depth, 1 or more each, got {tuple(branching)}")
     nodes = level = 0

@@ -6,7 +6,7 @@ forward, so there `coupled_choices` computes it only for tokens that may win, wi
 With G = -log E and E = -log U, the largest log p(v) + G(v) is the smallest E(v) / p(v): a race of exponential clocks. E
 >= 1 - U, so once some token has E / p = t, only tokens with p / (1 - U) >= 1 / t can be before it: about t of them, for
 any size of the vocabulary. The filter needs U to a few digits, in float32; its roundings never exclude a token that
-would win in float64. It uses numpy, whose integer arithmetic is twice as fast as torch's on the CPU.
+would win in float64. Integer arithmetic of numpy is twice as fast as torch's on the CPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int
         where fewer tokens have mass, and throughout a row with NaN.
     """
     if not transfers.waits(probs[0].device):
-        return _choose_here(probs, places, count)
+        return _choose_on_cpu(probs, places, count)
     chosen, start = [], 0
     for _, group in itertools.groupby(probs, key=lambda dist: (dist.shape[-1], dist.dtype)):
         own = list(group)
@@ -101,13 +101,8 @@ def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=vocab)
 
 
-# ------------------------------------------------------------------------------- on the CPU
-
-
 @dataclass(slots=True)
 class _Row:
-    """A distribution `[vocab]`, its noise, candidate ids in ascending order, and the output."""
-
     dist: NDArray[Any]
     place: Place
     key: int | None
@@ -115,7 +110,7 @@ class _Row:
     found: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-def _choose_here(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
+def _choose_on_cpu(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
     given = [row for dist in probs for row in dist.detach().numpy()]
     chosen = np.empty((len(given), count), np.int64)
     rows = [_Row(dist, place, gumbel_key(*place), out) for dist, place, out in zip(given, places, chosen, strict=True)]
@@ -170,7 +165,6 @@ class _Finder:
         self._sparse.append((row, words, self._words[words]))
 
     def finish(self) -> None:
-        """Map words with mass to tokens, for all rows at once."""
         if not self._sparse:
             return
         words = np.concatenate([each for _, each, _ in self._sparse])

@@ -33,9 +33,8 @@ class Interval:
 def resampled(numbers: ArrayLike, value: Callable[[Numbers], Numbers], draws: int = _RESAMPLED) -> Interval:
     """A value of sums over samples, with a percentile bootstrap by the same draws at every call.
 
-    Args:
-        numbers: `[kinds, samples]`.
-        value: computes the values from sums `[kinds, ...]`; draws for which it is not finite are left out.
+    `value` computes it from sums `[kinds, ...]` of numbers `[kinds, samples]`; draws without a finite value are left
+    out.
     """
     terms = np.asarray(numbers, np.float64)
     count = terms.shape[1]

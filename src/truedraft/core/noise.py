@@ -53,10 +53,7 @@ class Noise(Protocol):
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor: ...
 
     def inside(self, turn: int, depth: int) -> Noise:
-        """The noise one level further down a cascade: other uniform numbers, and the same Gumbel noise.
-
-        `turn` numbers the inner decisions of this step; `depth` is the place of its first token in the step.
-        """
+        """The noise of the inner decision number `turn` of a cascade, from `depth` on; the same Gumbel noise."""
         ...
 
 
@@ -74,16 +71,13 @@ class UniformKeys:
 
 
 class KeyedNoise:
-    """Noise of one request at one step.
+    """Noise of one request at one step; `drew` is whether a draft of this level used a number since `of_member`.
 
     Args:
         position: absolute position of the first token that the step decides.
         step: the request's target calls so far.
         sample: index among several answers to the same prompt.
         member: index of the drafter among several; 0 is also the noise of verdicts.
-
-    Attributes:
-        drew: whether a number for a draft of this level was used since the last call of `of_member`.
     """
 
     drew = False
@@ -205,10 +199,7 @@ def open_unit_of(bits: Tensor) -> Tensor:
 
 
 def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The numbers of `gumbel_of` on the CPU, for each token `[tokens]` under its own key `[tokens]`.
-
-    For a few tokens numpy's call overhead is a third of torch's. The logarithms are torch's, so that all bits agree.
-    """
+    """`gumbel_of` on the CPU for tokens and keys `[tokens]`: numpy, with lower overhead, and torch's logarithms."""
     uniform = open_units(mixed_each(keys, tokens.view(np.uint64)))
     numbers: NDArray[np.float64] = torch.from_numpy(uniform).log_().neg_().log_().neg_().numpy()
     return numbers

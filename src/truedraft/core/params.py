@@ -222,7 +222,6 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the distribution of every node is one-hot."""
         return self.temperature == 0.0
 
     @property

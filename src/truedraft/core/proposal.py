@@ -163,10 +163,8 @@ class DrawCheck:
     """Checks on a device whether draws could have been made as they claim, which rules rely on.
 
     Only draws that are judged with a distribution are checked. Ids on the host must exist; ids on a device are clamped
-    to the vocabulary, which all proposals share.
-
-    Attributes:
-        wanted: what the host must read: the sums and least entries of the distributions, and the drawn tokens' entries.
+    to the vocabulary. The host must read `wanted`: the sums and least entries of the distributions, and the drawn
+    entries.
     """
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
@@ -237,8 +235,7 @@ def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]
     """Merge proposals for one request into one tree; at each tree row the draws of earlier proposals come first.
 
     Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is judged.
-    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Waits for tokens on a
-    device.
+    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Waits for a device.
 
     Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name it, and
     its children 1 = 7 and 2 = 8; the nodes of the first became (0, 1) and those of the second (0, 2).

@@ -89,7 +89,6 @@ class RankTree:
         return self if nodes >= len(self) else RankTree(self.paths[:nodes], self.survival[:nodes])
 
     def within(self, depth: int, width: int) -> RankTree:
-        """Only paths of at most `depth` ranks, each below `width`."""
         kept = [i for i, path in enumerate(self.paths) if len(path) <= depth and max(path) < width]
         if len(kept) == len(self):
             return self
@@ -103,7 +102,6 @@ class RankTree:
 
     @cached_property
     def depth(self) -> int:
-        """Length of the longest path: the heads that it needs."""
         return max(map(len, self.paths), default=0)
 
     @cached_property
@@ -113,14 +111,12 @@ class RankTree:
 
     @cached_property
     def branching(self) -> tuple[int, ...]:
-        """The most children of a node at depth 0, 1, ..."""
         return tuple(
             max(count for path, count in self.children.items() if len(path) == depth) for depth in range(self.depth)
         )
 
     @cached_property
     def children(self) -> Counter[RankPath]:
-        """The number of children of each path; () is the root."""
         return Counter(path[:-1] for path in self.paths)
 
     def fill(self, guesses: Tensor) -> Tensor:
@@ -200,8 +196,7 @@ class CandidatePaths:
     def scores(self, log_probs: Numbers) -> Numbers:
         """Log probabilities of the candidates, heads taken as independent: `[rows, candidates]`, float32.
 
-        No candidate scores more than its parent. `log_probs` `[depth, rows, ranks]` descend in each row; NaN counts as
-        0.
+        No candidate scores more than its parent. `log_probs` `[depth, rows, ranks]` descend in each row; NaN is 0.
         """
         log_probs = np.fmin(log_probs, np.float32(0.0))  # by rounding it may be above 0, and a child above its parent
         found = np.empty((log_probs.shape[1], len(self.paths)), dtype=np.float32)
@@ -222,7 +217,6 @@ class CandidatePaths:
         return kept.nonzero()[1].reshape(rows, self.nodes)
 
     def trees(self, log_probs: Numbers) -> ChosenPaths:
-        """The trees of the likeliest paths; arguments as in `scores`."""
         chosen = self.chosen(self.scores(log_probs))
         rows = np.arange(len(chosen))[:, None]
         node_of = np.empty((len(chosen), len(self.paths) + 1), dtype=np.int64)

@@ -97,7 +97,6 @@ class Shaping:
 
     @property
     def reads_paths(self) -> bool:
-        """Whether it needs the tokens of a path, and not only their number."""
         return bool(self.form is not None or self._words or self._subtracts or self._repetition != 1.0)
 
     def of_paths(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
@@ -253,8 +252,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 def _forbid(wide: Tensor, allowed: NDArray[np.bool_]) -> None:
     """Set logits not allowed by masks `[rows, ids]` to -inf, in place."""
-    # The minimum of a logit and plus or minus infinity, which differ in the sign bit: torch's masked operations take
-    # twice as long on the CPU.
+    # The minimum with plus or minus infinity (the sign bit): masked operations take twice as long on the CPU.
     known = torch.from_numpy(allowed).to(wide.device, torch.int32)
     bounds = known.sub_(1).bitwise_and_(_SIGN).bitwise_or_(_INFINITY).view(torch.float32).to(wide.dtype)
     rows = wide[:, : allowed.shape[1]]

@@ -65,12 +65,7 @@ class DraftShare:
 
 @dataclass(frozen=True, slots=True)
 class DraftTime:
-    """The time of one drafter in a step.
-
-    Attributes:
-        behind: committed tokens that it read first, of all requests.
-        levels: sequential drafting levels; None where these equal the depth.
-    """
+    """One drafter's time in a step; `behind` counts committed tokens read first, and `levels` None equals the depth."""
 
     drafter: str
     requests: int
@@ -141,7 +136,6 @@ class StepRecord:
 
     @cached_property
     def rows(self) -> int:
-        """Tokens fed to the target's forward."""
         return sum(each.rows for each in self.requests)
 
     @cached_property
@@ -162,7 +156,7 @@ class StepRecord:
 
     @cached_property
     def seconds_of_each(self) -> tuple[float, ...]:
-        """Seconds by request: a drafter's time is divided among the requests that it drafted for."""
+        """Seconds by request: a drafter's time is shared by the requests that it drafted for, the rest by all."""
         left, each = self.total_s, [0.0] * len(self.requests)
         parts = [() if step.decision is None else step.decision.parts for step in self.requests]
         for spent in self.drafting:
@@ -182,12 +176,10 @@ class StepRecord:
 
 @dataclass(slots=True)
 class DrafterCounters:
-    """Counts of one drafter.
+    """Counts of one drafter; target calls are those that verified its proposals.
 
-    Attributes:
-        target_calls: forwards of the target that verified its proposals.
-        accepted_tokens: emitted tokens that it proposed. A token proposed by two drafters counts for both, so with
-            merged proposals the sum may exceed that of the request.
+    An accepted token proposed by two drafters counts for both, so with merged proposals the sum may exceed that of the
+    request.
     """
 
     target_calls: int = 0
@@ -251,8 +243,7 @@ class Counters:
         """Accepted tokens per drafted token; 0 when nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
-    # Means over emitted tokens, None without lossy rules: of the distance of their distribution from the target's, and
-    # of what greedy decoding would have at the same places, 1 - max p and -log max p; KL in nats.
+    # Means of `Divergence` over emitted tokens; None without lossy rules.
 
     @property
     def mean_total_variation(self) -> float | None:

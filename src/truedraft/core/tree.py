@@ -111,10 +111,7 @@ def shape_of(parents: tuple[int, ...]) -> TreeShape:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens `[nodes]`, int64, and their tree shape.
-
-    The tokens may be on a device until the step reads all of them at once, for `keep_host_ids`.
-    """
+    """Drafted tokens `[nodes]`, int64, perhaps on a device until the step reads all at once, and their tree shape."""
 
     tokens: Tensor
     shape: TreeShape
@@ -166,7 +163,6 @@ class TokenTree:
         return TokenTree(self.tokens[:nodes], TreeShape(self.shape.parents[:nodes]))
 
     def along(self, text: Sequence[int]) -> list[int]:
-        """The nodes along a text from the root, as far as the tree has its tokens."""
         ids, row = self.host_ids, 0
         found: list[int] = []
         for token in text:
@@ -190,7 +186,6 @@ class GrowingTree:
         self.children: dict[tuple[int, int], int] = {}
 
     def add(self, path: Iterable[int], node: int = -1) -> int:
-        """Add a path below a node, reusing existing nodes; returns its last node."""
         for token in path:
             child = self.children.get((node, token))
             if child is None:

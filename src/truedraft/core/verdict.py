@@ -48,7 +48,6 @@ class Divergence:
 
 
 def _of_a_point(p_x: float) -> tuple[float, float]:
-    """Total variation and KL of a one-hot distribution at a token x against p: 1 - p(x) and -log p(x)."""
     return max(1.0 - p_x, 0.0), max(-math.log(p_x), 0.0)
 
 

@@ -71,11 +71,9 @@ class Chunk(AttentionPattern):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer computes attention weights from products of queries and keys.
+    """How a layer computes attention weights: scores are first bounded to softcap * tanh(score / softcap).
 
-    Attributes:
-        softcap: bounds scores to softcap * tanh(score / softcap), before the mask.
-        sinks: `[heads]`: logits that take part in the softmax and add nothing.
+    `sinks` `[heads]` are logits that take part in the softmax and add nothing.
     """
 
     scaling: float
@@ -96,12 +94,9 @@ class SegmentLayout(ABC):
 
     @abstractmethod
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of the new tokens, `[new, heads, value width]`.
+        """Attention `[new, heads, value width]` of the new tokens' query `[heads, new, key width]`.
 
-        Args:
-            query: `[heads, new, key width]`.
-            keys: `[kv_heads, key width, span]`: cached, then uncommitted ones, then undefined positions.
-            values: `[kv_heads, span, value width]`.
+        Keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: cached, uncommitted, undefined.
         """
 
 

@@ -94,7 +94,6 @@ class Reader:
         return 0 if self.sources is None else self.sources.length(tokens) or 0
 
     def most_tokens(self, tokens: Sequence[int]) -> int:
-        """Largest length of a request with these first tokens, prompt and answer together."""
         return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
 
 
@@ -216,7 +215,6 @@ class LanguageModel(Reader, ABC):
 
         Args:
             segments: chains, one for each request, with logits of the last token.
-            levels: tokens to choose for each.
             choose: a module-level function that depends on its arguments only: recordings are keyed by it.
             numbers: `[requests, levels]` each, for `choose`.
 
@@ -229,7 +227,7 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
 
     def quantized(self, bits: int) -> LanguageModel:
-        """This model with linear weights of 8 or 4 bits, as a drafter for itself; they are made on first use.
+        """This model with linear weights of 8 or 4 bits, made on first use, as a drafter for itself.
 
         Its forwards read what this model committed to its caches and write after it. The caller must not commit,
         because this model would compute other keys and values. Forwards of the two wait for each other.
@@ -262,10 +260,7 @@ class LanguageModel(Reader, ABC):
         return TopK.of(self.unembed(vectors), count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
-        """A faster `likeliest` for residual heads x + SiLU(W x + b) before the LM head, or None.
-
-        `blocks` has the linear layers of each head, equally many; their weights are copied.
-        """
+        """A faster `likeliest` for heads x + SiLU(W x + b), of equally many layers, which are copied; or None."""
         return None
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -273,5 +268,4 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} has no embedding that heads could read")
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """Apply the model's factor or soft cap to the product of its LM head, of any shape."""
         return logits

@@ -83,10 +83,7 @@ def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
 
 
 def sample_of(model: PreTrainedModel) -> str | None:
-    """A hash like `fingerprint_of`, but of the values in the first and last rows only; no others are read.
-
-    Models that differ in a few rows only may have the same. None for a padded model that records its original.
-    """
+    """A hash like `fingerprint_of` of first and last rows only; None for a padded model that records its original."""
 
     def ends(weight: Tensor) -> Iterable[Tensor]:
         stored = quantized_of(weight)

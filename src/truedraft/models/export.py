@@ -114,10 +114,7 @@ def save_padded(
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make the folder before its content, which takes minutes; failure or interruption leaves nothing in it.
-
-    Raises OptionError if it cannot be written, or holds something.
-    """
+    """Make the folder before its content; failure leaves nothing in it. OptionError if it cannot be, or holds files."""
     existed = folder.is_dir()
     try:
         if folder.exists() and not existed:

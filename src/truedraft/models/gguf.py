@@ -1,7 +1,4 @@
-"""GGUF files: their tensors, quantised or as numbers, and their model configuration and tokenizer.
-
-The blocks of quantised types are those of ggml (ggml-common.h).
-"""
+"""GGUF files: their tensors, in ggml's blocks (ggml-common.h) or as numbers, their configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from truedraft.errors import ModelError, UnsupportedModelError, first_line
 from truedraft.files import cache_folder, could_not_be_kept, written_whole
-from truedraft.models.gguf_config import Said, hold_positions, read_config
+from truedraft.models.gguf_config import ModelKeys, check_positions, read_config
 from truedraft.models.gguf_header import Header, StoredTensor, parts_of, read_header
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
 from truedraft.progress import log_stage
@@ -201,7 +198,7 @@ class _WithoutMemory(TorchFunctionMode):
 def _convert(path: Path, folder: Path) -> None:
     log_stage(f"loading: converting what {path.name} says of its model and tokenizer, once")
     header = _header(path)
-    said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
+    said = ModelKeys(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}
     try:
         fields = {key: value for key, value in header.fields.items() if key.startswith("tokenizer.")}
@@ -216,14 +213,14 @@ def _convert(path: Path, folder: Path) -> None:
         raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
     except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise UnsupportedModelError(f"{str(path)!r} cannot be read by transformers: {first_line(error)}") from error
-    hold_positions(said, model)
+    check_positions(said, model)
     index = {
         "files": [str(file) for file in header.files],
         "architecture": said.architecture,
         "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in header.tensors],
     }
     if kind not in _BY_ROWS:
-        _hold_for_transformers(path, said, header, places)
+        _check_for_transformers(path, said, header, places)
     try:
         config.save_pretrained(folder)
         _keep_tokenizer(tokenizer, folder)
@@ -244,7 +241,7 @@ def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str
     return places
 
 
-def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mapping[str, str]) -> None:
+def _check_for_transformers(path: Path, said: ModelKeys, header: Header, places: Mapping[str, str]) -> None:
     """Check a model that transformers dequantises itself: it reads one file, and ignores unknown tensors."""
     if len(header.files) > 1:
         raise UnsupportedModelError(
@@ -357,11 +354,7 @@ def _processor(architecture: str) -> type[TensorProcessor]:
 
 
 def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with matrices that take no memory: their `quantized` reads the file's tensors.
-
-    Raises:
-        ModelError: the file is missing, lacks tensors, or has others.
-    """
+    """A model with matrices that take no memory, but `quantized` readers; ModelError if tensors do not fit."""
     index = _index(folder)
     try:
         # Kept open as long as any tensor may be read, because another file may take its name.

@@ -52,8 +52,7 @@ class StoredTensor:
     def data(self, files: Sequence[BinaryIO], first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
         """Bytes `[end - first, bytes of an output]` of outputs from `first` to `end`; of a vector `[bytes]`.
 
-        They are read, not mapped: a truncated mapped file would kill the process. Raises ModelError if the file ends
-        before.
+        Read, not mapped: a truncated mapped file would kill the process. Raises ModelError if the file ends before.
         """
         file, each = files[self.part], self.size // self.shape[0]
         requested = ((self.shape[0] if end is None else end) - first) * each
@@ -165,11 +164,11 @@ def read_header(path: Path) -> Header:
     parts = [_one(file, number) for number, file in enumerate(files)]
     header = Header(files, parts[0][0], [tensor for _, tensors in parts for tensor in tensors])
     if len(files) > 1 or header.fields.get("split.count", 1) not in (0, 1):
-        _hold_together(path, files, parts)
+        _check_same_model(path, files, parts)
     return header
 
 
-def _hold_together(path: Path, files: list[Path], parts: list[_Content]) -> None:
+def _check_same_model(path: Path, files: list[Path], parts: list[_Content]) -> None:
     first, count = parts[0][0], len(parts)
     if count == 1:
         raise ModelError(

@@ -217,16 +217,12 @@ class HuggingFaceModel(LanguageModel):
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
-        """Forwards stop after so many layers within this context."""
         return self._backend.shallow(layers)
 
     def quantize(self, bits: int) -> None:
-        """Replace the model's linear weights with ones of 8 or 4 bits; the old ones are freed.
+        """Quantise the linear weights, see `Backend.quantize`, and free the old ones.
 
         Name and fingerprint stay, so drafters trained for it still fit.
-
-        Raises:
-            UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
         """
         try:
             self._backend.quantize(bits)
@@ -298,10 +294,7 @@ class HuggingFaceModel(LanguageModel):
         return twin
 
     def take_weights(self, twin: HuggingFaceModel) -> None:
-        """Use the weights of a twin (`with_weights`) from the next forward on.
-
-        Keys and values computed before belong to the old weights and must not be continued.
-        """
+        """Use a twin's weights (`with_weights`) from the next forward on; earlier keys and values are not theirs."""
         with self._lock:
             for name in ("_model", "_backend", "_finish_is_checked", "weight_bytes", "fast_paths"):
                 setattr(self, name, getattr(twin, name))

@@ -1,7 +1,4 @@
-"""Llama-like decoders: the parts of a family's loaded modules that a backend needs, and the forward of a layer.
-
-Only `Llama.of` has transformers' names of a layer's parts.
-"""
+"""Llama-like decoders: a family's parts by transformers' names (`Llama.of` only), and the forward of a layer."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ _FIRST_POSITIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A family's names of its norms ("" for none), and its other differences from Llama."""
-
     before_mlp: str = "post_attention_layernorm"
     after_attention: str = ""
     after_mlp: str = ""
@@ -35,8 +30,7 @@ class _Names:
     clipped: bool = False
 
 
-# Classes with layers of this form: norm, attention over rotated heads, residual, norm, gated MLP, residual. Their
-# logits are the LM head's.
+# Classes with layers of the form of `LlamaLayer`, and no other logits than the LM head's.
 _FAMILIES = {
     "LlamaForCausalLM": _Names(),
     "MistralForCausalLM": _Names(),
@@ -63,10 +57,7 @@ _EMBEDDINGS = ("Embedding", "Gemma3TextScaledWordEmbedding")
 
 @dataclass(frozen=True, slots=True)
 class RootMeanSquareNorm:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) along the last axis.
-
-    If `rounds_once`, nothing is rounded before the product with the weight.
-    """
+    """x / sqrt(mean(x^2) + eps) * (offset + weight); if `rounds_once`, not rounded before that product."""
 
     weight: Tensor
     eps: float
@@ -159,7 +150,6 @@ class RotaryTable:
         return torch.cat([cosines[0], sines[0, :, :half]], dim=-1)[:, None]
 
     def reach(self, furthest: int) -> None:
-        """Extend the table to the position `furthest`; a longer table is a new tensor."""
         if furthest >= self.table.shape[0]:
             self.table = self._tabulate(2 ** (furthest + 1).bit_length())
 
@@ -198,7 +188,6 @@ class Experts:
         chosen: number of experts for each row, those of the largest probabilities.
         normed: whether these probabilities are normalised to sum to 1.
         clipped: whether a gate is g / (1 + e^(-1.702 g)), g at most 7, and the other factor 1 + u, u from -7 to 7.
-        holders: modules that hold these.
     """
 
     gate: Tensor
@@ -241,7 +230,6 @@ class Experts:
         )  # fmt: skip
 
     def release(self) -> None:
-        """Free all weights after something else has taken them over."""
         for module in self.holders:
             release(module)
 
@@ -436,7 +424,7 @@ def _rotary(module: Any, like: Tensor, layer_type: str | None, names: _Names) ->
 def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
     names = _FAMILIES.get(type(model).__name__)
     rope = getattr(model.config, "rope_parameters", None) or {}
-    if names is None or rope.get("rope_type") == "longrope":  # whose angles change with the text's length
+    if names is None or rope.get("rope_type") == "longrope":  # angles change with the text's length
         return False
     decoder: Any = model.model
     norm = type(decoder.norm)

@@ -1,7 +1,4 @@
-"""A model's LM head as a function of its input vector.
-
-Some families scale its product, cap it softly, or add a bias; so it is checked on real vectors.
-"""
+"""A model's LM head as a function, with the scale, soft cap or bias of its family, checked on real vectors."""
 
 from __future__ import annotations
 
@@ -73,8 +70,7 @@ def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
 class LmHead:
     """The LM head of a loaded model, with gradients through the vectors; its weights are frozen.
 
-    `weight` and `embedding` `[vocab, width]` are the model's own, in many families one tensor; `bias` `[vocab]` or
-    None.
+    `weight` and `embedding` `[vocab, width]` are the model's own, in many families one tensor; `bias` is `[vocab]`.
     """
 
     def __init__(
@@ -120,5 +116,4 @@ class LmHead:
         return self.finish(linear(vectors, self.weight, self.bias))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings `[..., width]` of ids, as they are in the model's table."""
         return embedding(tokens, self.embedding)

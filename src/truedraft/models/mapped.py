@@ -15,10 +15,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def forget_pages(weight: Tensor) -> None:
-    """Release the memory of a weight's mapped file in this process, if the system reports mappings.
-
-    The weight stays readable. Otherwise a packed model is in memory twice until its last weight is freed.
-    """
+    """Release a weight's mapped file pages; it stays readable. Otherwise a packed model is in memory twice."""
     advice = getattr(mmap, "MADV_DONTNEED", None)
     if advice is None or weight.device.type != "cpu" or not weight.is_contiguous() or not _MAPS.exists():
         return

@@ -65,11 +65,7 @@ class MtpLayer:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Read pairs of a token and the vector before it; caches receive their keys and values.
-
-        Args:
-            embedded: `[total, width]`: the model's embeddings of the segments' tokens.
-            vectors: `[total, width]`.
+        """Read pairs of a token's embedding and the vector before it, `[total, width]` each, into the caches.
 
         Returns:
             The layer's output at the requested rows, `[rows, width]`, before its final norm and after it.
@@ -151,7 +147,6 @@ def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any],
 def _layer_in(
     source: str, name: str, revision: str | None, folder: str | None
 ) -> tuple[str, MtpNames, dict[str, Tensor]]:
-    """The source's name for messages, the names of the first layer, and the tensors of all MTP layers."""
     if folder is not None:
         path, name = user_path(folder, ModelNotFoundError), folder
         if not path.is_dir():
@@ -183,7 +178,6 @@ def _revision(target: HuggingFaceModel) -> str | None:
 
 
 def _config_of_one(whole: Any) -> Any:
-    """The configuration of a model with this layer only: full attention, and experts if the last layer has them."""
     config = copy.deepcopy(whole.get_text_config(decoder=True))
     types = {"layer_types": ("mtp_layer_types", "full_attention"), "mlp_layer_types": ("mtp_mlp_layer_types", None)}
     for name, (own, usual) in types.items():

@@ -126,8 +126,7 @@ def noting_shift(model: PreTrainedModel, cache: RequestCache) -> Iterator[None]:
     """Store the shift of positions after a prompt that a model reads, and numbers itself, within this context.
 
     Images take fewer positions than tokens where rotary positions have more than one axis (Qwen2-VL, 2409.12191,
-    section 2.1): `rope_deltas` in transformers. Others begin at 1 (PaliGemma), which shows in their decoder's
-    arguments.
+    section 2.1): `rope_deltas` in transformers. Others begin at 1 (PaliGemma).
     """
     for module in model.modules():  # so that no value of an earlier prompt is taken
         if getattr(module, "rope_deltas", None) is not None:

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from truedraft.models.mapped import forget_pages
 
-# oneDNN chooses the layout for a number of rows. With 8, any number of rows gives the same bits in each row; with 1 it
-# does not.
+# oneDNN chooses the layout for a number of rows; with 8, unlike 1, a row's bits do not depend on their number.
 _ROWS = 8
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 LEAST_ROWS = 4
@@ -63,7 +62,6 @@ class PackedLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """`[out]`, or None: some layers add it themselves."""
         return self._bias
 
     def forward(self, x: Tensor) -> Tensor:

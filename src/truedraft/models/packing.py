@@ -55,11 +55,10 @@ class ForwardPlan:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device, least_rows: int) -> ForwardPlan:
-        """Concatenate the segments and reserve room in their caches.
+        """Concatenate the segments, reserve room in their caches, and pad to `least_rows` tokens and rows.
 
-        Args:
-            least_rows: pad to this many tokens and rows. Kernels treat very short products differently, and a row must
-                not depend on how many share its forward (docs/lossless.md, row invariance).
+        Kernels treat very short products differently, and a row must not depend on how many share its forward
+        (docs/lossless.md, row invariance).
 
         Raises:
             ModelError: a segment has more or fewer tokens than new nodes.
@@ -95,14 +94,8 @@ class ForwardPlan:
     ) -> Tensor:
         """Attention of all segments, each over its own cache, which receives their keys and values.
 
-        Args:
-            call: index of the attention call in the forward, from 0.
-            query: `[heads, total, key width]`.
-            key: `[kv_heads, total, key width]`.
-            value: `[kv_heads, total, value width]`.
-
-        Returns:
-            `[total, heads, value width]`; rows of padding are undefined.
+        `call` is the attention call's index in the forward. Queries are `[heads, total, key width]`, keys and values
+        `[kv_heads, total, width]`; returns `[total, heads, value width]`, with rows of padding undefined.
         """
         outputs: list[Tensor] = []
         for part in self.segments:
@@ -117,10 +110,7 @@ class ForwardPlan:
     def attend_masked(
         self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """`attend` for a single segment, a whole prompt, under the mask that the model itself made.
-
-        `mask` is `[total, total]`, True or 0 where a token sees another; None is a causal mask.
-        """
+        """`attend` for one whole prompt under a mask `[total, total]`, True or 0 where seen; None is causal."""
         count = query.shape[1]
         keys, values = self.segments[0].segment.cache.write(call, key, value)
         hidden = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device)

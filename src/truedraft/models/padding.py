@@ -59,9 +59,8 @@ class PaddedSize:
     inner: int
 
 
-# Parameters with the embedded target's 8,192 tokens and one key/value head for three query heads: 110,119,680,
-# 500,221,440 and 7,097,112,576. A 7B is usually 4,096 wide with 32 layers; 6,144 is 16 times the embedded target's
-# width, which keeps its bits.
+# With the embedded target's vocabulary and heads 110,119,680, 500,221,440 and 7,097,112,576 parameters. A 7B is mostly
+# 4,096 wide with 32 layers; 6,144 is 16 times the embedded target's width, which keeps its bits.
 PADDED_SIZES = {
     size.name: size
     for size in (
@@ -236,8 +235,7 @@ class _Padding:
         self._places = {axis: place.to(model.device) for axis, place in places.items()}
         self._modules: Mapping[str, nn.Module] = dict(model.named_modules())
         self._norm_scale = math.sqrt(own.hidden_size / config.hidden_size)
-        # The input of layers has entries of about 1 (RMSNorm), so their output has, too: ordinary numbers, neither so
-        # small nor so large that a product of them would be faster.
+        # Inputs are of about 1 (RMSNorm), so outputs are, too: no product is faster than with a real model's numbers.
         self._spread = own.hidden_size**-0.5
         self._new: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         self._generator = torch.Generator(device=model.device).manual_seed(seed)

@@ -102,11 +102,7 @@ class _Recorder:
 
 
 def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
-    """The pattern of each attention call of a forward, in order of the calls.
-
-    Raises:
-        UnsupportedModelError: the model mixes tokens by other means, hides its mask, or uses another kind of pattern.
-    """
+    """The pattern of each attention call, in order; UnsupportedModelError for other mixing, masks or patterns."""
     name = type(model).__name__
     _refuse_scaled_queries(model, name)
     carrying = carrying_modules(model)
@@ -254,11 +250,7 @@ def some_ids(count: int, vocab_size: int, device: torch.device) -> Tensor:
 
 
 def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], None]:
-    """Run the stock forward now, before attention is redirected; returns a check of the packed forward.
-
-    Raises:
-        UnsupportedModelError: transformers itself cannot run it; from the check, it differs by more than rounding.
-    """
+    """Run the stock forward before attention is redirected; it and the returned check raise UnsupportedModelError."""
     ids = some_ids(_CONTEXT + len(_TREE), len(model.get_input_embeddings().weight), model.device)
     texts = torch.stack([torch.cat([ids[:_CONTEXT], ids[_CONTEXT:][list(path)]]) for path in _TEXTS])
     sources = Sources.of(model, _FAR) if model.config.is_encoder_decoder else None
@@ -273,8 +265,7 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
         error = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
         rounding = error.max()
         if carries_states(model):
-            # Recurrences have another formula for one token than for many, with another order of sums; Zamba 2 bounds
-            # its time steps only in the latter.
+            # Recurrences have another formula for one token than for many, with another order of sums.
             steps = torch.cat([_by_steps(model, text[None]) for text in texts])  # RWKV takes several texts for one
             rounding = torch.maximum(rounding, (steps - stock[:, _CONTEXT:]).abs().max())
             stock[:, _CONTEXT:] = steps
@@ -387,10 +378,7 @@ def refuse_later_tokens(model: LanguageModel) -> None:
 
 
 def rows_depend_on_their_number(model: LanguageModel) -> bool:
-    """Whether a row's logits have other bits if other rows share its forward, tested on a few row counts.
-
-    If so, answers with a drafter equal plain decoding's up to near ties, not bit for bit.
-    """
+    """Whether a row's bits depend on other rows, tested on a few counts; then answers equal up to near ties."""
     ids = some_ids(_COUNTS[0], model.vocab_size, model.device)
     seen: list[Tensor] = []
     for most in _COUNTS:

@@ -106,12 +106,10 @@ def _of_both(outer: Tensor, inner: Tensor, parts: int = 1) -> tuple[Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A quantised weight, see `QuantizedWeight`, that is read on demand: a parameter's `quantized`.
+    """A quantised weight `[out, in]`, see `QuantizedWeight`, that is read on demand: a parameter's `quantized`.
 
-    Attributes:
-        rows: reads some outputs; may be called by several threads.
-        shape: `[out, in]`.
-        together: outputs to read at a time when all are needed; None for all of them, if reading some takes as long.
+    `rows` reads some outputs, for several threads. `together` outputs are read at a time when all are needed; None
+    reads all of them, if reading some takes as long.
     """
 
     form: tuple[int, Scheme]

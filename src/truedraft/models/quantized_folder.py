@@ -42,12 +42,7 @@ Read = TypeVar("Read")
 
 
 class QuantizedFolder:
-    """The tensors of a quantised model's folder, layer by layer.
-
-    Raises:
-        UnsupportedModelError: its codes are of a kind that cannot be read.
-        ModelError: tensors are missing, or do not fit each other.
-    """
+    """A quantised model's tensors by layer; UnsupportedModelError for unknown codes, ModelError for missing tensors."""
 
     def __init__(self, source: str, config: Any, name: str, revision: str | None) -> None:
         self._name = name
@@ -124,7 +119,6 @@ class QuantizedFolder:
         return model
 
     def _tied_alike(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether duplicates of tied weights, such as the embedding and the LM head, are equal."""
         first: dict[int, str] = {}
         for name in (*self._codes, *self._plain):
             other = first.setdefault(id(parameters[name]), name)
@@ -139,7 +133,6 @@ class QuantizedFolder:
         return layer[end]
 
     def numbers(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All tensors dequantised, by the names of the unquantised model's folder."""
         made = {name: stored.read().dequantized().to(dtype) for name, stored in self._codes.items()}
         made |= {name: read().to(dtype) for name, read in self._numbers.items()}
         return made | {name: self._tensor(name) for name in self._plain}

@@ -97,10 +97,7 @@ def gptq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
 
 
 def awq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
-    """AWQ: qweight `[in, out / 8]`, qzeros `[groups, out / 8]`, scales `[groups, out]`.
-
-    A word has the codes of 8 outputs, even ones first.
-    """
+    """AWQ: qweight `[in, out / 8]`, a word's even outputs first; qzeros `[groups, out / 8]`, scales `[groups, out]`."""
     scales = tensors["scales"]
     groups, out = scales.shape
     inputs = tensors.shape("qweight")[0]
@@ -119,8 +116,7 @@ def awq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
 
 
 def packed(tensors: LayerTensors, layout: Layout) -> StoredWeight:
-    """compressed-tensors in words: weight_packed `[out, in / codes of a word]`, weight_scale `[out, groups]`,
-    weight_shape.
+    """compressed-tensors in words: weight_packed `[out, in / codes of a word]`, weight_scale `[out, groups]` and shape.
 
     Optionally weight_zero_point `[out / codes of a word, groups]` and weight_g_idx `[in]`.
     """
@@ -188,7 +184,6 @@ def _expect(tensors: LayerTensors, end: str, shape: tuple[int, ...]) -> None:
 
 
 def _by_output(tensors: LayerTensors, scales: Tensor, out: int) -> Tensor:
-    """Scales `[out, groups]` from a single number or one for each output."""
     scales = scales.reshape(len(scales), -1) if scales.dim() else scales.view(1, 1)
     if len(scales) not in (1, out):
         raise tensors.broken(f"has scales of {len(scales)} outputs in place of {out}")
@@ -201,7 +196,6 @@ def _by_order(tensors: LayerTensors, inputs: int, layout: Layout, groups: int) -
 
 
 def _in_order(tensors: LayerTensors, inputs: int, layout: Layout, groups: int) -> Tensor:
-    """The group of each input for contiguous groups."""
     sizes = dict.fromkeys(min(size, inputs) or inputs for size in layout.groups)
     fitting = [size for size in sizes if -(-inputs // size) == groups]
     if len(fitting) > 1:
@@ -274,7 +268,7 @@ def fp8(tensors: LayerTensors, block: tuple[int, int] | None) -> Tensor:
 
 
 def four_bits(tensors: LayerTensors) -> Tensor:
-    """A layer's weight by bitsandbytes in 4 bits (NF4, FP4): codes index a table, times a scale of a block."""
+    """A layer's weight by bitsandbytes in 4 bits (NF4, FP4): table entries times block scales, maybe codes too."""
     state = next(found for end in STATES if (found := tensors.get(end)) is not None)
     try:
         said: dict[str, Any] = json.loads(bytes(state.tolist()))

@@ -147,7 +147,6 @@ class Ranks:
             raise
 
     def send(self, message: Any) -> None:
-        """Broadcast a message from rank 0, made of plain objects and tensors on the CPU."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         with _connected():
             self._words.broadcast(torch.tensor([len(data)]), 0).wait()

@@ -122,7 +122,7 @@ class _Layer:
         hidden = torch.linspace(-1.0, 1.0, 9 * width, device=weight.device).sin_().view(1, 9, width).to(weight.dtype)
         with torch.inference_mode():
             self._places = self._places_of_vectors(hidden)
-            self._continues = self._can_go_on(hidden)
+            self._continues = self._can_continue(hidden)
             self._products = _Products(module, self._adapter.shift, lambda: self._run(hidden, {})[0], hidden)
         module.forward = self.mix
 
@@ -145,7 +145,7 @@ class _Layer:
         output, after = self._adapter.run(hidden, states)
         return [output] if self._places is None else [output[place] for place in self._places], after
 
-    def _can_go_on(self, hidden: Tensor) -> bool:
+    def _can_continue(self, hidden: Tensor) -> bool:
         """Whether reading several tokens from a state equals reading one text; some modules ignore it then."""
         whole, _ = self._run(hidden, {})
         _, states = self._run(hidden[:, :4], {})
@@ -259,9 +259,7 @@ def _gathered(rows: Sequence[StateRow]) -> States:
 class _Products:
     """The input and output projections of a module, computed for all tokens of a forward at once.
 
-    Args:
-        shift: see `StateAdapter`; with it the input projections depend on the previous token's input, too.
-        run: runs the module on `hidden`, `[1, tokens, width]`, to find these linear layers.
+    With `shift` they depend on the previous token's input, too; `run` runs the module on `[1, tokens, width]`.
     """
 
     def __init__(self, module: nn.Module, shift: str | None, run: Callable[[], list[Tensor]], hidden: Tensor) -> None:

@@ -39,7 +39,6 @@ class Sound:
         bands: entries for each moment: bands of a spectrum, or 1 for the waveform.
         limit: most vectors that the encoder makes.
         moments: required number of moments; None if it is free.
-        example: synthetic audio for measurements and checks.
         vectors_of: the number of vectors of a number of moments.
     """
 
@@ -52,11 +51,7 @@ class Sound:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sound:
-        """From a loaded encoder-decoder with an audio encoder.
-
-        Raises:
-            UnsupportedModelError: it does not say how many vectors its encoder makes, or takes another form of audio.
-        """
+        """From a loaded encoder-decoder; UnsupportedModelError if vectors are unknown, or its form of audio is."""
         encoder = model.get_encoder()
         convolutions = [module for module in encoder.modules() if isinstance(module, nn.Conv1d)]
         vectors_of = getattr(encoder, "_get_feat_extract_output_lengths", None)
@@ -157,7 +152,6 @@ class Sources:
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """A short text without an answer, for measurements and checks."""
         if self.sound is not None:
             return tuple(self.heard(self.opening_inputs))
         ids = (token for token in range(3, 1 << 30) if token not in (self.start, self.end))

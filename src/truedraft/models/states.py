@@ -1,8 +1,4 @@
-"""Run stateful modules (recurrences, short convolutions) with an explicit state, one class for each way of passing it.
-
-Most keep it in transformers' cache for linear attention; RWKV and xLSTM take and return it; Recurrent Gemma keeps it in
-the module.
-"""
+"""Run stateful modules (recurrences, short convolutions) with an explicit state, a class for each way of passing it."""
 
 from __future__ import annotations
 
@@ -190,8 +186,6 @@ class _XLSTMAdapter(StateAdapter):
 
 
 class _Slot:
-    """Replaces a tensor of all layers' states by that of one layer, for every index."""
-
     def __init__(self, value: Tensor) -> None:
         self.value = value
 

@@ -121,25 +121,25 @@ class ThreadChoice:
         if self._on_single and one:
             self._since_s += seconds
         elif self._on_single:
-            self._judge_try(seconds, median(single) if single else 0.0)
+            self._evaluate_trial(seconds, median(single) if single else 0.0)
         else:
             self._forwards += 1
             if len(single) > 1 and len(together) == _JUDGED and fmean(sorted(together)[:-1]) > median(single):
-                self._go_single(median(together))
+                self._use_single(median(together))
 
-    def _go_single(self, together_s: float) -> None:
+    def _use_single(self, together_s: float) -> None:
         self._on_single = True
         # If the return to all threads was too early, the next one is later.
         self._factor = min(2 * self._factor, _LONGEST_FACTOR) if self._forwards < _SOON else 1
-        self._put_off(together_s)
+        self._postpone(together_s)
 
-    def _put_off(self, seconds: float) -> None:
+    def _postpone(self, seconds: float) -> None:
         self._since_s, self._wins = 0.0, 0
         self._wait_s = _BETWEEN_TRIES * self._factor * seconds
 
-    def _judge_try(self, seconds: float, single_s: float) -> None:
+    def _evaluate_trial(self, seconds: float, single_s: float) -> None:
         if seconds >= _CLEARLY * single_s:
-            self._put_off(seconds)
+            self._postpone(seconds)
             return
         self._wins += 1
         if self._wins == _WINS:

@@ -118,8 +118,8 @@ def translation_between(draft: LanguageModel, target: LanguageModel) -> Translat
         )
     if draft.sources is not None:
         raise CompositionError(
-            f"draft {draft.name!r} is an encoder-decoder with another tokenizer than the target's, whose texts it "
-            "cannot distinguish from sources; use one with the target's tokenizer, or prompt-lookup"
+            f"draft {draft.name!r} is an encoder-decoder with another tokenizer than the target's; it cannot "
+            "distinguish texts from sources; use one with the target's tokenizer, or prompt-lookup"
         )
     sizes, ends = (target.vocab_size, draft.vocab_size), (target.eos_token_ids, draft.eos_token_ids)
     return Translation.between(target.tokenizer, draft.tokenizer, sizes, ends)

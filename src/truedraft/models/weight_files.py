@@ -139,15 +139,12 @@ class MtpNames:
 
     @property
     def parts(self) -> tuple[str, str, str, str]:
-        """All tensors outside the decoder layer: fusion, the norms of embedding and vector, and the last norm."""
         return self.fusion, self.of_embedding, self.of_vector, self.final
 
     def is_further(self, name: str) -> bool:
-        """Whether a tensor belongs to a later layer, which predicts a further token."""
         return bool(self.layer) and name.startswith(f"{self.prefix}layers.") and self.of_layer(name) is None
 
     def of_layer(self, name: str) -> str | None:
-        """The name of a decoder layer's tensor within the layer; None for another tensor."""
         start = self.prefix + self.layer
         return name.removeprefix(start) if name.startswith(start) else None
 

@@ -51,10 +51,8 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 def speedup(alpha: float, gamma: int, c: float) -> float:
     """(1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)): expected factor in wall time over plain decoding.
 
-    Theorem 3.8 of the paper; c is the time of one draft step over that of one target step.
-
-    Raises:
-        OptionError: an argument is out of range.
+    Theorem 3.8 of the paper; c is the time of one draft step over that of one target step. Raises OptionError for an
+    argument out of range.
     """
     check_not_negative("c", c)
     return expected_tokens(alpha, gamma) / (gamma * c + 1.0)

@@ -41,7 +41,7 @@ class CostCurve:
 
     @classmethod
     def fit(cls, points: Iterable[tuple[float, float]]) -> CostCurve:
-        """The monotone curve nearest to measured (size, seconds) points; OptionError without, or if one is below 0."""
+        """The monotone curve nearest to measured (size, seconds), equal sizes as their mean; OptionError if invalid."""
         by_size: dict[float, list[float]] = {}
         for size, seconds in points:
             by_size.setdefault(float(size), []).append(seconds)
@@ -60,7 +60,7 @@ class CostSurface:
     """Seconds by rows and context, monotone in both; in each direction as a `CostCurve`.
 
     Beyond the last rows or context it continues with the steepest last slope at any smaller context or fewer rows, so
-    that it stays monotone there too. `seconds` are `[rows][contexts]`, all ascending.
+    that it stays monotone there too. `seconds` are `[rows][contexts]`, not descending along either axis.
 
     Raises:
         OptionError: no points, or unordered ones.
@@ -175,11 +175,7 @@ class TargetCost:
         return cls(base, unbatched.attention, max(0.0, median(extra)) if extra else 0.0)
 
     def __call__(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of a forward of `rows` tokens, shared evenly among requests with these cached `contexts`.
-
-        Raises:
-            OptionError: no request, or fewer rows than requests.
-        """
+        """Seconds of a forward of `rows` tokens, shared evenly by requests with these `contexts`; or OptionError."""
         if not contexts:
             raise OptionError("a forward needs the context of at least one request, got none")
         check_whole("rows", rows, least=len(contexts))
@@ -239,14 +235,9 @@ class DraftCost:
         return self._curve([(point.depth, point.seconds) for point in self.points], depth)
 
     def guessed(self, share: float, longest: int) -> DraftCost:
-        """The cost by length of a cascade's chains, where this cost is by levels and some tokens take none.
+        """The cost by length of a cascade's chains, where a `share` of the tokens after the first take no level.
 
-        Worked example: levels of 2 ms, of the tokens after the first one half take none. A chain of 5 takes 3 levels, 6
-        ms.
-
-        Args:
-            share: fraction of the tokens after a chain's first that take no level.
-            longest: greatest length.
+        Worked example: levels of 2 ms, a share of one half. A chain of 5 takes 3 levels, 6 ms.
         """
         points = []
         for length in range(1, longest + 1):

@@ -92,7 +92,6 @@ class Backend(ABC):
     def forward_chains(
         self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageModel.forward_chains`; logits are cut to `vocab` ids."""
         raise UnsupportedModelError("this forward records no chains")
 
     @abstractmethod

@@ -33,11 +33,7 @@ class Encoded(BaseModelOutput):
 
 
 class EncoderDecoderBackend(SequentialBackend):
-    """Runs the segments of a plan one after another through the decoder, and before that sources through the encoder.
-
-    Raises:
-        UnsupportedModelError: it does not define the layout of its texts.
-    """
+    """Runs segments one by one, sources first through the encoder; UnsupportedModelError if no layout is defined."""
 
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         super().__init__(model, reason)

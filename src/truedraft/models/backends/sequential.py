@@ -36,13 +36,7 @@ _MOST_REREAD = 16
 
 
 class SequentialBackend(ModuleBackend):
-    """Runs the segments of a plan one after another through a model's own forward.
-
-    `reason` is why it does not run packed, for reports.
-
-    Raises:
-        UnsupportedModelError: its forward takes no cache.
-    """
+    """Runs segments one by one through a model's own forward, for a `reason`; UnsupportedModelError without cache."""
 
     least_rows = 1
     _way = "one text at a time, since it cannot run packed"
@@ -127,7 +121,7 @@ class SequentialBackend(ModuleBackend):
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Run on new tokens `[1, new]`; logits `[rows, vocab]` at those in `places`, or at all of them."""
+        """Run on new ids `[1, new]`; logits `[rows, vocab]` at `places`, or all. With `inputs` it counts positions."""
         end = past.end
         given: dict[str, Any] = {
             "position_ids": torch.arange(end - ids.shape[1], end, device=ids.device)[None] + past.cache.family.shift,
@@ -141,7 +135,6 @@ class SequentialBackend(ModuleBackend):
         return logits
 
     def _called(self, ids: Tensor, given: Mapping[str, Any], **always: Any) -> Any:
-        """Call the model's forward with ids `[1, tokens]` and those of `given` that it has parameters for."""
         taken = {name: value for name, value in given.items() if name in self._takes}
         return self._model(input_ids=ids, **taken, **always)
 
@@ -317,7 +310,7 @@ class CopiedBackend(WholeTextBackend):
             self._catch_up(copies, whole[:, : cache.length])
         read = copies.next_read(text, cache.length, len(text) - new, cache.uncommitted > 1)
         requested = places + len(text) - new - len(read.ids)
-        logits = self._go_on(read, whole, requested)
+        logits = self._read_rest(read, whole, requested)
         if len(logits) == len(places):
             return logits
         self._captured[-1] = self._captured[-1][:, -new:]
@@ -327,10 +320,10 @@ class CopiedBackend(WholeTextBackend):
         assert copies.kept is not None
         if copies.kept.begins(committed[0].tolist()):
             last = committed.shape[1] - len(copies.kept.ids) - 1
-            self._go_on(copies.kept, committed, torch.tensor([last], device=committed.device))
+            self._read_rest(copies.kept, committed, torch.tensor([last], device=committed.device))
             self._captured.pop()
 
-    def _go_on(self, read: _Read, text: Tensor, requested: Tensor) -> Tensor:
+    def _read_rest(self, read: _Read, text: Tensor, requested: Tensor) -> Tensor:
         """Read the rest of a text `[1, tokens]`; its logits at the places in `requested`, or at all."""
         known, end = len(read.ids), text.shape[1]
         given = {

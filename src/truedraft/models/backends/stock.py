@@ -32,12 +32,9 @@ _numbers = itertools.count()
 
 
 class StockBackend(ModuleBackend):
-    """Runs a packed forward through a model's own forward, by public interfaces only.
+    """Runs a packed forward through a model's own forward, by public interfaces only, with its attention replaced.
 
-    Args:
-        model: its attention is replaced.
-        patterns: of each attention call; None detects them.
-        adapters: of `read_adapters`, by name.
+    `patterns` None detects those of each attention call; `adapters` are those of `read_adapters`, by name.
 
     Raises:
         UnsupportedModelError: the family cannot run packed; names the reason.
@@ -168,7 +165,7 @@ class _PackedAttention:
         if key.shape[2] != query.shape[2] or (attention_mask is not None and attention_mask.shape[:2] != (1, 1)):
             raise UnsupportedModelError(
                 f"{type(module).__name__} reads images separately from its text, which truedraft cannot run; give "
-                "text alone"
+                "only text"
             )
         plan, call = self._next_call(module)
         scoring = _scoring(query, given.get("scaling"), given.get("softcap"), given.get("s_aux"))

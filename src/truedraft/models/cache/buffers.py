@@ -44,10 +44,7 @@ class Keeper(Protocol):
 
 
 class Entries:
-    """Keys and values `[kv_heads, tokens, width]` of neighbouring tokens of one request, for every attention call.
-
-    `number` is their id in the other processes, if several run one model.
-    """
+    """Keys and values `[kv_heads, tokens, width]` of some tokens by call; `number` names them in other processes."""
 
     def __init__(self, calls: list[tuple[Tensor, Tensor]]) -> None:
         self.calls = calls
@@ -63,11 +60,8 @@ class Buffers:
 
     They grow by doubling, up to the limit unless a tree needs more, and never shrink. Keys are transposed, as the
     product with queries reads them. Positions after the written ones are read with the weight 0, so their values must
-    be finite: values left there by dropped tokens are set to 0.
-
-    Attributes:
-        capacity: number of allocated key/value positions.
-        generation: rises whenever buffers moved; addresses taken before are invalid.
+    be finite: values left there by dropped tokens are set to 0. `generation` rises whenever buffers moved; addresses
+    taken before are invalid.
     """
 
     def __init__(self) -> None:

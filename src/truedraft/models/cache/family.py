@@ -36,7 +36,6 @@ class StateRow:
     row: int
 
     def copied(self) -> StateRow:
-        """A copy that does not keep the other rows in memory."""
         own = slice(self.row, self.row + 1)
         return StateRow({name: state[own].clone() for name, state in self.states.items()}, 0)
 
@@ -88,13 +87,11 @@ class CarriedStates:
         self._passed.setdefault(tokens, {})[layer] = row.copied()
 
     def take(self, tokens: int, states: Mapping[int, StateRow]) -> None:
-        """Continue from the states that another request marked after the same tokens."""
         self.drop_uncommitted()
         self._committed, self._edges = dict(states), {tokens: dict(states)}
 
     @in_inference_mode
     def keep(self, path: Sequence[int]) -> None:
-        """Commit the uncommitted tokens of a path and drop all others."""
         if path:
             for layer in self._nodes:
                 kept = self.after(layer, path[-1])
@@ -111,7 +108,6 @@ class CarriedStates:
         self._passed.clear()
 
     def back_to(self, tokens: int) -> int:
-        """Go back to the last edge after at most so many tokens; returns its number of tokens, or 0."""
         found = self.last_edge(tokens)
         self._edges = {edge: states for edge, states in self._edges.items() if edge <= found}
         self._committed = dict(self._edges.get(found, {}))
@@ -119,7 +115,6 @@ class CarriedStates:
         return found
 
     def entries(self) -> list[dict[str, Tensor]]:
-        """The states after the last committed token, by layer; for tests and checks."""
         return [dict(self._committed[layer].copied().states) for layer in sorted(self._committed)]
 
 
@@ -186,11 +181,10 @@ class FamilyState:
         return tokens // PIECE * PIECE if self.carries else tokens
 
     def last(self, tokens: int, prompt: int | None) -> int:
-        """Index of the last of `tokens` tokens that is always computed; with states, the prompt's last."""
+        """Index of the last token always computed; with states the prompt's, because later ones get other bits."""
         return (prompt if self.carries and prompt is not None else tokens) - 1
 
     def kept(self, length: int) -> int:
-        """How many of `length` committed tokens can be kept for later requests."""
         if self.encodes:
             return 0
         return max((edge for edge in self.carried.edges if edge % BLOCK == 0), default=0) if self.carries else length

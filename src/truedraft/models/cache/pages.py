@@ -77,7 +77,6 @@ class Pages:
 
     @property
     def kept(self) -> int:
-        """Pages that are kept for later requests, also if running ones hold them."""
         with self.lock:
             self._collect()
             return len(self._kept)
@@ -87,7 +86,6 @@ class Pages:
         return self._data[0, call], self._data[1, call]
 
     def rows(self, call: int) -> tuple[Tensor, Tensor]:
-        """`entries` as rows to write, each `[pages * PAGE, kv_heads, width]`."""
         keys, values = self.entries(call)
         return keys.flatten(0, 1), values.flatten(0, 1)
 
@@ -121,7 +119,6 @@ class Pages:
             return page
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder from each page."""
         with self.lock:
             for page in pages:
                 self._holders[page] -= 1
@@ -144,7 +141,6 @@ class Pages:
                     del self._kept[page]
 
     def keep(self, pages: Sequence[int]) -> None:
-        """Note that a holder keeps these for later requests."""
         with self.lock:
             self._kept.update(pages)
 
@@ -184,7 +180,6 @@ class Pages:
 
     @in_inference_mode
     def shrink(self) -> None:
-        """Free the tensor if no page is held and none are reserved."""
         with self.lock:
             if self.count and not self.reserved and not self.held:
                 self._data = self._data[:, :, :1].clone()
@@ -331,7 +326,6 @@ class PageTable:
 
     @in_inference_mode
     def extend(self, start: int, parts: Sequence[tuple[Entries, int, int]], limit: int) -> None:
-        """See `RequestCache.extend`: whole pages are shared, parts of pages are copied."""
         self._check_open()
         with self.pages.lock:
             for part, first, end in parts:
@@ -339,7 +333,6 @@ class PageTable:
                 start = self._follow(start, part, first, end)
 
     def _follow(self, start: int, part: PageSpan, first: int, end: int) -> int:
-        """Append tokens `first` to `end` of a part at position `start`; returns the end position."""
         while first < end:
             place = part.skip + first
             count = min(PAGE - start % PAGE, end - first)

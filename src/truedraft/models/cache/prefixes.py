@@ -27,8 +27,6 @@ FEW = 16
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A running request; see `PrefixCache.join`."""
-
     cache: RequestCache
     tokens: Sequence[int]
     scope: Hashable
@@ -41,11 +39,7 @@ class _Member:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Keys and values of 64 tokens, and the blocks that were kept after it, by their tokens.
-
-    `before` is None for the root, which has only a `scope`; `states` are those after its last token, None if that is no
-    edge.
-    """
+    """Keys and values of 64 tokens, and the kept blocks after it; `before` is None for the root of a `scope`."""
 
     before: _Block | None
     tokens: tuple[int, ...]
@@ -131,7 +125,6 @@ class PrefixCache:
         ]
 
     def available(self, number: int, least: int = 0, most: int | None = None) -> int:
-        """How many tokens a request's cache would hold after `fill` with these arguments."""
         with self._lock:
             return self._found(self._members[number], least, most)[0]
 
@@ -173,7 +166,6 @@ class PrefixCache:
         return (before, None, []) if donor is None else (alike, donor, [])
 
     def _known(self, own: _Member, last: int) -> list[_Block]:
-        """The kept blocks of a text's prefix from which it can continue."""
         found: list[_Block] = []
         block = self._roots.get(own.scope)
         while block is not None and (block := block.following.get(_tokens(own, len(found) * BLOCK))) is not None:
@@ -226,7 +218,6 @@ class PrefixCache:
         self._use(path)
 
     def trim(self, most_bytes: int) -> None:
-        """Drop blocks until the others take at most `most_bytes`."""
         while self.n_bytes > most_bytes and self.forget_oldest():
             pass
 

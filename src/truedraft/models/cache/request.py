@@ -46,7 +46,6 @@ class RequestCache:
 
     @property
     def most(self) -> int:
-        """Largest number of allocated key/value positions while at most `limit` are requested."""
         return self.storage.most(self.limit)
 
     @property
@@ -80,10 +79,7 @@ class RequestCache:
         """Keep the written tokens of `path`, ascending indices of new tokens, and drop the others.
 
         Worked example: with length 10 and 5 new tokens, `commit([0, 2, 4])` moves the entries of positions 12 and 14
-        to positions 11 and 12 and sets the length to 13. A path 0, 1, 2, ... moves nothing.
-
-        Raises:
-            CacheError: the path names a token that was not written.
+        to positions 11 and 12 and sets the length to 13. Raises CacheError for a token that was not written.
         """
         if path and not 0 <= path[-1] < self.uncommitted:
             raise CacheError(f"cannot keep new token {path[-1]}: the last forward wrote {self.uncommitted}")
@@ -121,8 +117,6 @@ class CachePool:
     Args:
         limit: tokens of one request (the model's context).
         keep: most free caches that are kept; more are dropped.
-        carries: whether layers of the model carry states.
-        encodes: whether requests begin with an encoder's text.
 
     Attributes:
         in_use: number of caches that were not given back.
@@ -169,7 +163,6 @@ class CachePool:
         return RequestCache(self._limit, FamilyState(self.carries, self.encodes))
 
     def release(self, cache: RequestCache) -> None:
-        """Take a cache back; the caller must not use it any more."""
         cache.rollback(0)
         n_bytes = cache.n_bytes
         with self._lock:
@@ -179,7 +172,6 @@ class CachePool:
                 self.kept_bytes += n_bytes
 
     def expect(self, uncommitted: int) -> None:
-        """Note that so many tokens may be uncommitted, each with its own states."""
         self.states = max(self.states, 1 + MOST_EDGES + uncommitted)
 
     def measure(self, cache: RequestCache) -> None:

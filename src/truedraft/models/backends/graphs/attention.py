@@ -49,10 +49,7 @@ def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
 
 
 def gathered_attention(inputs: Inputs, pages: Pages) -> Look:
-    """Attention by operations of torch, which copy keys and values by block tables.
-
-    Entries after the end of a request are replaced by 0, because they have weights of 0 and may be NaN.
-    """
+    """Attention by torch's operations over copied keys and values; those after a request's end, maybe NaN, are 0."""
     numbers, bucket = inputs.numbers, inputs.bucket
     masks: dict[tuple[int, int], Tensor] = {}  # by pattern, and query heads of a key head
     past_end = torch.arange(bucket.span, device=numbers.end.device) >= numbers.end[:, None]  # [requests, span]

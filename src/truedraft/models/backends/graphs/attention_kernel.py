@@ -155,7 +155,6 @@ def _seen(position, end, first, until, committed, path, row, valid, words: tl.co
 
 @triton.jit
 def _with_block(maximum, weight, mixed, scores, v, ones):
-    """Add a block to the online softmax; scores are -inf where a position is not visible."""
     above = tl.maximum(maximum, tl.max(scores, 1))
     finite = tl.where(above == float("-inf"), 0.0, above)
     old = tl.exp2(maximum - finite)[:, None]
@@ -259,7 +258,6 @@ def _join(
     heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, tile_rows: tl.constexpr, split_size: tl.constexpr,
     words: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row and head; arguments as in `_attend`."""
     tile = tiles + 3 * (tl.program_id(0) // tile_rows)
     place = tl.program_id(0) % tile_rows
     if place >= tl.load(tile + 2):

@@ -120,11 +120,8 @@ class Decoder:
     """A loaded decoder over pages, as a function of fixed addresses that never waits for the device.
 
     Its operations depend on the bucket only, so it can be recorded as a CUDA graph. Weights stay in place, or move once
-    into a merged tensor of which the model's own layers become views.
-
-    Attributes:
-        patterns: the distinct attention patterns of its layers.
-        page_shape: attention calls, key/value heads and head width.
+    into a merged tensor of which the model's own layers become views. `page_shape` is attention calls, key/value heads
+    and head width.
     """
 
     def __init__(self, llama: Llama) -> None:
@@ -139,7 +136,6 @@ class Decoder:
         self.page_shape: tuple[int, int, int] = (len(llama.layers), first.kv_heads, first.head)
 
     def forward(self, inputs: Inputs, pages: Pages, layers: Layers = ()) -> Outputs:
-        """One forward over pages with room for the new tokens; see `replay.Outputs`, padding included."""
         numbers = inputs.numbers
         x = embedding(numbers.tokens, self._embedding)  # [rows, width]
         rotation = self.rotary.at(numbers.positions)

@@ -74,7 +74,6 @@ class Bucket:
 
     @property
     def tiles(self) -> int:
-        """Tiles that hold the rows, for any distribution of the rows over the requests."""
         most = -(-self.tokens // self.tile)
         return min(self.requests * most, self.requests + self.rows // self.tile)
 
@@ -262,7 +261,6 @@ class PagedBatch:
         return flat + np.repeat(start, [len(rows) for rows in per_part])
 
     def _write_tree(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
-        """Overwrite positions by depth, and set the bits of visible nodes."""
         shape, written, length = part.segment.shape, part.segment.written, part.length
         positions = length - 1 + np.array(shape.depths[written:])
         numbers.positions[rows] = positions
@@ -334,7 +332,7 @@ class Inputs:
         return [cls(*each) for each in zip(buckets, layouts, block.split(sizes), read, strict=True)]
 
     def write(self, memory: Tensor, batch: PagedBatch) -> list[tuple[Tensor, int]]:
-        """Write the host's numbers to host memory; returns tokens on a device, and the first row of each group."""
+        """Write the host's numbers into zeros on the host; returns tokens on a device, and each group's first row."""
         numbers: Numbers[HostNumbers] = _split(memory.numpy(), self._layout)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)

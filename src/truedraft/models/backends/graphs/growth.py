@@ -1,7 +1,6 @@
 """Trees that grow on a device, level by level, within a recording: drafted tokens are chosen there, too.
 
-Each level of each tree has the same number of open nodes, so one recording serves all drafts. Nothing here waits for
-the device.
+Each level of each tree has the same number of open nodes, so one recording serves all drafts.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class LikeliestNodes(Growth):
 
     Args:
         beams: open nodes at each level, and children of each; at most the number of ids.
-        nodes: most nodes of a tree.
         ids: `[guessed]`: token ids of the logits; None for the whole vocabulary.
         limits: `[requests, 2]`: open nodes and depth of each tree.
     """
@@ -100,11 +98,9 @@ def _first(logs: Tensor, count: int) -> Tensor:
 
 
 class ChosenChains(Growth):
-    """Chains with tokens drawn one by one.
+    """Chains with tokens drawn one by one by `choose` with `numbers` `[requests, levels]`.
 
-    Args:
-        whole: maps logits of the head's ids to logits of the whole vocabulary; None where they have it already.
-        numbers: `[requests, levels]` each, arguments of `choose`.
+    `whole` maps logits of the head's ids to logits of the whole vocabulary; None where they have it already.
     """
 
     beams = 1

@@ -1,7 +1,4 @@
-"""Heads with attention as CUDA graphs: one replay per forward, or per whole draft.
-
-`GraphPairs` runs heads that read pairs of a vector and a token; `GraphBlocks` runs block drafters.
-"""
+"""Heads with attention as CUDA graphs, one replay per forward or draft: over pairs, or blocks."""
 
 from __future__ import annotations
 
@@ -29,12 +26,9 @@ from truedraft.models.llama import RotaryTable
 class _GraphHead:
     """A head over its own pages; `pool` makes the requests' caches.
 
-    Args:
-        sizes: attention calls, key/value heads, and head width.
-        like: a tensor of the head's dtype on its device.
-        limit: most tokens of one request.
-        recorder: makes recordings; None is CUDA graphs.
-        before: an instance of the same sizes with pages to reuse.
+    `sizes` are attention calls, key/value heads and head width; `like` has the head's dtype and device; `limit` is most
+    tokens of one request. `recorder` None is CUDA graphs. `before` is an instance of the same sizes with pages to
+    reuse.
     """
 
     def __init__(
@@ -65,8 +59,7 @@ class _GraphHead:
 
 
 class ReadPairs(Protocol):
-    """A head as a function of tokens and positions `[rows]`, vectors `[rows, width]`, attention, and the rows to
-    return.
+    """A head: from tokens and positions `[rows]`, vectors `[rows, width]`, attention, and the rows to return.
 
     `observed` is whether the vectors are the target's; attention is `truedraft.drafters.heads.layers.Attend`.
     """
@@ -86,10 +79,8 @@ class ReadPairs(Protocol):
 class GraphPairs(_GraphHead):
     """Runs a head that reads pairs of a vector and a token; see `_GraphHead` for further arguments.
 
-    Args:
-        rotary: table of positions, which grows with longer texts.
-        start: added to all positions.
-        widths: of the head's own output vectors, and of the target's concatenated vectors.
+    `rotary` grows with longer texts; `start` is added to all positions. `widths` are those of the head's own vectors
+    and of the target's concatenated ones.
     """
 
     def __init__(
@@ -128,7 +119,6 @@ class GraphPairs(_GraphHead):
             segments: the next tokens of each text, up to 64, with the last one as the only row; for a head that guesses
                 ahead, with one row for each level, used for all nodes of that level.
             vectors: `[total, width]`: the target's, for the same tokens.
-            levels: of the trees, 1 or more.
             beams: open nodes of each tree, see `Growth`.
             numbers: `[requests, ...]` each, arguments of `grow`.
         """
@@ -221,14 +211,10 @@ class GraphBlocks(_GraphHead):
         cache.commit(range(len(vectors)))
 
     def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
-        """Read the next tokens of texts into their caches, and a block after each.
+        """Read the next tokens of texts into their caches, and a block after each; `anchors` are their last tokens.
 
-        Args:
-            vectors: for each text the target's vectors `[rows, layers * width]`, one row or more.
-            anchors: the last token of each text, which has no vector yet.
-
-        Returns:
-            The LM head's inputs `[blocks, reach, width]`.
+        `vectors` are the target's, `[rows, layers * width]` for each text, without the anchors'. Returns the LM head's
+        inputs `[blocks, reach, width]`.
         """
         return self._run(
             caches, vectors, anchors, (), None, lambda inputs, numbers: (self._through(inputs, numbers[0]),)
@@ -244,7 +230,6 @@ class GraphBlocks(_GraphHead):
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """`run`, and build trees from the blocks; further arguments as in `GraphPairs.run_trees`."""
         draft = partial(self._trees, levels, beams, grow)
         return self._run(caches, vectors, anchors, numbers, (levels, beams, grow), draft)
 
@@ -304,5 +289,4 @@ class GraphBlocks(_GraphHead):
 
 
 def _text(cache: RequestCache, count: int) -> Segment:
-    """A segment of `count` more positions; vectors replace its token ids."""
     return Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), ())

@@ -28,10 +28,7 @@ __getattr__ = loads(__name__, _HOMES)
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on a device: an NVIDIA GPU from Ampere on, or a CPU by Triton's interpreter.
-
-    Triton decides on the interpreter (`TRITON_INTERPRET=1`) when the kernels are imported.
-    """
+    """Whether kernels run on a device: NVIDIA from Ampere on, or a CPU if imported with `TRITON_INTERPRET=1`."""
     if find_spec("triton") is None:
         return False
     if device.type == "cuda":

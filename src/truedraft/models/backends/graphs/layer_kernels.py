@@ -1,7 +1,4 @@
-"""Triton kernels between the products of a Llama-like layer: norm, rotation and caching, gated product.
-
-Same roundings as in `truedraft.models.llama`; a row's result does not depend on the other rows.
-"""
+"""Triton kernels between a Llama-like layer's products, with the same roundings as `truedraft.models.llama`."""
 
 from __future__ import annotations
 

@@ -29,14 +29,10 @@ Draft: TypeAlias = Callable[[list[Inputs], list[Tensor]], Outputs]
 
 
 class PagedForward:
-    """Runs forwards eagerly, or recorded for each bucket that repeats.
+    """Runs forwards eagerly, or recorded for each bucket that repeats; None as `recorder` records nothing.
 
-    Args:
-        forward: computes the outputs of one forward, and those of some layers.
-        recorder: None records nothing.
-        rotary: table of positions, which grows with longer texts.
-        start: added to all positions.
-        vectors: `[width]`, one row of the vectors read in addition to tokens; None where there are none.
+    `rotary` grows with longer texts, and `start` is added to all positions. `vectors` `[width]` is one row of those
+    that are read in addition to tokens; None where there are none.
     """
 
     def __init__(
@@ -57,11 +53,7 @@ class PagedForward:
         self._together = attention_for(pages.device, pages.width) is not gathered_attention
 
     def run(self, segments: Sequence[Segment], layers: Layers = (), vectors: Tensor | None = None) -> Outputs:
-        """Rows of all segments, in their order, with outputs of `layers`; `vectors` are `[total, width]`.
-
-        Raises:
-            CacheError: a cache is not in these pages, or there are no free pages.
-        """
+        """Rows of all segments in order, with outputs of `layers`; `vectors` `[total, width]`. CacheError if full."""
         with self.pages.lock, _on(self.pages.device):
             parts = self._placed(segments, 0, vectors)
             groups = _groups([part.count for part in parts], together=self._together)

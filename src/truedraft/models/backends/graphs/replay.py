@@ -41,7 +41,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Record a forward, which may run any number of times, with the same results. No other may run meanwhile."""
+        """Record a forward, which may run any number of times with the same results, and no other at that time."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -64,14 +64,10 @@ class Work(Generic[Held]):
 
 
 class Recordings(Generic[Held]):
-    """Records work of a shape that repeats, and replays it from then on.
+    """Records work of a shape that repeats, and replays it; without a `recorder` nothing is recorded.
 
     Many shapes occur once, and recording costs far more than running. So the first work of a shape runs eagerly.
-    `warmups` counts such runs and those that recorded.
-
-    Args:
-        recorder: makes the recordings; None records nothing.
-        most: recordings to keep; the least recently used one is dropped.
+    `warmups` counts such runs and those that recorded. The least recently used of more than `most` is dropped.
     """
 
     def __init__(self, recorder: Recorder | None, most: int = 64) -> None:
@@ -91,9 +87,8 @@ class Recordings(Generic[Held]):
     def run(self, shape: Hashable, work: Work[Held], addresses: object = None) -> Outputs:
         """Run work, and return its rows without padding, owned by the caller.
 
-        Args:
-            shape: work of one shape does the same operations on inputs of the same sizes.
-            addresses: identify the other memory that it uses; recordings made with different ones are dropped.
+        Work of one `shape` does the same operations on inputs of the same sizes. `addresses` identify the other memory
+        that it uses; recordings made with different ones are dropped.
         """
         if addresses != self._addresses:
             self._addresses = addresses
@@ -123,14 +118,14 @@ class Recordings(Generic[Held]):
     def _record(self, shape: Hashable, work: Work[Held], recorder: Recorder) -> Recording:
         inputs = work.make()
         work.load(inputs)
-        recording = recorder.record(lambda: self._put_away(work.forward(inputs)))
+        recording = recorder.record(lambda: self._copied_out(work.forward(inputs)))
         self._kept[shape] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
             self._unrecorded.clear()  # the dropped recording freed memory
         return recording
 
-    def _put_away(self, outputs: Outputs) -> Outputs:
+    def _copied_out(self, outputs: Outputs) -> Outputs:
         """Copy outputs to memory that recordings share, because a recording's own memory is never freed."""
         shared = []
         for number, output in enumerate(outputs):
@@ -223,8 +218,7 @@ class CudaGraphs(Recorder):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device during the capture. Torch's default capture stream may be on another
-            # device.
+            # Other threads may use the device during it. Torch's default capture stream may be on another device.
             with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
                 outputs = forward()
         return Recording(outputs, graph.replay)

@@ -105,7 +105,6 @@ class NativeBackend(Backend):
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether decoder.c supports a decoder's sizes, and is compiled on this machine."""
         layer = llama.layers[0]
         turned = {table.width for table in llama.rotaries}
         sizes = (llama.embedding.shape[1], llama.inner, layer.head, min(turned) // 2)
@@ -273,7 +272,7 @@ def _weights_of(library: Any, bits: Sequence[int]) -> str:
 
 
 def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
-    """Whether parts quantised in other ways begin a unit, and weights of one input have its order."""
+    """Whether parts of other quantisation begin units, both MLP factors have one, and each input has one order."""
 
     def forms(linears: Linears) -> list[tuple[int, Scheme] | None]:
         stored = [quantized_of(linear.weight) for linear in linears]
@@ -410,7 +409,6 @@ def _gate_up(layers: Linears, weights: Weights) -> CLinear:
 
 
 def _alternating(bias: Tensor, inner: int) -> Tensor:
-    """Biases of gates, then of ups, `inner` each, in alternating blocks."""
     blocks = torch.stack([bias[:inner].view(-1, LANES), bias[inner : 2 * inner].view(-1, LANES)], dim=1)
     return pad(blocks.flatten(), (0, -2 * inner % UNIT))
 
@@ -537,7 +535,6 @@ class NativeHeads:
         self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
 
     def __del__(self) -> None:
-        """Wait until no late thread of a finished run reads the weights."""
         if hasattr(self, "_heads"):
             self._lm_head.settle()
 

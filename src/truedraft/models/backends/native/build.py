@@ -39,7 +39,6 @@ SOURCE = Path(__file__).with_name("decoder.c")
 _COMPILERS = ("cc", "gcc", "clang")
 _PLAIN = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-w")
 _OF_SMOLLM2 = ((4, 1), (8, 0), (4, 0))  # forms of its file, 4 bits with shifts and 8 without, and of its draft
-# Compilers differ in their option for this machine.
 _TRIES = ("-march=native", "-mcpu=native")
 _TIMEOUT_S = 120.0
 _ROOM = 1 << 24  # free bytes that the compiler needs in a folder
@@ -150,7 +149,6 @@ def _one_compiles(folder: Path | None) -> Iterator[None]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether only this user, or root, could have written a file or folder."""
     if not hasattr(os, "getuid"):  # on Windows, where only the user can write to the user's folders
         return True
     status = path.stat()
@@ -178,14 +176,10 @@ def _key(compiler: Sequence[str], defines: Sequence[str]) -> str:
 
 
 def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
-    """Options for decoder.c, all measured (benchmarks/LOG.md).
+    """Options for decoder.c, all measured (benchmarks/LOG.md); `narrow` is bfloat16, `tiles` whether AMX may be used.
 
     The instruction that multiplies pairs of bfloat16 takes as long as one float32 multiply-add on AMD's processors, and
     four times as long on Intel's. Quantised weights are prefetched at the distances that took least time on each.
-
-    Args:
-        narrow: bfloat16 instead of float32.
-        tiles: whether this process may use AMX.
     """
     processor = _processor()
     amd, intel = (vendor in processor for vendor in ("AuthenticAMD", "GenuineIntel"))
@@ -251,7 +245,6 @@ def _failure_of(command: Sequence[str]) -> str:
 
 
 def _ahead() -> None:
-    """Compile for the dtype of `truedraft.machine.pick_dtype`, and the forms of SmolLM2."""
     abilities = _processor()
     tiles = "amx_tile" in abilities
     library = _built(_defines(tiles or "avx512_bf16" in abilities, tiles)).library

@@ -78,12 +78,7 @@ class NativeLinear(nn.Module):
 
 
 def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, NativeLinear]:
-    """Replacements with `bits` bits for the linear layers of a model with inputs divisible by `LANES`, LM head
-    included.
-
-    Raises:
-        UnsupportedModelError: there are no native products here, or most weights are in no such layers.
-    """
+    """Replacements for linear layers, LM head included; UnsupportedModelError if there are none for most weights."""
     reason = "it is not on the CPU" if model.device.type != "cpu" else built(model.dtype).reason
     if reason:
         raise UnsupportedModelError(reason)

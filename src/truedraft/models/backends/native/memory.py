@@ -148,7 +148,6 @@ class Weights:
         return self.linears([list(map(numbers_of, parts))], bias, alternate=alternate)
 
     def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, alternate: bool = False) -> CLinear:
-        """The first of several layers of one size, each as in `linear`, at consecutive addresses."""
         outputs, inputs = sum(map(len, layers[0])), layers[0][0].shape[1]
         cells = self.keep(packed(self._library, layers, alternate=alternate))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
@@ -340,10 +339,7 @@ class Scratch:
         return self._struct
 
     def settle(self) -> None:
-        """Wait until no thread reads this memory, or weights; call this before memory is freed.
-
-        A forward does not wait for a thread that was preempted in the middle of it.
-        """
+        """Wait for threads that a forward did not wait for; call before this memory or weights are freed."""
         if self._memory:
             self._settle(*map(ctypes.c_void_p, self._inputs))
 

@@ -72,7 +72,6 @@ class NativePairs(NativeBackend):
         return seen.get(self.shown_layers - 1, hidden), logits
 
     def likeliest_of(self, logits: Tensor, count: int) -> TopK:
-        """`TopK.of` for logits of `run_pairs`."""
         rows, vocab = logits.shape
         if vocab % LANES:  # whole vectors are read, also of the last row
             logits = pad(logits, (0, -vocab % LANES))
