@@ -64,7 +64,7 @@ class Controller(ABC):
         return "no drafter proposed anything"
 
     def observe(self, record: StepRecord) -> None:  # noqa: B027 - optional
-        ...
+        """Called after a step, with or without drafts."""
 
 
 class FixedBudget(Controller):
