@@ -166,12 +166,12 @@ def speculate(
     to the rounding of `evaluate`, if rows are not computed identically in batches of all sizes.
 
     Args:
-        Args:
-            chains: initial states `[chains, ...]`, or chains to continue, which are not changed.
-            steps: total number of steps at which chains end, counted from 0.
-            window: drafted steps per round, 0 for the plain process; None chooses from measured times and acceptance.
-            rounds: maximum number of calls; None runs to the end.
-            watch: callback with every step that was made.
+        chains: initial states `[chains, ...]`, or chains to continue, which are not changed.
+        steps: total number of steps at which chains end, counted from 0.
+        window: drafted steps per round, 0 for the plain process; None chooses from measured times and acceptance.
+        seed: for new chains; continued chains keep theirs.
+        rounds: maximum number of calls; None runs to the end.
+        watch: callback with every step that was made.
 
     Returns:
         A chain with a failed step has its error, and remains at its state before that step.

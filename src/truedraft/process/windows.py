@@ -68,12 +68,12 @@ class _Measured:
 
 class Times:
     """Times of rounds: `truedraft.engine.policy.StepTimes`, for the batch of all running chains as one request.
+
     Rows are those of each chain. The costly function is measured for 1, 2, 4, ... of them, as long as that pays.
 
-        Attributes:
-            active: number of running chains.
-            together: number of plain steps in the round that is observed next.
-            pays: whether two points in one call take less time than two calls.
+    Attributes:
+        together: number of plain steps in the round that is observed next.
+        pays: whether two points in one call take less time than two calls.
     """
 
     def __init__(self) -> None:

@@ -49,6 +49,7 @@ class AssistedHeuristic(Controller):
 
 class ConfidenceStop(Controller):
     """Drafts until a token's draft probability is below a threshold in [0, 1]; that token is kept: it was sampled.
+
     Raises:
         OptionError: another threshold.
     """
@@ -66,6 +67,7 @@ class ConfidenceStop(Controller):
 class Schedule(Controller):
     """Draft lengths by the number of decoding requests: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3 requests, 2 for
     4 to 15, and none from 16 on. Below the smallest number the first drafter's limits apply.
+
     Raises:
         OptionError: no lengths, requests below 1, or a length below 0.
     """
