@@ -28,15 +28,15 @@ logging.getLogger("truedraft").addHandler(logging.NullHandler())
 
 
 class Failures:
-    """The failures of one engine's parts. They fail no answer, so they would go unnoticed if they were not logged."""
+    """The failures of one engine's parts."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[object, ...]] = set()
         self._warned = False
 
     def log(self, who: str, error: Exception) -> None:
-        """Log a failure with its traceback, unless the same kind of error at the same line was logged before. The
-        locals of its frames are cleared: an answer keeps its error, which would keep tensors and caches alive.
+        """Log a failure with its traceback, once per kind and line. The locals of its frames are cleared: an answer
+        keeps its error, which would keep tensors and caches alive.
         """
         last = traceback.extract_tb(error.__traceback__)[-1:]
         kind = (who, type(error), *((frame.filename, frame.lineno) for frame in last))
@@ -55,9 +55,7 @@ class Failures:
         work: Callable[[Sequence[StepItem]], Sequence[Found]],
         give_up: Callable[[Request, Exception], None],
     ) -> list[Found | None]:
-        """Call `work` for all items together; if that fails, for each item separately. One that fails separately gets
-        None, and its request is given up.
-        """
+        """Call `work` for all items together or, if that fails, for each; one that fails gets None and is given up."""
         try:
             return list(work(items))
         except Exception as error:
@@ -88,8 +86,8 @@ def summary(error: Exception) -> str:
 
 
 class GuardedDrafter:
-    """Calls one drafter for all requests. A request for which it fails continues without it, with a warning; others are
-    not affected. `number` is a key of its noise, `spent` the time of the last `propose`, if measured.
+    """Calls one drafter for all requests; one for which it fails continues without it, with a warning. `number` is a
+    key of its noise, `spent` the time of the last `propose`.
     """
 
     def __init__(self, name: str, number: int, drafter: Drafter, target: LanguageModel, failures: Failures) -> None:

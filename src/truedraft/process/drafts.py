@@ -21,8 +21,7 @@ class Known:
     Only kept states are included: outputs at discarded drafts were drawn with noise that a guess must not depend on.
 
     Attributes:
-        points: `[chains, 2, ...]`.
-        outputs: `[chains, 2, ...]`.
+        points: `[chains, 2, ...]`, as are outputs.
         steps: `[chains, 2]`.
         count: how many of the two are valid `[chains]`.
     """
@@ -34,7 +33,6 @@ class Known:
 
     @classmethod
     def nothing(cls, points: Tensor, outputs: Tensor, chains: int) -> Known:
-        """Empty, for points and outputs of these shapes."""
         like = [each.new_zeros(chains, 2, *each.shape[1:]) for each in (points, outputs)]
         steps = torch.zeros(chains, 2, dtype=torch.int64, device=points.device)
         return cls(like[0], like[1], steps, steps[:, 0].clone())
@@ -85,7 +83,7 @@ class Extrapolation(Draft):
     Worked example: outputs 3.0 at step 4 and 3.2 at step 5 make 3.6 at step 7 with share 1, and 3.4 with share 0.5.
 
     Args:
-        share: factor of the difference; less than 1 is better for noisy outputs.
+        share: less than 1 is better for noisy outputs.
     """
 
     needs: ClassVar[int] = 2

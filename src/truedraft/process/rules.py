@@ -35,7 +35,6 @@ class Gaussian:
     scale: Tensor
 
     def at(self, z: Tensor) -> Tensor:
-        """mean + L z `[rows, size]`."""
         return self.mean + (self.scale * z if self.scale.dim() == 2 else (self.scale @ z[..., None])[..., 0])
 
     def whitened(self, offsets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from truedraft.options import Words, called, read_whole
 
 @dataclass(frozen=True, slots=True)
 class ControllerKind:
-    """A kind of controller, as it is typed: options with their defaults or an example, and what makes it."""
+    """Options with their defaults or an example, and what makes the controller."""
 
     options: Mapping[str, str]
     meaning: str

@@ -1,7 +1,4 @@
-"""The plots of a benchmark, PNG and SVG: speed by method, cost of k tokens, acceptance by position, decisions, trees.
-
-A tree's plot shows which guesses of each head are drafted, and their probability of acceptance.
-"""
+"""The plots of a benchmark, PNG and SVG."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ def draw_all(
 
 
 def _speed(summaries: Sequence[Summary], under: str) -> Figure:
-    """Horizontal bars in the order of the table, because names are long."""
     figure, axes = new_figure(1.9 + 0.42 * len(summaries))
     places = range(len(summaries))
     medians = [each.tokens_per_s.median for each in summaries]
@@ -93,7 +89,6 @@ def _speed(summaries: Sequence[Summary], under: str) -> Figure:
 
 
 def _costs(costs: Sequence[Mapping[str, float]], limit_s: float | None, under: str) -> Figure:
-    """One line for each context: milliseconds of a forward by its number of tokens."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for point in sorted(costs, key=lambda each: (each["context"], each["rows"])):
         name = f"{point['context']:,.0f} tokens of context"
@@ -104,7 +99,6 @@ def _costs(costs: Sequence[Mapping[str, float]], limit_s: float | None, under: s
 
 
 def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
-    """One line for each drafter: accepted over tried at each drafted position."""
     rates = {each.name: each.acceptance_per_position for each in summaries if each.acceptance_per_position}
     lines = {name: list(enumerate(own, 1)) for name, own in rates.items()}
     up = "accepted / tried (those before it were accepted)"
@@ -149,7 +143,7 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
 
 
 def _colours(decisions: Decisions) -> dict[str, str]:
-    """A colour for each decision: drafters in colours, plain decoding grey, probes black."""
+    """Drafters in colours, plain decoding grey, probes black."""
     names = list(decisions.ordered)
     return {name: _NOT_DRAFTING.get(name, COLOURS[number % len(COLOURS)]) for number, name in enumerate(names)}
 
@@ -209,10 +203,7 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
 
 
 def _places(tree: RankTree) -> list[float]:
-    """The horizontal position of each tree row (the root, then the nodes).
-
-    Leaves are in the order of ranks, a node in the middle between its first and last child.
-    """
+    """The horizontal position of each tree row; a node is in the middle between its first and last child."""
     children = [sorted(nodes, key=lambda node: tree.paths[node][-1]) for nodes in tree.shape.children]
     places = [0.0] * (len(tree) + 1)
     leaf = 0
@@ -232,7 +223,7 @@ def _places(tree: RankTree) -> list[float]:
 
 
 def _scale_of(tree: RankTree) -> ScalarMappable | None:
-    """Maps a probability to a colour by its logarithm: it falls by about a factor with each level and rank."""
+    """Maps a probability to a colour by its logarithm."""
     if not tree.survival:
         return None
     from matplotlib.cm import ScalarMappable
@@ -246,7 +237,7 @@ def _shade(survival: float) -> float:
 
 
 def _draw_edges(axes: Axes, tree: RankTree, places: list[float]) -> None:
-    """Curves from parents to children, wider for more frequent steps; they end vertically, clear of other nodes."""
+    """Curves from parents to children, wider for more frequent steps."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 

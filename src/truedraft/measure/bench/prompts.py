@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt of a published set.
-
-    Attributes:
-        category: in sets with categories, otherwise the set's name.
-    """
+    """One prompt of a published set; `category` is the set's name in sets without categories."""
 
     name: str
     text: str
@@ -41,7 +37,7 @@ class _Format:
 
 
 def _turns(record: Record, _: int) -> Question:
-    """Only the first turn, because later ones refer to the model's own earlier answers."""
+    """Only the first turn, because later ones refer to the model's own answers."""
     turns = record["turns"]
     if not isinstance(turns, list) or not turns:
         raise DataError(f'question {record["question_id"]!r} needs "turns", a list with at least one text')

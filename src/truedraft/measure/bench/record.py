@@ -64,16 +64,15 @@ class Circumstances:
 
     @property
     def peers_agree(self) -> bool:
-        """Whether peers should give the same tokens, up to rounding; they draw different random numbers."""
         return (self.must_agree or not self.lossless) and not self.sampling.get("temperature", 0.0)
 
     @property
     def compares_tokens(self) -> bool:
-        """Whether identity of our tokens is meaningful: it is guaranteed, or only a lossy rule can break it."""
+        """Whether identity of our tokens is guaranteed, or only a lossy rule can break it."""
         return self.must_agree or self.peers_agree
 
     def line(self) -> str:
-        """One line, for the head of tables and under plots, with the meaning of a padded target's figures."""
+        """One line, for the head of tables and under plots."""
         where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         temperature = self.sampling.get("temperature", 0.0)
         how, seed = f"temperature {temperature:g}" if temperature else "greedy", self.sampling.get("seed")
@@ -90,7 +89,7 @@ class Circumstances:
         return head + ", ".join(filter(None, parts))
 
     def of_a_row(self) -> dict[str, Any]:
-        """The values repeated in each row of the file, which may be all that is left of a run."""
+        """The values repeated in each row of the file."""
         return record_of(self, *_OF_A_ROW)
 
 
@@ -133,7 +132,6 @@ def _identical(ours: Sequence[Summary], circumstances: Circumstances) -> bool | 
 
 
 def _all_identical(summary: Summary) -> bool | None:
-    """None where there was nothing to compare with."""
     return summary.identical_groups == summary.compared_groups if summary.compared_groups else None
 
 

@@ -1,7 +1,4 @@
-"""The folder of a benchmark: rows as they finish, then record, plots and the Markdown report.
-
-The report describes the run, contains tables and pictures, and explains each figure.
-"""
+"""The folder of a benchmark: rows as they finish, then record, plots and the Markdown report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """HTTP to a server that may be down, slow, busy or broken: returns JSON, or raises an error with one clear sentence.
 
-A busy server is retried after the time that it names; all threads wait together, so that it gets no more requests until
-then. A connection that closes in the middle of an answer is retried a few times. The size of an answer is limited in
-bytes, and its duration too, except for event streams.
+A busy server is retried after the time that it names, by all threads together. Answers are limited in bytes and, except
+for event streams, in time.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class Patience:
     """How long to wait for a busy server.
 
     Attributes:
-        first_s: the first wait, where the server gives no time; each further one is twice as long.
+        first_s: where the server gives no time; each further wait is twice as long.
         retries: of a request with a connection that closes before its answer is complete.
-        jitter: returns a number in [0, 1), so that requests of many clients do not retry together.
+        jitter: returns a number in [0, 1).
     """
 
     total_s: float = 600.0
@@ -61,7 +60,7 @@ class Patience:
     jitter: Callable[[], float] = field(default=random.random)
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds to wait after a number of failed attempts: random in the upper half of a doubling time."""
+        """Random in the upper half of a doubling time."""
         longest = min(self.first_s * 2.0 ** min(attempt, 32), self.longest_s)
         return longest * (0.5 + 0.5 * self.jitter())
 
@@ -76,7 +75,7 @@ class Caller:
         key_from: where a key is configured, for messages.
 
     Attributes:
-        url: without /v1, user name and password, for messages.
+        url: without /v1, user name and password.
 
     Raises:
         OptionError: the address or the key cannot be used.
@@ -237,7 +236,6 @@ class Caller:
             self._tell(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
 
     def _until_free(self, over: threading.Event | None) -> float:
-        """Wait until a request may be sent; returns the seconds waited."""
         began = now = self._clock.monotonic()
         while now < self._free_at and not (over and over.is_set()):
             self._clock.sleep(self._free_at - now)
@@ -248,7 +246,6 @@ class Caller:
 
     @contextlib.contextmanager
     def _opened(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
-        """The server's response, not yet read."""
         import httpx2
 
         url = self._root.copy_with(path=self._root.path.rstrip("/") + path)
@@ -280,7 +277,6 @@ class Caller:
         return _Answer(response.status_code, response.headers, b"".join(parts))
 
     def _parts(self, response: httpx2.Response) -> Iterator[bytes]:
-        """The body in parts, of limited length in all."""
         size = 0
         for part in response.iter_bytes():
             size += len(part)
@@ -317,12 +313,11 @@ class Caller:
         raise PeerError(words, status=found.status)
 
 
-class _ClosedError(Exception):
-    """The connection closed before the answer was complete."""
+class _ClosedError(Exception): ...
 
 
 class _Answer:
-    """An HTTP answer; `content` is its parsed JSON, None if the body is not JSON."""
+    """An HTTP answer; `content` is None if the body is not JSON."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.status = status
@@ -335,12 +330,11 @@ class _Answer:
 
     @property
     def is_error(self) -> bool:
-        """Whether it has the form of an error, whatever its status."""
         return isinstance(self.content, Mapping) and bool(self.content.get("error"))
 
     @property
     def said(self) -> str:
-        """The message of an error, or the beginning of a body that is not JSON; quoted, and cut."""
+        """The message of an error, or the beginning of a body that is not JSON."""
         content = self.content
         if content is None:
             words: Any = self.body.decode(errors="replace")
@@ -356,7 +350,7 @@ class _Answer:
         return repr(cut) if cut else ""
 
     def retry_after_s(self, now: float) -> float | None:
-        """Seconds of the Retry-After header, a number or a date; None without one."""
+        """Of the Retry-After header, a number or a date; None without one."""
         said = self.headers.get("retry-after", "").strip()
         if said.isdecimal():
             return float(said)
@@ -367,7 +361,6 @@ class _Answer:
 
 
 def _root(url: str) -> httpx2.URL:
-    """The address without /v1."""
     import httpx2
 
     try:
@@ -381,7 +374,6 @@ def _root(url: str) -> httpx2.URL:
 
 
 def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a body, and the rest after the last one if that is short enough."""
     left = b""
     for part in parts:
         *lines, left = (left + part).split(b"\n")
