@@ -36,7 +36,7 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
-    """A tree row of a group, as input of the group's kernel: the target's distribution `[vocab]`, and its draws."""
+    """A tree row as input of its group's kernel: the target's distribution `[vocab]`, and its draws."""
 
     p: Tensor
     draws: tuple[DrawnToken, ...]
@@ -46,9 +46,7 @@ class JudgedRow:
 class Outcome:
     """One outcome of a group of tree rows, with its probability over the rule's own noise.
 
-    Attributes:
-        tokens: emitted by the group.
-        accepted: number of drafted tokens, the first of `tokens`; at most one more token follows.
+    The first `accepted` of `tokens` were drafted; at most one more follows.
     """
 
     probability: float
@@ -57,7 +55,6 @@ class Outcome:
 
     @property
     def continues(self) -> bool:
-        """Whether the walk continues below the group: all its tokens were drafted."""
         return self.accepted == len(self.tokens)
 
 
@@ -76,7 +73,6 @@ class BatchVerdicts:
 
     @classmethod
     def made(cls, verdicts: list[Verdict]) -> BatchVerdicts:
-        """Verdicts that were decided on the host, with nothing left to read."""
         return cls((), lambda proposals, numbers: verdicts)
 
 
@@ -116,8 +112,7 @@ class Rule(ABC):
         coupled: whether it decides by Gumbel noise, which a drafter may share, instead of uniform numbers.
         sees: what it reads of a target's row: "probs" the whole distribution, "argmax" only its largest entry, for
             which logits suffice.
-        by_groups: whether a walk is decided group by group, so that the kernels of groups define it completely; False
-            where a rule chooses among whole paths.
+        by_groups: whether the kernels of groups define it completely; False where a rule chooses among whole paths.
         judges: the kinds of draws that the rule can verify.
         prefers: the kinds with the highest acceptance, for drafters that support several.
     """
@@ -144,7 +139,7 @@ class Rule(ABC):
         return self
 
     def options(self, params: SamplingParams) -> SamplingParams:
-        """The options of the distributions that it needs for a request with `params`."""
+        """The sampling options of the distributions that it needs for a request with `params`."""
         return params
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
@@ -192,8 +187,7 @@ class Rule(ABC):
     def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         """Verify a batch on the device of its distributions, without waiting for it; arguments as in `verify`.
 
-        The proposals' tokens may still be on the device. An id outside the vocabulary gives an arbitrary decision,
-        which the caller discards.
+        The proposals' tokens may still be on the device. An id outside the vocabulary gives an arbitrary decision.
         """
 
     def measured(
@@ -214,7 +208,6 @@ class Rule(ABC):
         return False
 
     def group(self, proposal: Proposal, row: int) -> tuple[int, ...]:
-        """The tree rows that are judged together in a walk from `row`, the first, downwards."""
         rows = [row]
         if self.joins(proposal.draws[row]):
             while self.joins(proposal.draws[below := proposal.draws[rows[-1]][0].child + 1]):

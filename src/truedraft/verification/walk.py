@@ -4,9 +4,6 @@ A *tree row* is a place with a distribution of the target (the root, then each n
 together: a single draw, or all candidates of a row that has only deterministic draws. Rows, nodes, runs and draft
 distributions are numbered through the requests of a batch, and the first run of a row has the row's number. Indices
 depend only on trees and draws, which recur, so they are cached (`walk_plan`).
-
-This is for devices, where nothing is read before everything is decided; on the CPU `host` reads numbers as it needs
-them.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ def either(flag: Number, yes: Number, no: Number) -> Number:
 
 
 def is_joint(draws: Sequence[HasKind]) -> bool:
-    """Whether a row has exactly one, independent draw, which block verification judges together with its neighbours."""
+    """Whether a row has exactly one, independent draw, which block verification judges with its neighbours."""
     return len(draws) == 1 and draws[0].kind is DrawKind.INDEPENDENT
 
 
@@ -57,10 +54,7 @@ def is_joint(draws: Sequence[HasKind]) -> bool:
 class _LaterRun:
     """A draw judged after an earlier one of its tree row was rejected, in a row that is not all deterministic.
 
-    Attributes:
-        index: of the draw in its row.
-        dist: number of the draft distribution; -1 for a deterministic candidate.
-        removed: nodes with tokens that earlier draws removed from that distribution.
+    `dist` is -1 for a deterministic candidate; `removed` are the nodes with tokens that earlier draws removed from it.
     """
 
     row: int
@@ -76,8 +70,7 @@ class _Layout:
 
     Attributes:
         probs: number of draft distributions.
-        draws: `[4, draws]`: row, column, node and distribution of the draws of first runs; the distribution is -1 for
-            candidates.
+        draws: `[4, draws]`: row, column, node and distribution (-1 for candidates) of the draws of first runs.
         key_of: `[draws]`: indices into `keys`.
         keys: `[2, keys]`: depth and index of the decisions. Siblings' subtrees share them, because a walk visits only
             one.
@@ -123,7 +116,6 @@ def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -
 
 @lru_cache(maxsize=1024)
 def _children_layout(shape: TreeShape) -> _Layout:
-    """The layout of a tree with only deterministic candidates, judged in order."""
     columns = [place for nodes in shape.children for place in range(len(nodes))]
     nodes = np.array([node for nodes in shape.children for node in nodes], np.int64)
     rows = np.array(shape.parents, np.int64)[nodes] + 1
@@ -152,8 +144,7 @@ class WalkPlan:
         keys: of the decisions about these draws, then about later runs.
         draw_rows: tree rows of the draws of first runs; `draw_row` `[draws]` as an array.
         draw_key: `[draws]`: indices into `keys`.
-        sampled_draws: `[sampled]`: indices of the draws from a distribution.
-        sampled_dist: `[sampled]`: their distributions.
+        sampled_draws, sampled_dist: `[sampled]`: the draws from a distribution, and these distributions.
         is_drawn: `[rows]` bool: whether the row has draws.
         dist: `[runs]`: numbers of draft distributions; -1 for candidates, and for rows without draws.
         has_candidates: whether there are runs of deterministic candidates.
@@ -203,7 +194,6 @@ class WalkPlan:
         return [up for each, first in self._placed for up in (-1, *(node + 1 + first for node in each.shape.parents))]
 
     def _first_draws(self) -> Ints:
-        """Row, column, node and distribution of the draws of first runs, `[4, draws]`, numbered through the batch."""
         if self.requests == 1:
             return self._layouts[0].draws
         nodes = [first - number for number, first in enumerate(self.first_rows)]
@@ -218,7 +208,7 @@ class WalkPlan:
         Sets `dist`; `following` `[runs]`, the next run of the tree row or -1; `run_node`, `run_child` and `run_key`
         `[runs]`, arbitrary for first runs; `later` `[runs]`, their numbers, -1 for first runs; `is_reduced` `[runs]`
         bool and `removed` `[runs, tokens]`, nodes with tokens removed from the distribution, padded with the first;
-        `reduces`, whether there are any.
+        `reduces`.
         """
         rows = len(first_dist)
         following, dist, node, child = [-1] * rows, first_dist.tolist(), [0] * rows, [0] * rows
@@ -322,8 +312,7 @@ class Batch:
         return _entries(self.p, plan.draw_row, tokens), q_x
 
     def without_repeated(self, table: Tensor) -> Tensor:
-        """A table `[rows, width]` of the draws of first runs, set to 0 where an earlier one of the row has the same
-        token."""
+        """Set entries of `[rows, width]` to 0 where an earlier draw of the row has the same token."""
         plan = self.plan
         tokens = (-1 - torch.arange(plan.width, device=table.device)).repeat(len(table), 1)  # [rows, width]
         tokens[plan.draw_row, plan.draw_column] = self.tokens[plan.draw_node]
@@ -331,7 +320,6 @@ class Batch:
         return torch.where(same.tril(-1).any(-1), 0.0, table)
 
     def target(self, rows: Tensor) -> Tensor:
-        """The target's distributions at some tree rows `[rows, vocab]`, scaled by `weights`."""
         p = self.p.index_select(0, rows).to(self.dtype)
         return p if self.weights is None else p * self.weights[rows][:, None].to(self.dtype)
 
@@ -362,7 +350,7 @@ class Batch:
     def final_uniforms(self, ends: Tensor) -> Tensor:
         """The numbers that draw the tokens at the ends of the walks, `[requests]` float64.
 
-        Only the host makes such numbers, without the ends, so it makes all that may be needed.
+        Only the host makes such numbers, and it does not know the ends, so it makes all that may be needed.
         """
         table: list[float] = []
         for own, proposal in zip(self.noise, self.proposals, strict=True):
@@ -374,7 +362,6 @@ class Batch:
 
 
 def _entries(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Entries of a table `[rows, columns]`, float64, at a row and a column `[n]` each."""
     return table.take(torch.add(columns, rows, alpha=table.shape[-1])).double()
 
 
@@ -387,9 +374,7 @@ def walks_ended(
 ) -> list[Verdict]:
     """The verdicts of walks.
 
-    Args:
-        first_rows: the root's tree row of each request.
-        numbers: the tree row where each walk ends (its node and those above it are accepted), and the last tokens.
+    `numbers` are the tree row where each walk ends (its node and those above it are accepted), and the last tokens.
     """
     return [
         verdict_at(proposal, proposal.tree.shape.path(int(end) - root - 1), int(final))
