@@ -124,7 +124,6 @@ class Context:
 
     Attributes:
         params: the user's options. If they have a seed, requests get consecutive seeds from it on.
-        batch: requests in a step.
         seconds: time for the check; it may take several times as long if there is little evidence by then.
         tell: callback with the completed fraction of the check.
         ends: time of `now` at which the check must end in any case.
@@ -148,7 +147,6 @@ class Context:
         return self.end_s <= 0.0
 
     def left_s(self, times: float = 1.0, leaving: float = 0.0) -> float:
-        """`times` the check's seconds, at most until `leaving` times its seconds before its end."""
         return min(times * self.seconds, self.end_s - leaving * self.seconds)
 
     def deadline(self, times: float = 1.0, leaving: float = 0.0) -> Deadline:
@@ -156,12 +154,7 @@ class Context:
 
 
 class Check(ABC):
-    """One check of a stack.
-
-    Attributes:
-        share: fraction of the certificate's time that it may take.
-        extra_s: seconds that it takes in addition to its share.
-    """
+    """One check of a stack; `extra_s` are seconds in addition to its `share` (a fraction) of the certificate's time."""
 
     part: ClassVar[Part]
     share: float = 0.0
@@ -223,11 +216,6 @@ class Deadline:
         return self.fraction >= 1.0
 
     def step(self, engine: Engine) -> None:
-        """Run one step of an engine.
-
-        Raises:
-            OutOfTimeError: the time is over.
-        """
         if self.over:
             raise OutOfTimeError
         engine.step()
@@ -240,9 +228,9 @@ def one_by_one(
     work: Callable[[_Item, Deadline], None],
     tell: ReportProgress,
 ) -> None:
-    """Process one item after another for a share of the context's time; the first may take several times as long.
+    """Process items for a share of the context's time, until `work` raises `OutOfTimeError`.
 
-    `work` processes an item until a deadline; if it raises `OutOfTimeError`, the loop ends.
+    The first item may take several times as long.
     """
     deadline, patience = context.deadline(share), context.deadline(PATIENCE * share)
     for number, item in enumerate(items):

@@ -3,17 +3,15 @@
 A test that never fails proves nothing. Each control plants one fault in the user's own stack and runs the certificate's
 checks on the result.
 
-Faults of sampled answers are given to the tests of tokens. The total variation that each fault causes at each token is
-computed. The tests must find the fault within as many tokens as they had to certify, and it must be at least three
-times as large as the smallest deviation that they would have found there, so that finding it was no luck; otherwise no
-certificate is issued. Only tokens with a noticeably changed distribution count; the size of the change is known before
-the token is. If the user's own drafter leaves a fault little room (it agrees with the target, or its guesses are not
-drawn), a stand-in drafts: the target itself, sharpened or as it is, possibly at a higher temperature.
+Faults of sampled answers: the total variation that the fault causes at each token is computed. The tests must find the
+fault within as many tokens as they had to certify, and it must be at least three times as large as the smallest
+deviation that they would have found there, so that finding it was no luck. Only tokens with a noticeably changed
+distribution count; the size of the change is known before the token is. If the user's own drafter leaves a fault little
+room, a stand-in drafts: the target itself, sharpened or as it is, possibly at a higher temperature.
 
 Faults of greedy and seeded answers are given to the comparison with plain decoding. Given text and noise, a
-distribution is one-hot here: the target's choice. So a fault's total variation is the share of tokens that are not the
-target's choice at their own prefix, and one such token is enough to be found. Noise used twice is no such fault,
-because plain decoding would use it twice as well: the tests of sampled answers find it in the distribution.
+distribution is one-hot here, so a fault's total variation is the share of tokens that are not the target's choice at
+their own prefix. Noise used twice is no such fault, because plain decoding would use it twice as well.
 """
 
 from __future__ import annotations
@@ -223,7 +221,6 @@ class Shown:
     """Result of the tests on one fault.
 
     Attributes:
-        tokens: number of tested tokens.
         total_variation: computed mean total variation of these tokens' distributions.
         p_value: the smallest, of `test`, after Holm's correction.
         setting: what was not the user's own, in words.
@@ -250,7 +247,6 @@ class Shown:
 
     @property
     def strong(self) -> bool:
-        """Whether the fault is as large as a control's must be."""
         return self.total_variation >= TIMES_DETECTABLE * self.certified["smallest_detectable_tv"]
 
     @property
@@ -291,10 +287,9 @@ class Shown:
 
 
 def _sizes(fault: Fault, scored: Scored) -> Tensor:
-    """Total variation that a fault causes at each token of an answer, `[tokens]`; 0 where it causes none.
+    """Total variation that a fault causes at each token of an answer, `[tokens]`, computed without the tokens.
 
-    It is computed without the tokens. For a fault without a closed form it is read from the distributions that the rule
-    received.
+    Without a closed form it is read from the distributions that the rule received.
     """
     size = torch.zeros(len(scored.tokens))
     if fault.form is None:
@@ -397,7 +392,6 @@ def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Samplin
 
 
 def _best_setting(control: Fault, settings: Sequence[_Setting], stack: Stack, params: SamplingParams) -> _Setting:
-    """The setting with room for a fault: the user's own stack if possible."""
     if control.form is None:
         itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
         return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
@@ -472,6 +466,5 @@ class _Counted:
 
 
 def _target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:
-    """The target's choice at every position of a greedy or seeded answer, by plain forwards over it."""
     (logits,) = plain_logits(stack.target, [(prompt, answer)])
     return [chooser(params, place, row)(row) for place, row in enumerate(logits, len(prompt))]

@@ -1,8 +1,7 @@
 """Draft state after many steps, compared with that of a fresh drafter on the same text.
 
-A stale draft state (a cache that was not rolled back, a token that was forgotten after full acceptance) never changes
-the distribution of an answer, because the target verifies whatever is proposed. It only lowers acceptance, so it is
-measured and does not fail a certificate.
+A stale draft state (a cache that was not rolled back, a token that was forgotten) only lowers acceptance, because the
+target verifies whatever is proposed. So it is measured and does not fail a certificate.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Guesses:
 
     Attributes:
         of: the proposals of each request, by id, in order.
-        caches: the largest difference of a draft model's cache from a fresh forward, and whether it is more than
-            rounding, after each step in which it had drafted.
+        caches: after each step with a draft, the largest difference of a draft model's cache from a fresh forward, and
+            whether it is more than rounding.
     """
 
     def __init__(self, drafter: Drafter, *, checks_caches: bool = False) -> None:
@@ -106,11 +105,8 @@ class DraftState(Check):
 
     Greedy answers are generated in batches and verified by comparison, whatever the stack's rules are. Then, at some
     positions of each answer, a new request with the text so far as its prompt must get the same proposed tree. A draft
-    model's cache is also compared with a forward over the same tokens. Members of a portfolio answer together and draft
-    in turn with their full budget; each is then compared with a fresh one that drafts by itself.
-
-    One finding per drafter: HOLDS if all proposals are equal; MEASURED if not, because answers stay exact;
-    DOES_NOT_APPLY if nothing was proposed; NOT_ENOUGH if nothing could be compared in time.
+    model's cache is also compared with a forward over the same tokens. Members of a portfolio draft in turn with their
+    full budget; each is compared with a fresh one that drafts by itself.
     """
 
     part = Part.DRAFT_STATE
@@ -167,7 +163,6 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
 
 
 def _some(guesses: Sequence[Guess]) -> list[Guess]:
-    """Some proposals of an answer: the last one, and others evenly spaced."""
     count = min(_PLACES, len(guesses))
     return [guesses[len(guesses) - 1 - (i * len(guesses)) // count] for i in range(count)]
 
@@ -204,7 +199,6 @@ class _Comparison:
         skipped: positions where the new request did not reach the same text.
         nodes: drafted nodes of the (original, fresh) drafters.
         accepted: nodes on the path of the answer, of the (original, fresh) drafters.
-        examples: the first few unequal pairs.
         out_of_time: whether the time was over before anything was compared.
     """
 
@@ -289,8 +283,7 @@ class _Comparison:
 def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> tuple[float, bool]:
     """Compare a cache with a forward over the tokens that it should hold.
 
-    Entries after the last token but one are not compared, because the next proposal cuts them, nor are states that
-    layers carry beyond it.
+    Entries after the last token but one are not compared, because the next proposal cuts them.
     """
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()

@@ -150,11 +150,9 @@ class EventTests:
     def add(self, probs: Tensor, hits: Tensor, lost: float = 0.0) -> None:
         """Update with more tokens.
 
-        Args:
-            probs: `[tokens, tests]`, float64: the target's probability of each token's event; negative if a test does
-                not cover the token.
-            hits: `[tokens, tests]`, bool: whether the event occurred.
-            lost: further error of the distribution here, in addition to rounding.
+        `probs` `[tokens, tests]`, float64, are the target's probabilities of each token's event, negative if a test
+        does not cover the token; `hits`, bool, whether the event occurred; `lost` is a further error of the
+        distribution here.
         """
         self._lost = max(self._lost, lost)
         about = probs >= 0.0
@@ -190,9 +188,7 @@ class EventTests:
 class TokenTests:
     """Tests of the tokens of answers, one for each of `Events`; `allowance` and `log_ratio` are as in `EventTests`.
 
-    Attributes:
-        impossible: number of tokens with target probability 0.
-        judged: number of tokens at nodes with a draft.
+    `impossible` counts tokens with target probability 0, `judged` tokens at nodes with a draft.
     """
 
     def __init__(self, vocab: int, batch: int = 1, allowance: float = 0.0, log_ratio: float = 0.0) -> None:
@@ -201,10 +197,9 @@ class TokenTests:
         self.tokens = self.impossible = self.judged = 0
 
     def add(self, scored: Scored, where: Tensor | None = None, lost: float = 0.0) -> None:
-        """Test the tokens of one answer.
+        """Test the tokens of one answer; `lost` is as in `EventTests.add`.
 
-        `where` `[tokens]`, bool, selects tokens without use of their values; None is all. `lost` is as in
-        `EventTests.add`.
+        `where` `[tokens]`, bool, selects tokens without use of their values; None is all.
         """
         if not len(scored.tokens):
             return
@@ -232,10 +227,10 @@ class TokenTests:
 class Events:
     """Sets of tokens for tests of a stream of emitted tokens.
 
-    A set may depend on everything before its token (text, distributions, the draft's information), never on the token.
-    It may not depend on what a drafter *drew*; its distributions and deterministic candidates are allowed. Under
-    coupled noise a tree, and so the depth of an accepted path, is cut by the same noise that decides its tokens: then
-    neither is allowed. Each of the first 8 places of a batch is also tested by itself.
+    A set may depend on everything before its token (text, distributions, the draft's information), never on the token
+    or on what a drafter *drew*. Under coupled noise a tree, and so the depth of an accepted path, is cut by the same
+    noise that decides its tokens: then neither is allowed. Each of the first 8 places of a batch is also tested by
+    itself.
     """
 
     def __init__(self, vocab: int, batch: int) -> None:
@@ -269,8 +264,7 @@ class Events:
         """The target's probability of each set, and whether each token is in it.
 
         Returns:
-            Probabilities `[tokens, tests]`, float64, -1 where a test does not cover a token, and hits `[tokens,
-            tests]`, bool.
+            Probabilities `[tokens, tests]`, float64, -1 where a test does not cover a token, and hits, bool.
         """
         probs = scored.probs
         tokens = torch.as_tensor(list(scored.tokens), device=probs.device)
@@ -339,7 +333,6 @@ class Events:
         return chosen
 
     def _with_strata(self, chances: Tensor, hits: Tensor, scored: Scored) -> tuple[Tensor, Tensor]:
-        """Append some of the general tests restricted to parts of the tokens."""
         deep = torch.tensor([decision.depth > 0 for decision in scored.decisions])
         columns = {name: number for number, name in enumerate(self._general)}
         by_depth = [columns[name] for name in self._by_depth]
@@ -373,8 +366,7 @@ def log_dirichlet(counts: Tensor, probs: Tensor) -> float:
 
         Gamma(c) / Gamma(c + n) times the product over i of Gamma(c b_i + n_i) / (Gamma(c b_i) p_i^n_i).
 
-    Where p is 0, `FLOOR` replaces it, which only makes the ratio smaller if p is right: one token from a number that
-    was rounded to 0 is no strong evidence, a few are.
+    Where p is 0, `FLOOR` replaces it, which only makes the ratio smaller if p is right.
     """
     return float(log_dirichlets(counts[None], probs)[0])
 
@@ -405,8 +397,8 @@ def variation_by_chance(rows: int, probs: Tensor) -> float:
 def smallest_detectable(probs: Tensor, rows: int, log_needed: float, power: float = 0.9) -> float:
     """The least total variation that `rows` draws detect with probability about `power`, for any kind of fault.
 
-    Mass is moved from one half of the outcomes to the other, which is the hardest to detect; samples of the result are
-    given to the same test, which needs an e-value of `exp(log_needed)`.
+    Mass is moved from one half of the outcomes to the other, which is the hardest to detect; the same test, which needs
+    an e-value of `exp(log_needed)`, judges samples of the result.
     """
     low, high = 1e-4, 1.0
     for _ in range(_HALVINGS):
@@ -419,7 +411,6 @@ def smallest_detectable(probs: Tensor, rows: int, log_needed: float, power: floa
 
 
 def _found(probs: Tensor, variation: float, rows: int, log_needed: float, samples: int) -> float:
-    """Fraction of samples with a detected deviation."""
     planted = _moved(probs, variation)
     counts = np.random.default_rng(0).multinomial(rows, planted.numpy() / float(planted.sum()), samples)
     return float((log_dirichlets(torch.from_numpy(counts).double(), probs) >= log_needed).double().mean())

@@ -1,10 +1,9 @@
 """Greedy and seeded answers with speculation, compared bitwise with plain decoding.
 
 If two answers that must be equal diverge, that is a near tie, which rounding may decide either way, or a fault. Both
-follow the same text up to that *divergence point*. The logits there are known, and so is the *margin*: how far they
-would have to move for the other token to be chosen. For greedy requests it is the difference of the two logits; for
-seeded ones the difference of log p + G, times the temperature. If rounding moves each logit by at most r, it moves a
-margin by at most 2 r.
+follow the same text up to that *divergence point*. The *margin* there is how far the logits would have to move for the
+other token to be chosen: for greedy requests the difference of the two logits; for seeded ones the difference of log p
++ G, times the temperature. If rounding moves each logit by at most r, it moves a margin by at most 2 r.
 
 Worked example: the logits of the two best tokens are 9.71 and 9.70, so the margin is 0.01. Shapes of plain decoding
 give logits there that differ by up to 0.006. A margin below 0.012 is a near tie, so this is one. With 0.004 in place of
@@ -63,10 +62,9 @@ _HALVINGS = 60
 class Equality(Check):
     """Compares tokens and finish reasons of answers with those of plain decoding, in batches of 1 and of `batch`.
 
-    Greedy answers are always compared, seeded ones if the options have a seed. Every divergence is traced to its first
-    differing token and is a near tie or a fault. Stop texts are left out, because they act on tokens that are already
-    decided. If there are fewer prompts than `batch`, they are repeated from later starts on. The time may be exceeded
-    several times until the first batch of prompts is compared; NOT_ENOUGH if it was not.
+    Greedy answers are always compared, seeded ones if the options have a seed. Stop texts are left out, because they
+    act on tokens that are already decided. If there are fewer prompts than `batch`, they are repeated from later starts
+    on. The time may be exceeded several times until the first batch of prompts is compared; NOT_ENOUGH if it was not.
     """
 
     part = Part.EQUALITY
@@ -171,8 +169,6 @@ def _compared(context: Context, share: float, tell: ReportProgress) -> tuple[dic
     texts: list[list[int]] = []
 
     def compare_group(group: Sequence[int], deadline: Deadline) -> None:
-        """Compare each prompt by itself, then all of them in one batch."""
-
         def answers(engine: Engine, numbers: Sequence[int]) -> list[Answer]:
             return answers_in_time(engine, [prompts[i] for i in numbers], [each[i] for i in numbers], deadline)
 
@@ -251,7 +247,6 @@ class Comparison:
         Args:
             least: with fewer answers, or no token at all, there is not enough evidence.
             explained: number of untraced divergences that rounding explains at most, where answers have no margins.
-            facts: further facts.
         """
         faults, near = self.faults, len(self.points) - len(self.faults)
         failures = [*self.warnings, *recovered(self.stats, stack.drafter.name)]
@@ -301,8 +296,7 @@ class DivergencePoint:
     Attributes:
         prompt: number of the request's prompt.
         position: number of equal tokens before it.
-        expected: token of the reference there; None if it had ended.
-        found: token of the other answer there; None if it had ended.
+        expected, found: token of the reference and of the other answer there; None if it had ended.
         best: the two tokens with the largest logits there, and these logits.
         margin: how far logits must move for the other token to be chosen; infinite if no move suffices.
         fault: whether rounding does not explain it.
@@ -382,8 +376,8 @@ def divergence_point(expected: Answer, found: Answer, request: Context, number: 
 def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection[int]) -> float:
     """The smallest amount that must be added to the logits `[vocab]` of some tokens until one of them is chosen.
 
-    It is found by bisection of `choose`, from logits to a token, so that it is right also if top-k, top-p or min-p
-    removes a token: 0 if one of them is chosen already, infinite if no amount suffices.
+    Found by bisection of `choose`, from logits to a token, so that it is right also if top-k, top-p or min-p removes a
+    token: 0 if one of them is chosen already, infinite if no amount suffices.
     """
     logits = row.double()
     places = torch.tensor(sorted(tokens), dtype=torch.int64, device=row.device)
@@ -420,7 +414,6 @@ def chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Ten
 
 
 def _judged(margin: float, rounding: Rounding) -> tuple[bool, str]:
-    """Whether a divergence with this margin is a fault, and why."""
     if rounding.bitwise or not rounding.is_rounding:
         return True, f"the margin is {margin:.4g}, and {rounding.describe()}"
     allowed = rounding.largest_difference

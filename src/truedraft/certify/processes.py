@@ -1,8 +1,8 @@
 """Certification of process runs: e-processes over every step, equal paths, and broken couplings that must be found.
 
 Each step of a run is compared with the target's own distribution after the state before it, by events with a
-probability that is known before the step is drawn (`Process.events`): an e-process (`truedraft.certify.e_process`),
-valid at any stopping time. Under shared noise the path itself must be that of the plain process.
+probability that is known before the step is drawn (`Process.events`). Under shared noise the path itself must be that
+of the plain process.
 """
 
 from __future__ import annotations

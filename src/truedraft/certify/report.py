@@ -1,4 +1,4 @@
-"""Results of a certificate: findings with one verdict, as a page, as a JSON record and as JUnit XML."""
+"""Results of a certificate, as a page, as a JSON record and as JUnit XML."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Report:
         notes: sentences on the scope of the result.
         facts: further facts for the record; plain values, lists and dictionaries.
         lossy: whether the rule declares itself lossy; it is only measured, and no certificate can be issued.
-        seconds: duration of the run.
     """
 
     title: str
@@ -132,7 +131,7 @@ class Report:
         return "\n".join([*lines, ""])
 
     def junit(self) -> str:
-        """JUnit XML: a test case for each finding; failures fail, and checks with too little evidence are skipped."""
+        """JUnit XML: a test case for each finding; checks with too little evidence are skipped."""
         skipped = (Status.NOT_ENOUGH, Status.DOES_NOT_APPLY)
         count = sum(finding.status in skipped for finding in self.findings)
         suite = ElementTree.Element(
@@ -152,7 +151,6 @@ class Report:
 
 
 def _names(findings: Sequence[Finding]) -> str:
-    """Marks controls: one that was not found is a fault of the tests, not of the stack."""
     return ", ".join(f"control: {each.name}" if each.part is Part.CONTROLS else each.name for each in findings)
 
 
@@ -185,7 +183,6 @@ def plain_value(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape text for a table."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 

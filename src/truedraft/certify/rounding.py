@@ -98,9 +98,7 @@ class Spread:
 class Rounding:
     """Differences between shapes of the same computation on the same texts.
 
-    Attributes:
-        largest_logit: largest absolute value of a finite logit.
-        drafted: speculation's shapes; empty if nothing is drafted.
+    `largest_logit` is the largest absolute value of a finite logit; `drafted` is empty if nothing is drafted.
     """
 
     dtype: torch.dtype
@@ -148,10 +146,7 @@ class Rounding:
 
     @property
     def largest_difference(self) -> float:
-        """Largest difference of two logits that is attributed to rounding; a margin moves by at most twice that.
-
-        Differences of shapes count only if rounding explains them.
-        """
+        """Largest difference of two logits attributed to rounding; a margin moves by at most twice that."""
         if self.is_rounding:
             return max(self.plain_difference, self.drafted_difference)
         return self.plain_difference if self.plain_difference <= self.limit else 0.0
@@ -340,7 +335,7 @@ ALONE = Feeding("one token at a time, alone")
 def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
     """Shapes of plain decoding under continuous batching other than `ALONE`, without drafted tokens.
 
-    Their forwards have as many rows as speculation's: that many requests of one token each, or one token and a prompt.
+    Their forwards have as many rows as speculation's: requests of one token each, or one token and a prompt.
     """
     single = [feeding.own_rows for feeding in drafted_feedings(limits, 1)]
     rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, PIECE)
@@ -380,8 +375,7 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
 def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: Feeding) -> Tensor:
     """Logits of one text, fed in a given shape from `start` on; the tokens before are a prompt, in pieces as on a CPU.
 
-    Drafted tokens are those of the text, so the path of the text is committed after each forward as an accepted one is.
-    Wrong guesses after it are dropped.
+    Drafted tokens are those of the text, so its path is committed after each forward as an accepted one is.
 
     Returns:
         `[len(text) - start, vocab]`: row i is the logits that `text[start + i]` is chosen from.
@@ -390,7 +384,6 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
     cache, *others = caches = [target.new_cache() for _ in range(1 + len(feeding.neighbours))]
 
     def forward(ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Run one forward with the neighbours, commit the path, and return the logits of some rows."""
         segments = []
         for number, (other, count) in enumerate(zip(others, feeding.neighbours, strict=True), 1):
             other.rollback(0)

@@ -1,7 +1,4 @@
-"""Sampled answers of the whole pipeline, with the target's distribution and the draft's information at each token.
-
-The target's distributions come from plain forwards over the finished text, without drafted tokens.
-"""
+"""Sampled answers of the whole pipeline, with the target's distribution and the draft's information at each token."""
 
 from __future__ import annotations
 
@@ -73,7 +70,6 @@ class Recorder:
         self.rule = None if rule is None else altered(rule, accept=accept)
 
     def taken(self, request: int) -> list[Decision]:
-        """Remove and return the records of a request, one for each of its emitted tokens."""
         return self._decisions.pop(request, [])
 
     def _note(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
@@ -85,7 +81,6 @@ class Recorder:
 
 
 def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
-    """Records of the tokens of one step; `probs` `[rows, vocab]` are the target's."""
     proposal = outcome.proposal
     rows = (0, *(node + 1 for node in outcome.path))
     found = []
@@ -180,7 +175,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 @torch.inference_mode()
 def plain_logits(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
-    """The target's logits after every prefix that ends in a prompt's last token or later, without drafted tokens.
+    """The target's logits from a prompt's last token on, by plain forwards over each text, without drafted tokens.
 
     For each text `[tokens after the prompt, vocab]`: row i is the target's output before token i.
     """

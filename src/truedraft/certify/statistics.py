@@ -1,9 +1,8 @@
 """Sampled answers of the whole pipeline against the target's distribution: single tokens, and three tokens jointly.
 
-The joint test uses a vocabulary of three tokens of the user's own model: target and draft model are not changed, except
-that all logits outside a few ids become -inf. Then the joint distribution of the second to fourth token of an answer,
-which speculative steps decide, can be summed exactly from forwards over every prefix, and answers are counted against
-it (`counts`).
+The joint test uses a vocabulary of three tokens of the user's own model: all logits outside a few ids become -inf. Then
+the joint distribution of the second to fourth token of an answer, which speculative steps decide, can be summed exactly
+from forwards over every prefix, and answers are counted against it.
 """
 
 from __future__ import annotations
@@ -225,7 +224,6 @@ class JointResult:
         return math.exp(-max(log_dirichlet(self.counts, self.probs), 0.0))
 
     def smallest_detectable(self, false_alarm: float) -> float:
-        """The total variation in any direction that is found with probability `POWER` at this level."""
         return smallest_detectable(self.probs, self.answers, -math.log(false_alarm), POWER)
 
 
@@ -355,7 +353,6 @@ def _with_margin(found: Interval) -> str:
 
 
 def _outside(tests: TokenTests) -> Finding:
-    """Result of the tests of sampled answers, independent of the rule's own divergence."""
     widest = max(tests.results(), key=lambda test: test.least_excess(_SIGMAS))
     least = widest.least_excess(_SIGMAS)
     summary = (

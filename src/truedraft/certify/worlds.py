@@ -44,7 +44,6 @@ class Table:
         return self._weights[prefix]
 
     def probs(self, prefix: Prefix) -> Tensor:
-        """The distribution `[vocab]`, float64, of the token after a context."""
         if prefix not in self._probs:
             weights = torch.tensor(self.weights(prefix), dtype=torch.float64)
             self._probs[prefix] = weights / weights.sum()
@@ -53,12 +52,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One planned draw, from the world's drafter of this number.
-
-    Attributes:
-        kind: how its token is chosen; coupled draws depend on noise and are not listed here.
-        rank: a deterministic draw takes the token of this rank, the most likely first.
-    """
+    """One planned draw, from the world's drafter of this number; a deterministic one takes the token of this `rank`."""
 
     drafter: int
     kind: DrawKind
@@ -98,11 +92,9 @@ class _Drafted:
 
 @dataclass(frozen=True)
 class World:
-    """A target, drafters, and one plan for each depth of the tree; the name is for reports.
+    """A target, drafters, and the draws at each node of each depth of the tree (`plans`); the name is for reports.
 
-    Attributes:
-        plans: the draws at each node of each depth.
-        bare: a token without drafts below it, which makes trees uneven; -1 is none.
+    `bare` is a token without drafts below it, which makes trees uneven; -1 is none.
     """
 
     name: str
@@ -147,7 +139,7 @@ class World:
         return sorted(range(len(weights)), key=lambda token: (-weights[token], token))[choice.rank % len(weights)]
 
     def _drafts(self, prefix: Prefix) -> list[tuple[float, _Drafted]]:
-        """Everything that can be drafted at a node, with its probability; the step begins at the empty prefix."""
+        """Everything that can be drafted at a node, with its probability."""
         found = []
         for probability, drawn in self._draws(self.choices(prefix, prefix), prefix):
             distinct = list(dict.fromkeys(token for _, token in drawn))
@@ -221,9 +213,7 @@ def _case(world: World, probability: float, drafted: _Drafted) -> Case:
 def build(vocab: int, plans: Sequence[Plan], p: str, q: str, bare: int = -1, largest: int = 9) -> World:
     """A world of two drafters with plans for each depth.
 
-    Args:
-        p: style of the target's distributions.
-        q: style of the drafters'; "equal" drafts from the target's own.
+    `p` and `q` are the styles of the target's and the drafters' distributions; q "equal" drafts from the target's own.
     """
     words = [" ".join(f"{choice.kind.value} {'ab'[choice.drafter]}" for choice in plan) for plan in plans]
     name = f"{vocab} tokens, {' then '.join(f'({each})' for each in words) or 'nothing drafted'}, {p} and {q} laws"

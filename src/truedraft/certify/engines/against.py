@@ -3,9 +3,7 @@
 Each pair holds two answers to one prompt, one from each engine. If both engines sample from the same distribution, the
 order within a pair carries no information, so a guess of the order from earlier pairs gains nothing on average. 2 times
 the probability that was given to the right order is an e-value of a pair, and the product over pairs is an e-process,
-whatever the distributions are. It is assumed that each engine draws its answers independently of each other: two
-engines that share noise among their own answers in the same way may seem different. The guess is made from counts of
-tokens after equal beginnings.
+whatever the distributions are. It is assumed that each engine draws its answers independently of each other.
 """
 
 from __future__ import annotations
@@ -152,12 +150,7 @@ def _margin(reply: Reply, place: int) -> float | None:
 
 
 class TwoSamples:
-    """Guesses which answer is from which engine.
-
-    Attributes:
-        different: number of pairs with differing answers.
-        process: the evidence, by number of pairs.
-    """
+    """Guesses which answer is from which engine."""
 
     def __init__(self) -> None:
         self._counts: tuple[dict[tuple[int, ...], Counter[int]], ...] = (defaultdict(Counter), defaultdict(Counter))

@@ -1,7 +1,7 @@
 """Alternative distributions that faulty engines sample from; bets on them name the fault.
 
-Each depends only on the text before a token. Faults of draft verification need the draft's distributions: those of a
-named draft model, or candidates copied from the text as in n-gram speculation.
+Each depends only on the text before a token. Faults of draft verification need the distributions of a named draft
+model, or candidates copied from the text as in n-gram speculation.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[st
 
 
 def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
-    """Other temperatures; temperature applied twice, ignored, and greedy decoding are known faults."""
     t = params.temperature
     found = [
         Alternative(
@@ -128,7 +127,6 @@ _MIN_P_FIRST = ("temperature", "min_p", "top_k", "top_p")
 
 
 def _of_state() -> list[Alternative]:
-    """Distributions at another text than the answered one."""
     fault = "state of another text"
     return [
         Alternative("one token behind", fault, lambda own, drafts: own.folded(_earlier(own.probs, 1))),
@@ -139,8 +137,6 @@ def _of_state() -> list[Alternative]:
 
 
 def _of_judging(draft: str) -> list[Alternative]:
-    """Drafts accepted, rejected or replaced by a wrong rule. Tokens without a draft bet nothing."""
-
     def by(fault: faults.Fault) -> Alternative:
         return Alternative(
             f"{draft}: {fault.detail}",
@@ -182,7 +178,6 @@ def _resized(answer: AnswerProbs, filters: Sequence[str], more: int) -> Tensor:
 
 
 def _earlier(probs: Tensor, tokens: int) -> Tensor:
-    """The distributions of `tokens` positions before; p itself at the first ones."""
     return torch.cat([probs[:tokens], probs[:-tokens]])[: len(probs)] if len(probs) > tokens else probs
 
 

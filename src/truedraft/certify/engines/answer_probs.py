@@ -92,7 +92,6 @@ def measured_allowance(
 
 
 def _logprob_differences(judge: LanguageModel, answered: Sequence[tuple[Question, Reply]]) -> Tensor:
-    """The engine's log-probabilities minus the judge's, of all tokens that have any, `[tokens]`."""
     reported = [(question, reply) for question, reply in answered if _tells(reply)]
     rows = judging_logits(judge, [(question.prompt, reply.token_ids) for question, reply in reported])
     found = [torch.empty(0, dtype=torch.float64)]
@@ -165,8 +164,7 @@ class AnswerProbs:
         doubtful: `[tokens, vocab]`, bool: tokens that rounding within the allowance may keep or not.
         outside: `[tokens]`, bool: whether no such rounding keeps the token.
         gain: `[tokens]`: the most that rounding may give a bet, per unit of total variation; infinite if unbounded.
-        likeliest: `[tokens, kept]`: ids that bets distinguish; None is all. Merging tokens by the text before them adds
-            no gain.
+        likeliest: `[tokens, kept]`: ids that bets distinguish; None is all.
         ends: ids that end a text.
     """
 
@@ -215,9 +213,7 @@ class AnswerProbs:
 class Judge:
     """Scores answers under a target's own forward, each token at its own prefix.
 
-    Args:
-        filters: the engine's order, as in `PeerFacts.filters`.
-        drafts: draft models that the engine may use, by name.
+    `filters` is the engine's order, as in `PeerFacts.filters`; `drafts` are draft models that it may use, by name.
     """
 
     def __init__(
@@ -298,12 +294,11 @@ _CUT = ("length", "abort", "aborted", "cancelled", "content_filter", "error", "t
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """Filtered distributions and the effect of rounding on them.
+    """Filtered distributions `[rows, vocab]` and the effect of rounding on them.
 
     Attributes:
-        probs: `[rows, vocab]`.
-        doubtful: `[rows, vocab]`, bool: tokens that rounding may keep or not.
-        within: `[rows, vocab]`, bool: tokens that some rounding keeps.
+        doubtful: bool: tokens that rounding may keep or not.
+        within: bool: tokens that some rounding keeps.
         gain: `[rows]`: as in `AnswerProbs.gain`.
     """
 
@@ -394,7 +389,6 @@ def _top_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
 
 
 def _nucleus(probs: Tensor, p: float, off: float, count: int) -> _Edge | None:
-    """`_top_p` on the `count` most likely tokens; None if these are too few."""
     every = count >= probs.shape[-1]
     ordered, order = probs.sort(dim=-1, descending=True, stable=True) if every else probs.topk(count, dim=-1)
     sums = torch.nn.functional.pad(ordered.cumsum(dim=-1), (1, 0))

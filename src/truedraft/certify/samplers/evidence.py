@@ -159,7 +159,6 @@ class Evidence:
             mine.merge(its)
 
     def log_e(self) -> float:
-        """The logarithm of the e-value against "the sampler is lossless"."""
         return self.process.mean(self.log_parts())
 
     def log_parts(self) -> dict[str, float]:
@@ -174,8 +173,10 @@ class Evidence:
         return [log_dirichlet(each.cells, each.world.joint) for each in self.tallies]
 
     def log_dependence(self) -> Tensor:
-        """Log likelihood ratio of pairs as pairs against two independent rows of any distribution, for each of `PAIRS`,
-        so that a sampler with wrong single tokens is not called dependent."""
+        """Log likelihood ratio of pairs as pairs against two independent rows, for each of `PAIRS`.
+
+        The rows may have any distribution, so that a sampler with wrong single tokens is not called dependent.
+        """
         found = self._of_pairs()
         for number, tally in enumerate(self.tallies):
             for kind, pairs in enumerate(tally.pairs.view(-1, tally.world.vocab, tally.world.vocab)):

@@ -1,8 +1,7 @@
 """Worlds for rejection samplers: small tables of a target and a draft, rows drawn from them, and the exact answer.
 
-A world drafts k tokens of a vocabulary V, each from its own distribution after the tokens before it. For any sampler,
-its tokens, continued to k + 1 by the target's own draws, must have the target's joint distribution: that is what
-"lossless" means for a rule that verifies token by token, by blocks, or otherwise.
+A world drafts k tokens of a vocabulary V, each from its own distribution after the tokens before it. For any lossless
+sampler, its tokens, continued to k + 1 by the target's own draws, have the target's joint distribution.
 
 A text of d tokens is numbered in base V, the first token first; a *cell* is the number of a text of k + 1 tokens.
 """
@@ -30,7 +29,7 @@ class Rows:
     Attributes:
         draft_tokens: `[batch, k]`, int64.
         draft_probs: `[batch, k, vocab]`, float32: what each was drawn from; one-hot for a token that was not drawn.
-        target_probs: `[batch, k + 1, vocab]`, float32: the target's, before each drafted token and after the last.
+        target_probs: `[batch, k + 1, vocab]`, float32: before each drafted token and after the last.
     """
 
     draft_tokens: Tensor
