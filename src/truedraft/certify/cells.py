@@ -162,10 +162,7 @@ class _Edge:
 
 
 def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | None = None) -> list[Cell]:
-    """All cells of some proposals over one vocabulary, judged together on `device`; None keeps theirs.
-
-    Each decision of the rule must use one uniform number.
-    """
+    """All cells of proposals over one vocabulary, judged together on `device` (None keeps theirs)."""
     there = cases if device is None else [case.to(device) for case in cases]
     found: list[Cell] = []
     front = [Cell(i, {}, 1.0, Verdict((), (), Origin.BONUS)) for i in range(len(cases))]
@@ -202,10 +199,7 @@ def probs_of(cells: Sequence[Cell], cases: int) -> list[VerdictProbs]:
 def mass_that_moves(
     rule: Rule, cases: Sequence[Case], cells: Sequence[Cell], device: torch.device | None = None
 ) -> float:
-    """Largest share of a case's noise in cells with a different verdict at a random place than in the middle.
-
-    Above 0, decisions depend on each other, or on numbers that are not theirs.
-    """
+    """Largest share of a case's noise in cells where the verdict varies: 0 if each decision has its own number."""
     chance = random.Random(len(cells))
     there = cases if device is None else [case.to(device) for case in cases]
     noise = []
@@ -296,7 +290,6 @@ class _Predicted:
         self._accepts: dict[tuple[int, int], list[float]] = {}
 
     def edges(self, index: int, script: Script, key: Key, verdict: Verdict) -> list[_Edge]:
-        """Where the decision `key` may flip: accepting flips once, a final draw between any two tokens."""
         purpose, depth, number = key
         if purpose is not Purpose.ACCEPT:
             places = itertools.accumulate(self._final(index, verdict.path)[:-1])

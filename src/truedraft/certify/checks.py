@@ -228,10 +228,7 @@ def one_by_one(
     work: Callable[[_Item, Deadline], None],
     tell: ReportProgress,
 ) -> None:
-    """Process items for a share of the context's time, until `work` raises `OutOfTimeError`.
-
-    The first item may take several times as long.
-    """
+    """Process items until `work` raises `OutOfTimeError` or the share of time is over; the first may take longer."""
     deadline, patience = context.deadline(share), context.deadline(PATIENCE * share)
     for number, item in enumerate(items):
         try:

@@ -189,7 +189,6 @@ class ComparedControls(Check):
         return counted.finding(control)
 
     def _longer(self, stack: Stack, prompt: list[int]) -> list[int]:
-        """A prompt and some of the target's continuation, as long as there is room for an answer."""
         if len(prompt) + 2 * self._tokens >= stack.target.context_length:
             return prompt
         params = SamplingParams(max_tokens=self._tokens, ignore_eos=True)
@@ -238,7 +237,6 @@ class Shown:
 
     @classmethod
     def so_far(cls, tests: TokenTests, sizes: Tensor, setting: str, certified: Mapping[str, Any], over: bool) -> Shown:
-        """The result after tests of tokens with these total variations, `[tokens]`."""
         results = tests.results()
         best = min(results, key=lambda result: result.p_value)
         adjusted = min(1.0, len(results) * best.p_value)
@@ -287,10 +285,7 @@ class Shown:
 
 
 def _sizes(fault: Fault, scored: Scored) -> Tensor:
-    """Total variation that a fault causes at each token of an answer, `[tokens]`, computed without the tokens.
-
-    Without a closed form it is read from the distributions that the rule received.
-    """
+    """Total variation `[tokens]` that a fault causes at each token, from its form or from what the rule received."""
     size = torch.zeros(len(scored.tokens))
     if fault.form is None:
         for place, decision in enumerate(scored.decisions):
@@ -367,7 +362,6 @@ class _Setting:
 
 
 def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[_Setting]:
-    """The user's own drafters, measured in a batch of answers each, and stand-ins with p and q from the target."""
     settings = []
     members = stack.drafter.members
     for name, member in members.items():

@@ -233,10 +233,7 @@ def _over_two_tokens() -> list[World]:
 def _answers(
     rule: Rule, device: torch.device, world: World, case: Case | None
 ) -> tuple[dict[Prefix, float], float, int]:
-    """The answer's distribution, the probability of cells in which it changes, and the number of cells.
-
-    Without a case a chain is drafted under the noise of each place.
-    """
+    """The answer's distribution, the probability of cells in which it changes, and the number of cells."""
     tables = [world.target] if case is not None else [world.target, world.drafters[0]]
     lines = [
         _intervals([_edge(table.probs(path)) for path in itertools.product(range(2), repeat=depth) for table in tables])

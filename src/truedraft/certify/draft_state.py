@@ -143,7 +143,6 @@ class DraftState(Check):
 
 
 def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[None]:
-    """Generate answers to the prompts in one batch, then compare one answer after another; yields after each."""
     stack, group, options = context.stack, context.prompts, as_greedy(context.params)
     members = stack.drafter.members
     original = Guesses(members[name], checks_caches=True)
@@ -175,10 +174,7 @@ def _fresh_guess(
     options: SamplingParams,
     deadline: Deadline,
 ) -> Guess | None:
-    """What a new request proposes for a text; None if its first token is not the last token of the text.
-
-    `limit` is the total length of the original request, near which proposals are cut.
-    """
+    """What a new request of the same `limit` (total length) proposes for a text; None if it did not reach the text."""
     prompt = list(text[:-1])
     request = engine.submit(prompt, replace(options, max_tokens=limit - len(prompt)))
     try:
@@ -229,7 +225,6 @@ class _Comparison:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Draft acceptance rates of the (original, fresh) drafters at these positions."""
         original, fresh = (a / max(n, 1) for a, n in zip(self.accepted, self.nodes, strict=True))
         return original, fresh
 
@@ -281,10 +276,7 @@ class _Comparison:
 
 @torch.inference_mode()
 def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Compare a cache with a forward over the tokens that it should hold.
-
-    Entries after the last token but one are not compared, because the next proposal cuts them.
-    """
+    """Compare a cache with a forward over its tokens, but not the last token but one, which the next proposal cuts."""
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()
     try:

@@ -111,7 +111,6 @@ class EProcess:
         )
 
     def see(self, logs: Mapping[str, float], counted: Any) -> None:
-        """Update with the logarithm of each source's e-value, and the current count, such as tokens."""
         self.most = max(self.most, self.mean(logs))
         for level in (ALARM, CERTAIN):
             if self.most >= math.log(level):
@@ -166,7 +165,6 @@ class EventTests:
         self._sums += torch.stack([about.double().sum(0), p.sum(0), x.sum(0), (p * (1.0 - p)).sum(0)])
 
     def log_evidence(self) -> Tensor:
-        """The logarithm of each test's e-value so far, `[tests]`, float64; 0 for a test without tokens."""
         return torch.logsumexp(self._logs, dim=0) - math.log(len(_TILTS))
 
     def results(self) -> list[TestResult]:
@@ -186,10 +184,7 @@ class EventTests:
 
 
 class TokenTests:
-    """Tests of the tokens of answers, one for each of `Events`; `allowance` and `log_ratio` are as in `EventTests`.
-
-    `impossible` counts tokens with target probability 0, `judged` tokens at nodes with a draft.
-    """
+    """Tests of the tokens of answers, one for each of `Events`; `allowance` and `log_ratio` are as in `EventTests`."""
 
     def __init__(self, vocab: int, batch: int = 1, allowance: float = 0.0, log_ratio: float = 0.0) -> None:
         self._events = Events(vocab, batch)
@@ -197,10 +192,7 @@ class TokenTests:
         self.tokens = self.impossible = self.judged = 0
 
     def add(self, scored: Scored, where: Tensor | None = None, lost: float = 0.0) -> None:
-        """Test the tokens of one answer; `lost` is as in `EventTests.add`.
-
-        `where` `[tokens]`, bool, selects tokens without use of their values; None is all.
-        """
+        """Test an answer's tokens; `where` `[tokens]`, bool, selects some without use of their values."""
         if not len(scored.tokens):
             return
         chances, hits = self._events.measure(scored)
@@ -261,11 +253,7 @@ class Events:
         return [*self._general, *deep, *(places if self._places > 1 else [])]
 
     def measure(self, scored: Scored) -> tuple[Tensor, Tensor]:
-        """The target's probability of each set, and whether each token is in it.
-
-        Returns:
-            Probabilities `[tokens, tests]`, float64, -1 where a test does not cover a token, and hits, bool.
-        """
+        """Probabilities `[tokens, tests]`, float64, of each set (-1 where a test covers no token), and hits, bool."""
         probs = scored.probs
         tokens = torch.as_tensor(list(scored.tokens), device=probs.device)
         sets = [*self._fixed(probs, tokens), *self._of_probs(probs, tokens), *self._of_text(scored)]
@@ -320,7 +308,6 @@ class Events:
         return list(zip(chances, hits, strict=True))
 
     def _draft_probs(self, scored: Scored, place: int) -> Tensor | None:
-        """The draft's distribution at a token's node; for candidates, an indicator."""
         decision, p = scored.decisions[place], scored.probs[place]
         if scored.coupled:
             return None

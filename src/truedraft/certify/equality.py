@@ -100,7 +100,6 @@ class Equality(Check):
         return findings
 
     def _rounding(self, context: Context, texts: Sequence[list[int]], label: str) -> Finding:
-        """The measured rounding; FAILS if drafted rows differ from plain ones by more."""
         rounding = measure_rounding(
             context.stack.target,
             sorted(texts, key=len, reverse=True)[:_ROUNDING_TEXTS],
@@ -148,10 +147,7 @@ def as_greedy(params: SamplingParams) -> SamplingParams:
 
 
 def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """At least `count` prompts: the given ones, then the same from their second token on, and so on.
-
-    Repeated prompts differ, because equal neighbours would hide a mix-up of their rows.
-    """
+    """At least `count` prompts, repeated from later starts: equal neighbours would hide a mix-up of their rows."""
     found = [list(prompt) for prompt in prompts]
     for number in range(count - len(prompts)):
         prompt, later = prompts[number % len(prompts)], 1 + number // len(prompts)
@@ -160,7 +156,6 @@ def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[in
 
 
 def _compared(context: Context, share: float, tell: ReportProgress) -> tuple[dict[int, Comparison], list[list[int]]]:
-    """Answers in batches of 1 and of the context's compared with plain ones, by batch size; and the plain texts."""
     prompts = enough_prompts(context.prompts, context.batch)
     each = [numbered(context.params, number) for number in range(len(prompts))]
     plain = context.stack.plain(1)
@@ -217,7 +212,6 @@ class Comparison:
 
     @property
     def faults(self) -> list[DivergencePoint]:
-        """Divergences that rounding does not explain."""
         return [point for point in self.points if point.fault]
 
     def add(self, expected: Answer, found: Answer, request: Context, number: int, *, has_margins: bool = True) -> None:
@@ -340,10 +334,7 @@ class DivergencePoint:
 
 
 def divergence_point(expected: Answer, found: Answer, request: Context, number: int) -> DivergencePoint:
-    """Find and judge the first position where an answer differs from the reference; they must differ.
-
-    Arguments are those of `Comparison.add`; the target must decode plainly as it did for the reference.
-    """
+    """Find and judge the first difference; the target must decode plainly as it did for the reference."""
     target, params, prompt = request.stack.target, request.params, request.prompts[0]
     answers = expected, found
     shortest = min(len(answer.token_ids) for answer in answers)

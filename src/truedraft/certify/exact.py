@@ -140,7 +140,6 @@ class _Judged:
     compared: int = 0
 
     def worlds(self, worlds: Sequence[World], tell: ReportProgress) -> Iterator[int]:
-        """Judge batch after batch; yields the number of finished worlds."""
         done = 0
         for batch in _batches(worlds):
             self._judge(batch)
@@ -181,7 +180,6 @@ class _Judged:
 
 
 def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, report: ReportProgress) -> Finding:
-    """Compare shipped verdicts with the kernels, and answers with the target's distribution; stops at a failure."""
     name, judged = "batched code, every decision cell", _Judged(rule, device)
     parts = (judged.kernel, judged.target, judged.moved)
     for done in judged.worlds(worlds, report):
@@ -245,7 +243,6 @@ def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: Re
 
 
 def _coupled(rule: Rule, device: torch.device, report: ReportProgress) -> list[Finding]:
-    """Compare the rule with argmax(log p + G), case by case and in distribution, and with argmax without noise."""
     cases, otherwise = [], []
     for number, some in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch
         cases += some

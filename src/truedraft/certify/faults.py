@@ -215,8 +215,6 @@ def coupled_accepts_always() -> Rule:
 
 
 def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
-    """A rule that accepts first paths; `last` gives the token after one, from p `[1, vocab]` there, noise and depth."""
-
     def judged(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
         row = 0
@@ -287,11 +285,7 @@ def given_another(rule: Rule, changed: Callable[[Proposal, Tensor, Noise], Given
 
 
 class _AtOtherKeys:
-    """Noise that reads another noise's numbers at wrong keys.
-
-    Gumbel noise is read at `gumbel_depths` times the depth, plus `deeper`; `recovered` is the purpose with the numbers
-    for recovered tokens.
-    """
+    """Noise read at wrong keys: Gumbel noise at `gumbel_depths` times the depth plus `deeper`."""
 
     def __init__(
         self, inner: Noise, *, recovered: Purpose = Purpose.RECOVERED, gumbel_depths: int = 1, deeper: int = 0
@@ -399,7 +393,6 @@ class Fault:
     joint: Callable[[SamplerWorld], Tensor] | None = None
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """The token distributions `[..., vocab]` at nodes with a draft from q, where p is the target's."""
         assert self.form is not None
         kept, recovered = self.form(p, q)
         return kept + recovered

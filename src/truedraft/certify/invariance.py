@@ -107,7 +107,6 @@ class _Asking:
         self._deadline = Deadline(math.inf)
 
     def compare(self, number: int, deadline: Deadline) -> None:
-        """Run one prompt in all ways; if the time is over, earlier results are kept."""
         self._deadline = deadline
         prompt = self._prompts[number]
         own = numbered(self._params, number)

@@ -55,7 +55,6 @@ class Report:
 
     @property
     def issued(self) -> bool:
-        """Whether a certificate is issued: no lossy rule, no failure, controls included, and nothing undecided."""
         return not self.lossy and not self.failures and not self.undecided
 
     @property
@@ -121,7 +120,6 @@ class Report:
         }
 
     def page(self, circumstances: Mapping[str, Any]) -> str:
-        """A page in Markdown; `circumstances` (model, drafter, rule, machine and so on) are shown as they are."""
         lines = [f"# {self.title}", "", f"**{self.verdict}**", "", *(f"- {note}" for note in self.notes), ""]
         for part, own in by_part(self.findings).items():
             lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]

@@ -41,10 +41,7 @@ _LARGEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-11, torch.float16: 2.0
 
 
 def relative_limit(dtype: torch.dtype) -> float:
-    """Largest effect of rounding on a number that a deep model computes, relative to the largest such number.
-
-    With a margin: about 2^12 units in the last place in float32, 2^4 in bfloat16, which sums in float32.
-    """
+    """Largest relative effect of rounding in a deep model: about 2^12 units in the last place in float32."""
     return _LARGEST.get(dtype, 2.0**-3)
 
 
@@ -96,10 +93,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Differences between shapes of the same computation on the same texts.
-
-    `largest_logit` is the largest absolute value of a finite logit; `drafted` is empty if nothing is drafted.
-    """
+    """Differences between shapes of the same computation on the same texts."""
 
     dtype: torch.dtype
     largest_logit: float
@@ -117,12 +111,10 @@ class Rounding:
 
     @property
     def plain_difference(self) -> float:
-        """Largest difference of two logits between shapes of plain decoding."""
         return max((spread.logits for spread in self.plain), default=0.0)
 
     @property
     def drafted_difference(self) -> float:
-        """Largest difference of two logits between plain decoding and speculation's shapes."""
         return max((spread.logits for spread in self.drafted), default=0.0)
 
     @property
@@ -333,10 +325,7 @@ ALONE = Feeding("one token at a time, alone")
 
 
 def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
-    """Shapes of plain decoding under continuous batching other than `ALONE`, without drafted tokens.
-
-    Their forwards have as many rows as speculation's: requests of one token each, or one token and a prompt.
-    """
+    """Shapes of plain decoding under continuous batching other than `ALONE`, with as many rows as speculation has."""
     single = [feeding.own_rows for feeding in drafted_feedings(limits, 1)]
     rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, PIECE)
     return [
@@ -412,8 +401,6 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
 
 
 def _drafted(text: Sequence[int], feeding: Feeding, vocab: int) -> tuple[list[int], TreeShape, list[int]]:
-    """The first token of a text and the tree below it: ids, shape, and the nodes of the text."""
-
     def other(token: int, number: int) -> int:
         return (token + 1 + number) % vocab
 

@@ -175,10 +175,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 @torch.inference_mode()
 def plain_logits(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
-    """The target's logits from a prompt's last token on, by plain forwards over each text, without drafted tokens.
-
-    For each text `[tokens after the prompt, vocab]`: row i is the target's output before token i.
-    """
+    """For each text `[tokens after the prompt, vocab]`: the target's logits before each token, by plain forwards."""
     found: list[Tensor] = []
     for group in _groups(texts, target.vocab_size):
         found.extend(_together(target, group))

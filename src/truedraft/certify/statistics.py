@@ -228,10 +228,7 @@ class JointResult:
 
 
 def joint_result(context: Context, deadline: Deadline, tell: ReportProgress) -> JointResult | None:
-    """Count answers over a reduced vocabulary until the time is over; None if no prompt leaves any choice.
-
-    It continues beyond the deadline until there are a few hundred answers, or the context's end is reached.
-    """
+    """Count answers over a reduced vocabulary, a few hundred at least; None if no prompt leaves any choice."""
     stack, params = context.stack, context.params
     found = _best_prompt(stack.target, context.prompts, params)
     if found is None:
@@ -256,7 +253,6 @@ def joint_result(context: Context, deadline: Deadline, tell: ReportProgress) -> 
 
 
 def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
-    """The target and draft models over a few ids; other drafters propose as before, and are accepted less often."""
     members = {
         name: member if member.model is None else altered(member, model=reduced(member.model, kept))
         for name, member in stack.drafter.members.items()
@@ -267,7 +263,6 @@ def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
 def _best_prompt(
     target: LanguageModel, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> tuple[list[int], tuple[int, ...], Tensor] | None:
-    """The prompt and ids with the largest entropy of tokens 2 to 4, and their joint distribution."""
     beginnings = [list(prompt)[:_PROMPT] for prompt in list(prompts)[:_CANDIDATES]]
     logits = [rows[0].float() for rows in plain_logits(target, [(beginning, [0]) for beginning in beginnings])]
     kept = [tuple(sorted(row.topk(min(_KEPT, len(row))).indices.tolist())) for row in logits]

@@ -51,7 +51,6 @@ class MarkovModel(LanguageModel):
 
     @classmethod
     def random(cls, vocab: int, seed: int, sharpness: float = 1.5, **options: int) -> MarkovModel:
-        """A table of random distributions; a larger `sharpness` makes them less even."""
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
         return cls(torch.softmax(logits, dim=-1), **options)  # type: ignore[arg-type]
@@ -68,7 +67,6 @@ class MarkovModel(LanguageModel):
 
 
 def _pairs(segment: Segment) -> list[tuple[int, int]]:
-    """The last two tokens at each row of a segment, as read back from the cache."""
     cache, shape, begin = segment.cache, segment.shape, max(segment.cache.length - 1, 0)
     cache.reserve(len(shape), segment.written)
     ids = segment.tokens.to(torch.float64).view(1, -1, 1)
@@ -174,10 +172,7 @@ def _with_logits(model: LanguageModel, change: Callable[[Tensor], Tensor], **mor
 
 
 def reduced(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
-    """A model that gives all its probability to the ids `kept`, so that joint distributions can be summed.
-
-    The logits of all others are -inf, also those that its LM head computes from hidden states.
-    """
+    """A model with logits of -inf for all ids but `kept`, so that joint distributions can be summed."""
     ids = list(kept)
 
     def only_kept(logits: Tensor) -> Tensor:  # [rows, vocab]

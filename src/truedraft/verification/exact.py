@@ -19,10 +19,7 @@ Target = Callable[[Prefix], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraw:
-    """A draw of a drafting scheme at a node; a deterministic draw has a one-hot distribution `q` `[vocab]`.
-
-    Draws of one node from one distribution without replacement exclude each other's tokens.
-    """
+    """A planned draw at a node from `q` `[vocab]`; a deterministic draw has a one-hot distribution."""
 
     dist: int
     q: Tensor
@@ -34,10 +31,7 @@ Scheme = Callable[[Prefix, Prefix], Sequence[PlannedDraw]]
 
 
 def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict[Prefix, float]:
-    """The exact probabilities of the first `length` tokens of an answer when every step uses `scheme` and `rule`.
-
-    Siblings' subtrees are independent, so only the subtree below the accepted child matters.
-    """
+    """The exact probabilities of the first `length` tokens of an answer when every step uses `scheme` and `rule`."""
     # For every prefix of an answer, its mass by the part drafted in this step; an outcome makes it longer.
     reached: list[dict[Prefix, dict[Prefix, float]]] = [{} for _ in range(length + 1)]
     reached[0][()] = {(): 1.0}

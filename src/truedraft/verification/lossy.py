@@ -287,11 +287,7 @@ def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tenso
 
 
 def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[float, float]:
-    """Total variation and KL (nats) of the emitted distribution where all draws of a node are deterministic.
-
-    `p_x` are the target probabilities of the candidates, each token once; the remaining mass is emitted in proportion
-    to p.
-    """
+    """Total variation and KL (nats) where a node's draws are distinct candidates with target probabilities `p_x`."""
     distance, kl, reach, left = 0.0, 0.0, 1.0, 1.0
     for mass in p_x:
         bound = left * lenience  # 0 where both are next to nothing
@@ -373,7 +369,6 @@ def _measure(nodes: Sequence[_Node], lenience: float) -> None:
 
 
 def _measures(emitted: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Total variation and KL in nats, `[nodes]` float64 each, of emitted distributions `[nodes, vocab]` against p."""
     distance = 0.5 * (emitted - p).abs_().sum(dim=-1, dtype=torch.float64)
     ratio = emitted / p.clamp_min(torch.finfo(p.dtype).tiny)
     return distance, torch.special.xlogy(emitted, ratio).sum(dim=-1, dtype=torch.float64)

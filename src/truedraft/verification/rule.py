@@ -44,10 +44,7 @@ class JudgedRow:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One outcome of a group of tree rows, with its probability over the rule's own noise.
-
-    The first `accepted` of `tokens` were drafted; at most one more follows.
-    """
+    """One outcome of a group; the first `accepted` of `tokens` were drafted, and at most one more follows."""
 
     probability: float
     tokens: tuple[int, ...]
@@ -130,7 +127,6 @@ class Rule(ABC):
 
     @property
     def spec(self) -> str:
-        """The specification of this rule with its options; see `truedraft.verification.specs`."""
         return self.name
 
     @property
@@ -197,7 +193,6 @@ class Rule(ABC):
         probs: Sequence[Tensor],
         noise: Sequence[Noise],
     ) -> list[Verdict]:
-        """Add each token's divergence, for a lossy rule that did not compute it in `accept`."""
         return verdicts
 
     # The kernel: tree rows that are judged together form a group. The distribution of an answer follows by recursion

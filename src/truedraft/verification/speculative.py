@@ -66,7 +66,6 @@ class HostWalk:
 
     @property
     def uniform(self) -> float:
-        """The number that draws the last token."""
         purpose = Purpose.RECOVERED if self.proposal.draws[self.row] else Purpose.BONUS
         return self.noise.uniform(purpose, len(self.path))
 
@@ -150,7 +149,6 @@ def host_verdicts(
 def _first_looks(
     proposals: Sequence[Proposal], probs: Sequence[Tensor]
 ) -> tuple[list[list[float]], list[dict[tuple[int, int], float]]]:
-    """p and q of all drafted tokens, from the original distributions, read together."""
     if not any(len(proposal.tree) for proposal in proposals):
         return [[] for _ in proposals], [{} for _ in proposals]
     tables: list[Tensor] = []
@@ -202,10 +200,7 @@ class SpeculativeSampling(Rule):
         return p_x / larger(larger(p_x, q_x), _TINY)  # min(1, p/q); 0 where p is 0, whatever q is
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
-        """What is left of the target's distributions `[..., vocab]` after draws from `q` were rejected.
-
-        Several candidates of one row are rejected at once, with q 1 at each.
-        """
+        """What is left of p `[..., vocab]` after a rejection; q is 1 at each of several candidates of one row."""
         return L.residual(p, q)
 
     def left_of_candidate(self, p_x: Number, taken: Number) -> Number:

@@ -52,10 +52,7 @@ def is_joint(draws: Sequence[HasKind]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LaterRun:
-    """A draw judged after an earlier one of its tree row was rejected, in a row that is not all deterministic.
-
-    `dist` is -1 for a deterministic candidate; `removed` are the nodes with tokens that earlier draws removed from it.
-    """
+    """A draw judged after an earlier one of its row was rejected; `removed` are nodes with tokens removed by then."""
 
     row: int
     index: int
@@ -190,7 +187,6 @@ class WalkPlan:
 
     @cached_property
     def parents(self) -> list[int]:
-        """The tree row above each tree row; -1 for a root."""
         return [up for each, first in self._placed for up in (-1, *(node + 1 + first for node in each.shape.parents))]
 
     def _first_draws(self) -> Ints:
@@ -255,10 +251,7 @@ def walk_plan(proposals: Sequence[Proposal], device: torch.device) -> WalkPlan:
 
 
 def jump_table(plan: WalkPlan, stays: Tensor) -> Tensor:
-    """The row `[rows]` where a walk from each tree row ends that follows the first accepted draw of each first run.
-
-    `stays` `[draws]`, bool, are the draws of first runs that would be accepted.
-    """
+    """The row `[rows]` where each row's walk along first accepted draws ends; `stays` `[draws]` are accepted."""
     columns = torch.where(stays, plan.draw_column, plan.width)  # [draws]
     first = plan.own.new_full((len(plan.own),), plan.width).scatter_reduce(0, plan.draw_row, columns, "amin")
     is_first = stays & (plan.draw_column == first[plan.draw_row])
@@ -348,10 +341,7 @@ class Batch:
         return q.scatter_add_(1, tokens.expand(len(runs), -1), of_run.to(self.dtype))
 
     def final_uniforms(self, ends: Tensor) -> Tensor:
-        """The numbers that draw the tokens at the ends of the walks, `[requests]` float64.
-
-        Only the host makes such numbers, and it does not know the ends, so it makes all that may be needed.
-        """
+        """The numbers `[requests]`, float64, that draw last tokens; the host makes all that may be needed."""
         table: list[float] = []
         for own, proposal in zip(self.noise, self.proposals, strict=True):
             depths = (0, *proposal.tree.shape.depths)
@@ -372,10 +362,7 @@ def _final(noise: Noise, rejected: bool, depth: int) -> float:
 def walks_ended(
     first_rows: Sequence[int], proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]
 ) -> list[Verdict]:
-    """The verdicts of walks.
-
-    `numbers` are the tree row where each walk ends (its node and those above it are accepted), and the last tokens.
-    """
+    """The verdicts of walks; `numbers` are the tree row where each ends, and the last tokens."""
     return [
         verdict_at(proposal, proposal.tree.shape.path(int(end) - root - 1), int(final))
         for proposal, root, end, final in zip(proposals, first_rows, *numbers, strict=True)

@@ -101,7 +101,6 @@ def _alike_sampled(both: Sequence[EngineUnderTest], deadline: Deadline, tokens: 
 
 
 def _alike_greedily(both: Sequence[EngineUnderTest], tokens: int, deadline: Deadline) -> Finding:
-    """Compare greedy answers; the engines' own log-probabilities identify near ties where they diverge."""
     answers = [greedy_answers(each, tokens // 2, deadline) for each in both]
     others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, for either engine
     pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
@@ -159,7 +158,6 @@ class TwoSamples:
         self.process = EProcess(guesses=1.0)
 
     def add(self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> None:
-        """Guess a pair, then learn from it."""
         self.pairs += 1
         if list(one) != list(other):
             self.different += 1
@@ -175,7 +173,6 @@ class TwoSamples:
                     self._counts[number][_node(prompt, answer[:place], kind)][token] += 1
 
     def _odds(self, prompt: Sequence[int], answer: Sequence[int], trust: float, kind: int) -> float:
-        """Log-odds that an answer is from the first engine rather than from the second."""
         found = 0.0
         for place, token in enumerate(answer):
             node = _node(prompt, answer[:place], kind)

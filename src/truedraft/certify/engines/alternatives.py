@@ -41,10 +41,7 @@ class Alternative:
 
 
 def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Sequence[str]) -> list[Alternative]:
-    """The alternatives that differ from the target's distribution under some options.
-
-    `filters` is the engine's order; `drafts` are the names of drafts with distributions for each answer.
-    """
+    """The alternatives that differ from the target under some options, an order of filters and named drafts."""
     found = _of_state()
     if not params.greedy:
         found += [*_of_temperature(params, filters), *_of_filters(params, filters)]
@@ -169,7 +166,6 @@ def _judged(fault: faults.Fault, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _resized(answer: AnswerProbs, filters: Sequence[str], more: int) -> Tensor:
-    """The nucleus with one token more or less; it keeps at least one."""
     wide = answer.under(replace(answer.question.params, top_p=1.0), filters)
     sizes = ((answer.probs > 0.0).sum(dim=-1, keepdim=True) + more).clamp_min(1)
     values, order = wide.topk(min(int(sizes.max()), wide.shape[-1]), dim=-1)
@@ -197,10 +193,7 @@ def _last_again(answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> Tensor:
 
 
 def ngram_candidates(answer: AnswerProbs) -> Tensor:
-    """For each token the one after the last match of the text before it: one-hot, or no mass at all.
-
-    The longest of the last three tokens down to one is matched, the latest position first, as in n-gram speculation.
-    """
+    """One-hot rows of the tokens after the latest match of the last three tokens or fewer, longest first; else zeros."""
     text, first = answer.text, len(answer.question.prompt)
     found = torch.zeros_like(answer.probs)
     seen: dict[tuple[int, ...], int] = {}

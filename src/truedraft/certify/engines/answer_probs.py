@@ -180,7 +180,6 @@ class AnswerProbs:
 
     @property
     def sure(self) -> Tensor:
-        """Rows without a doubtful token and with a bounded gain, `[tokens]`, bool."""
         return ~self.doubtful.any(dim=-1) & self.gain.isfinite()
 
     @property
@@ -188,7 +187,6 @@ class AnswerProbs:
         return [*self.question.prompt, *self.tokens]
 
     def under(self, params: SamplingParams, filters: Sequence[str]) -> Tensor:
-        """The distributions under other options, or another order of filters: `[tokens, vocab]`."""
         return with_one_end(filtered(self.logits, params, filters).probs, self.ends)
 
     def folded(self, values: Tensor) -> Tensor:
@@ -199,10 +197,7 @@ class AnswerProbs:
         return torch.cat([values.gather(-1, self.likeliest), others], dim=-1)
 
     def places(self) -> Tensor:
-        """The column of each answer token in folded masses, `[tokens]`.
-
-        With `likeliest` (7, 2), the tokens 2, 7 and 5 are at 1, 0 and 2.
-        """
+        """Columns `[tokens]` in folded masses: with `likeliest` (7, 2), the tokens 2, 7 and 5 are at 1, 0 and 2."""
         tokens = torch.tensor(list(self.tokens))
         if self.likeliest is None:
             return tokens
@@ -211,10 +206,7 @@ class AnswerProbs:
 
 
 class Judge:
-    """Scores answers under a target's own forward, each token at its own prefix.
-
-    `filters` is the engine's order, as in `PeerFacts.filters`; `drafts` are draft models that it may use, by name.
-    """
+    """Scores answers under a target's own forward, with an engine's order of filters and its possible draft models."""
 
     def __init__(
         self,
@@ -229,7 +221,6 @@ class Judge:
         self.drafts = dict(drafts or {})
 
     def answer_probs(self, answered: Sequence[tuple[Question, Reply]]) -> list[AnswerProbs]:
-        """One result for each answer; answers of equal length share forwards."""
         ended = [(question, ended_tokens(self.target, question, reply)) for question, reply in answered]
         rows = iter(judging_logits(self.target, [(question.prompt, tokens) for question, tokens in ended if tokens]))
         return [self._of_answer(question, tokens, next(rows)) for question, tokens in ended if tokens]
@@ -261,10 +252,9 @@ def with_one_end(values: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def ended_tokens(target: LanguageModel, question: Question, reply: Reply) -> list[int]:
-    """The tokens of an answer that the target's distribution decided: up to and including the first end of text.
+    """The tokens of an answer up to and including the first end of text.
 
-    An answer that stopped by itself drew an end of text, whatever reason its engine gives. With stop texts in the
-    request it may have stopped by these, so no end is added.
+    An answer that stopped by itself drew one, unless it may have stopped by the request's stop texts.
     """
     ends, tokens = list(target.eos_token_ids), list(reply.token_ids)
     first = next((place for place, token in enumerate(tokens) if token in ends), None)

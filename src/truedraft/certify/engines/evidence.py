@@ -37,10 +37,7 @@ _SAME = (0.1, 0.4)
 
 @dataclass(frozen=True, slots=True)
 class Bet:
-    """Result of one alternative, at the weight w with the largest evidence.
-
-    `mean_tv` is the mean total variation between p and its mixture with the alternative.
-    """
+    """Result of one alternative, at the weight with the largest evidence; `mean_tv` is between p and its mixture."""
 
     name: str
     fault: str
@@ -50,7 +47,6 @@ class Bet:
 
 
 def _grown(weights: Tensor, ratio: Tensor, allowed: Tensor) -> Tensor:
-    """Log growth of bets at a token: of 1 - w + w a/p, minus the largest effect of rounding."""
     return torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)
 
 
@@ -71,10 +67,7 @@ class Bets:
             self._logs[number] += self._growth(answer, p, alternative.probs(answer, drafts), ~doubtful, number)
 
     def lose(self, tokens: int, log_ratio: float) -> None:
-        """Pay for dropped tokens, which are unknown, so that their selection gives the rest no gain.
-
-        A lost bet leaves 1 - w, and the largest possible effect of rounding is subtracted.
-        """
+        """Pay for dropped tokens as for lost bets, 1 - w and the largest effect of rounding: dropping gains nothing."""
         weights = torch.tensor(WEIGHTS, dtype=torch.float64)
         most = math.expm1(2.0 * log_ratio) / LEAST_SURE + _FORBIDDEN / _FLOOR
         self._logs += tokens * (torch.log1p(-weights) - torch.log1p(weights * most + _SUMMING))
@@ -101,7 +94,6 @@ class Bets:
         return log_mean(self._logs)
 
     def results(self) -> list[Bet]:
-        """Results of all alternatives, the largest evidence first."""
         each = torch.logsumexp(self._logs, dim=-1) - math.log(len(WEIGHTS))
         found = []
         for number, alternative in enumerate(self._alternatives):
@@ -158,7 +150,6 @@ class Repeated:
 
     @property
     def log_shared(self) -> float:
-        """Logarithm of the mean e-value of the bets that answers are alike."""
         return log_mean(self._logs[len(_TRUST) :])
 
 

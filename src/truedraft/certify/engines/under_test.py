@@ -95,7 +95,6 @@ class EngineUnderTest:
         return found
 
     def _unusable(self, reply: Reply) -> str:
-        """Why an answer cannot be judged; "" if it can."""
         most = max(reply.token_ids, default=0)
         if self.vocab_size is None or most < self.vocab_size:
             return ""

@@ -57,7 +57,6 @@ class Tally:
         return self.rows * accepted_by_rule(self.world)
 
     def count(self, calls: Sequence[Tensor]) -> None:
-        """Count the cells `[batch]` of two calls with equal rows."""
         vocab = self.world.vocab
         self.cells += torch.cat(list(calls)).bincount(minlength=len(self.cells))
         first, second = (each // vocab**self.world.drafted for each in calls)
@@ -66,7 +65,6 @@ class Tally:
             self.pairs[kind] += (one * vocab + other).bincount(minlength=vocab**2)
 
     def add(self, rows: Rows, emitted: Tensor) -> None:
-        """Count acceptance and invalid tokens of a sampler's output `[batch, k + 1]`."""
         world, drafted = self.world, self.world.drafted
         lengths = (emitted >= 0).sum(-1)
         self.accepted += int((lengths - 1).sum())
@@ -124,7 +122,6 @@ def _excess(place: Finding) -> float:
 
 
 def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> Finding:
-    """The tokens of one place in one world; a lossless sampler's distance is about the one by chance."""
     rows = int(observed.sum())
     facts = {
         "world": world.name,
@@ -173,10 +170,7 @@ class Evidence:
         return [log_dirichlet(each.cells, each.world.joint) for each in self.tallies]
 
     def log_dependence(self) -> Tensor:
-        """Log likelihood ratio of pairs as pairs against two independent rows, for each of `PAIRS`.
-
-        The rows may have any distribution, so that a sampler with wrong single tokens is not called dependent.
-        """
+        """Log likelihood ratios, by `PAIRS`, of pairs against two independent rows of any distribution."""
         found = self._of_pairs()
         for number, tally in enumerate(self.tallies):
             for kind, pairs in enumerate(tally.pairs.view(-1, tally.world.vocab, tally.world.vocab)):
@@ -189,12 +183,10 @@ class Evidence:
         return self._of_suspects().amax(-1)
 
     def _of_suspects(self) -> Tensor:
-        """`[suspects, strengths]`, over all worlds."""
         terms = [ratios @ each.cells for each, ratios in zip(self.tallies, self._ratios, strict=True)]
         return torch.stack(terms).sum(0)
 
     def _of_pairs(self) -> Tensor:
-        """`[worlds, kinds of pairs]`."""
         found = []
         for tally in self.tallies:
             independent = torch.outer(tally.world.target[0][0], tally.world.target[0][0]).flatten()

@@ -171,7 +171,6 @@ def _note(number: int, run: Mapping[str, Any]) -> str:
 
 
 def _of_worlds(evidence: Evidence) -> list[Finding]:
-    """For each world the distance of tokens from the exact distribution, and the smallest detectable one."""
     needed = math.log(CERTAIN * len(evidence.tallies) / evidence.process.share("any"))
     found = []
     for tally, log_e in zip(evidence.tallies, evidence.log_e_of_worlds(), strict=True):

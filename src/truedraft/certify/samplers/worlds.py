@@ -106,11 +106,7 @@ Probs = Callable[[tuple[int, ...]], Tensor]
 
 
 def sampler_worlds() -> list[SamplerWorld]:
-    """The worlds of a test: two to five tokens, one to three of them drafted.
-
-    Distributions without zeros, with zeros on either side, peaked, equal, nearly equal and with ties; and candidates
-    that were not drawn, as from n-grams.
-    """
+    """Worlds of two to five tokens, one to three drafted: zeros, peaks, ties, and candidates that were not drawn."""
     near, other = _table("near p", 4, "dense"), _table("near q", 4, "dense")
     return [
         *(
