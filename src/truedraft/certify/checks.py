@@ -120,23 +120,16 @@ def share_of(tell: ReportProgress, number: int, of: int) -> ReportProgress:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Input of a check.
-
-    Attributes:
-        params: the user's options. If they have a seed, requests get consecutive seeds from it on.
-        seconds: time for the check; it may take several times as long if there is little evidence by then.
-        tell: callback with the completed fraction of the check.
-        ends: time of `now` at which the check must end in any case.
-    """
+    """Input of a check; its time may be exceeded several times if there is little evidence by then."""
 
     stack: Stack
     prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    batch: int = 1
+    params: SamplingParams  # with a seed, requests get consecutive seeds from it on
+    batch: int = 1  # requests in a step
     seconds: float = math.inf
-    tell: ReportProgress = field(default=lambda done: None)
+    tell: ReportProgress = field(default=lambda done: None)  # gets the completed fraction
     earlier: Sequence[Finding] = ()
-    ends: float = math.inf
+    ends: float = math.inf  # time of `now` at which the check must end in any case
 
     @property
     def end_s(self) -> float:

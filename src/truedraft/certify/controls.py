@@ -217,23 +217,15 @@ class ComparedControls(Check):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Result of the tests on one fault.
-
-    Attributes:
-        total_variation: computed mean total variation of these tokens' distributions.
-        p_value: the smallest, of `test`, after Holm's correction.
-        setting: what was not the user's own, in words.
-        certified: facts of the tests when they certified; here they get no more tokens.
-        over: whether the time is up.
-    """
+    """Result of the tests on one fault."""
 
     tokens: int
-    total_variation: float
-    p_value: float
+    total_variation: float  # computed; the mean over the tested tokens
+    p_value: float  # the smallest, after Holm's correction
     test: str
-    setting: str
-    certified: Mapping[str, Any]
-    over: bool
+    setting: str  # what was not the user's own, in words
+    certified: Mapping[str, Any]  # facts of the tests when they certified; here they get no more tokens
+    over: bool  # the time is up
 
     @classmethod
     def so_far(cls, tests: TokenTests, sizes: Tensor, setting: str, certified: Mapping[str, Any], over: bool) -> Shown:
@@ -307,21 +299,14 @@ def _sizes(fault: Fault, scored: Scored) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Where a fault is shown: the user's own drafter, or a stand-in that leaves it more room.
-
-    Attributes:
-        words: what is not the user's own; "" if all is.
-        rooms: p and q `[tokens, vocab]` where drafts are verified, and whether drafts are drawn from q.
-        share: fraction of tokens with a verified draft.
-        own: whether one of the user's drafters drafts.
-    """
+    """Where a fault is shown: the user's own drafter, or a stand-in that leaves it more room."""
 
     stack: Stack
     params: SamplingParams
-    words: str
-    rooms: Sequence[tuple[Tensor, Tensor, bool]]
-    share: float
-    own: bool = False
+    words: str  # what is not the user's own; "" if all is
+    rooms: Sequence[tuple[Tensor, Tensor, bool]]  # p and q [tokens, vocab], and whether drafts are drawn
+    share: float  # of tokens with a verified draft
+    own: bool = False  # one of the user's drafters drafts
 
     def evidence(self, control: Fault) -> float:
         """Evidence per token about a fault: the mean square of the total variation where it counts."""

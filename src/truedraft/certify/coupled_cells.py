@@ -191,18 +191,12 @@ class _Interval:
 
 @dataclass(frozen=True, slots=True)
 class CoupledAnswers:
-    """Totals over the answers in all cells; each cell is probed at three places.
+    """Totals over the answers in all cells; each cell is probed at three places."""
 
-    Attributes:
-        proposals: all those drafted under the same noise count as one.
-        distance: largest total variation of answers from the target's distribution.
-        moved: largest probability of cells in which the answer is not the same everywhere.
-    """
-
-    proposals: int
+    proposals: int  # those drafted under the same noise count as one
     cells: int
-    distance: float
-    moved: float
+    distance: float  # largest total variation of answers from the target's distribution
+    moved: float  # largest probability of cells in which the answer is not constant
 
 
 def answer_probs(rule: Rule, device: torch.device) -> CoupledAnswers:

@@ -103,10 +103,9 @@ class Guesses:
 class DraftState(Check):
     """Compares proposals of a drafter after many steps with those of a fresh drafter on the same text.
 
-    Greedy answers are generated in batches and verified by comparison, whatever the stack's rules are. Then, at some
-    positions of each answer, a new request with the text so far as its prompt must get the same proposed tree. A draft
-    model's cache is also compared with a forward over the same tokens. Members of a portfolio draft in turn with their
-    full budget; each is compared with a fresh one that drafts by itself.
+    Greedy answers are generated in batches. Then, at some positions of each, a new request with the text so far as its
+    prompt must get the same tree, and a draft model's cache must be that of a forward over the same tokens. Members of
+    a portfolio draft in turn with their full budget; each is compared with a fresh one that drafts by itself.
     """
 
     part = Part.DRAFT_STATE
@@ -189,23 +188,16 @@ def _fresh_guess(
 
 @dataclass
 class _Comparison:
-    """Counts of compared proposals.
-
-    Attributes:
-        skipped: positions where the new request did not reach the same text.
-        nodes: drafted nodes of the (original, fresh) drafters.
-        accepted: nodes on the path of the answer, of the (original, fresh) drafters.
-        out_of_time: whether the time was over before anything was compared.
-    """
+    """Counts of compared proposals, of the (original, fresh) drafters."""
 
     compared: int = 0
     different: int = 0
-    skipped: int = 0
+    skipped: int = 0  # positions where the new request did not reach the same text
     nodes: list[int] = field(default_factory=lambda: [0, 0])
-    accepted: list[int] = field(default_factory=lambda: [0, 0])
-    examples: list[dict[str, Any]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=lambda: [0, 0])  # nodes on the path of the answer
+    examples: list[dict[str, Any]] = field(default_factory=list)  # the first few unequal pairs
     caches: list[tuple[float, bool]] = field(default_factory=list)
-    out_of_time: bool = False
+    out_of_time: bool = False  # before anything was compared
 
     def add(self, original: Guess, fresh: Guess | None, text: Sequence[int]) -> None:
         """Compare two proposals for one text; `text` is the whole answer with its prompt."""

@@ -47,22 +47,15 @@ _MOST_PLACES = 8
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """Result of one test.
-
-    Attributes:
-        expected: sum of the event's probabilities.
-        observed: number of tokens with the event.
-        variance: sum of p_i (1 - p_i).
-        allowance: largest error of a token's distribution by rounding (total variation).
-    """
+    """Result of one test."""
 
     name: str
     tokens: int
-    expected: float
-    observed: int
-    variance: float
+    expected: float  # sum of the event's probabilities
+    observed: int  # tokens with the event
+    variance: float  # sum of p_i (1 - p_i)
     p_value: float
-    allowance: float = 0.0
+    allowance: float = 0.0  # largest error of a token's distribution by rounding (total variation)
 
     @property
     def excess(self) -> float:

@@ -117,10 +117,8 @@ class Equality(Check):
 class EqualityInFloat32(Check):
     """The same comparison for the stack in float32, where rounding is smallest; omitted for a float32 stack.
 
-    Args:
-        load: makes that stack.
-        takes_s: estimated seconds of `load`, in addition to the check's share. The check does not apply if they are
-            more than `_MOST_LOADING` of `whole_s`.
+    `load` makes that stack in about `takes_s`; the check does not apply if that is more than `_MOST_LOADING` of
+    `whole_s`.
     """
 
     part = Part.EQUALITY
@@ -196,17 +194,12 @@ def _count(number: int, what: str) -> str:
 
 @dataclass
 class Comparison:
-    """Answers compared with the references that they must equal.
+    """Answers compared with the references that they must equal."""
 
-    Attributes:
-        compared: tokens of the references.
-        untraced: number of divergences that were not traced, after several faults or because answers have no margins.
-    """
-
-    compared: int = 0
+    compared: int = 0  # tokens of the references
     answers: int = 0
     points: list[DivergencePoint] = field(default_factory=list)
-    untraced: int = 0
+    untraced: int = 0  # divergences after several faults, or without margins
     stats: Counters = field(default_factory=Counters)
     warnings: list[str] = field(default_factory=list)
 
@@ -215,13 +208,7 @@ class Comparison:
         return [point for point in self.points if point.fault]
 
     def add(self, expected: Answer, found: Answer, request: Context, number: int, *, has_margins: bool = True) -> None:
-        """Compare an answer with its reference.
-
-        Args:
-            request: the prompt, the request's own options and the batch size of the found answer.
-            number: of the prompt.
-            has_margins: whether the request is greedy or seeded; for others a divergence is only counted.
-        """
+        """Compare an answer to prompt `number` with its reference; without margins a divergence is only counted."""
         self.answers += 1
         self.compared += len(expected.token_ids)
         self.stats += found.stats
@@ -236,12 +223,7 @@ class Comparison:
     def finding(
         self, part: Part, name: str, stack: Stack, others: str, *, least: int = 1, explained: float = 0.0, **facts: Any
     ) -> Finding:
-        """The finding for all comparisons with `others`.
-
-        Args:
-            least: with fewer answers, or no token at all, there is not enough evidence.
-            explained: number of untraced divergences that rounding explains at most, where answers have no margins.
-        """
+        """The finding for all comparisons; rounding explains up to `explained` divergences without margins."""
         faults, near = self.faults, len(self.points) - len(self.faults)
         failures = [*self.warnings, *recovered(self.stats, stack.drafter.name)]
         too_few = self.answers < least or not self.compared
@@ -285,26 +267,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class DivergencePoint:
-    """The first position where two answers to one request differ.
+    """The first position where two answers to one request differ."""
 
-    Attributes:
-        prompt: number of the request's prompt.
-        position: number of equal tokens before it.
-        expected, found: token of the reference and of the other answer there; None if it had ended.
-        best: the two tokens with the largest logits there, and these logits.
-        margin: how far logits must move for the other token to be chosen; infinite if no move suffices.
-        fault: whether rounding does not explain it.
-    """
-
-    prompt: int
-    position: int
-    expected: int | None
-    found: int | None
+    prompt: int  # its number
+    position: int  # number of equal tokens before it
+    expected: int | None  # the reference's token; None if it had ended
+    found: int | None  # the other answer's token; None if it had ended
     texts: tuple[str, str]
-    best: tuple[tuple[int, float], ...]
-    margin: float
+    best: tuple[tuple[int, float], ...]  # the two tokens with the largest logits there, and these logits
+    margin: float  # how far logits must move for the other token to be chosen; infinite if no move suffices
     rounding: Rounding | None
-    fault: bool
+    fault: bool  # rounding does not explain it
     reason: str
 
     def describe(self) -> str:

@@ -120,24 +120,17 @@ Listed = tuple[World, list[Case]]
 
 @dataclass(slots=True)
 class _Judged:
-    """Totals of judging proposals in every cell.
-
-    Attributes:
-        kernel: distance of verdicts from the kernels' distributions.
-        target: distance of answers, continued by the target, from its distribution.
-        moved: share of noise in cells in which the verdict changes.
-        compared: number of proposals with a verdict distribution that the kernels determine.
-    """
+    """Totals of judging proposals in every cell."""
 
     rule: Rule
     device: torch.device
     proposals: int = 0
     cells: int = 0
-    kernel: _Largest = field(default_factory=_Largest)
-    target: _Largest = field(default_factory=_Largest)
-    moved: _Largest = field(default_factory=_Largest)
+    kernel: _Largest = field(default_factory=_Largest)  # distance from the kernels' verdicts
+    target: _Largest = field(default_factory=_Largest)  # distance of continued answers from it
+    moved: _Largest = field(default_factory=_Largest)  # share of noise where the verdict changes
     distances: list[float] = field(default_factory=list)
-    compared: int = 0
+    compared: int = 0  # proposals with a verdict distribution that the kernels determine
 
     def worlds(self, worlds: Sequence[World], tell: ReportProgress) -> Iterator[int]:
         done = 0

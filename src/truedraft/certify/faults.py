@@ -372,25 +372,17 @@ def commits_wrongly(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A known fault.
+    """A known fault."""
 
-    Attributes:
-        name: what is wrong, in a few words; several faults of different size may share it.
-        detail: how, or how much.
-        form: its effect at a node with one draft; None if it is not in verification.
-        plant: makes the broken stack from one that drafts one token a step; None if it cannot be planted.
-        needs_draw: whether it shows only if drafts are drawn from a distribution.
-        following: its effect on the token after an accepted one, from p before that one, its id, and p after it.
-        joint: the probability of each cell of a sampler world `[cells]`, float64; None if `form` determines it.
-    """
-
-    name: str
-    detail: str = ""
-    form: Form | None = None
-    plant: Callable[[Stack], Stack] | None = None
-    needs_draw: bool = False
-    following: Callable[[Tensor, int, Tensor], Tensor] | None = None
-    joint: Callable[[SamplerWorld], Tensor] | None = None
+    name: str  # what is wrong; several faults of different size may share it
+    detail: str = ""  # how, or how much
+    form: Form | None = None  # its effect at a node with one draft; None if it is not in verification
+    plant: Callable[[Stack], Stack] | None = (
+        None  # from a stack that drafts one token a step; None if it cannot be planted
+    )
+    needs_draw: bool = False  # it shows only if drafts are drawn from a distribution
+    following: Callable[[Tensor, int, Tensor], Tensor] | None = None  # on the next token: p before, the id, p after
+    joint: Callable[[SamplerWorld], Tensor] | None = None  # [cells], float64; None if `form` determines it
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         assert self.form is not None

@@ -54,10 +54,9 @@ class ProcessReport:
 def certify_process(
     process: Process, states: Tensor, steps: int, *, draft: Draft, windows: Sequence[int] = (1, 4), seed: int = 0
 ) -> ProcessReport:
-    """Run a process with drafts, and test every step of it.
+    """Run a process with drafts from initial `states` `[chains, ...]`, and test every step of it.
 
     Args:
-        states: initial states `[chains, ...]`.
         windows: drafted steps per round, one run for each, with its own seed from `seed` on.
 
     Raises:

@@ -47,24 +47,15 @@ def relative_limit(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Plain decoding of one request compared with one other shape.
-
-    Attributes:
-        positions: compared positions; each has a row of logits.
-        different: rows with any bit that differs.
-        logits: largest absolute difference of two logits.
-        mean_tv: mean total variation of the distributions under the sampling options.
-        off_plain: for a drafted shape, the largest absolute difference of two logits between a row and the nearest one
-            of any plain shape; 0 for a plain shape.
-    """
+    """Plain decoding of one request compared with one other shape."""
 
     name: str
-    positions: int
-    different: int
-    logits: float
-    mean_tv: float
+    positions: int  # compared rows of logits
+    different: int  # rows with any bit that differs
+    logits: float  # largest absolute difference of two logits
+    mean_tv: float  # of the distributions under the sampling options
     largest_tv: float
-    off_plain: float = 0.0
+    off_plain: float = 0.0  # of a drafted shape: largest difference from the nearest row of any plain shape
 
     def __add__(self, other: Spread) -> Spread:
         positions = self.positions + other.positions
@@ -248,13 +239,7 @@ def compare_shapes(
     params: SamplingParams,
     limits: Budget,
 ) -> tuple[Tensor, Rounding]:
-    """Logits `[len(text) - start, vocab]` of one text under plain decoding, and the rounding of other shapes.
-
-    Args:
-        text: token ids; the last is never fed.
-        start: tokens of the prompt, at least 1; plain decoding starts after it.
-        near: other shapes start at this position, from `start` to the last token.
-    """
+    """Logits `[len(text) - start, vocab]` under plain decoding, and the rounding of other shapes from `near` on."""
     baseline = fed_logits(target, text, start, ALONE)
     rows = baseline[near - start :]
     probs = probs_from_logits(rows, params)
@@ -297,23 +282,14 @@ def _differences(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The shape of a forward over a text and its neighbours.
-
-    Attributes:
-        depth: tokens of the text after the last known one in a forward, as if all had been drafted and accepted; 0 is
-            plain decoding.
-        siblings: wrong guesses next to each of them, which make the chain a tree.
-        neighbours: new tokens of each neighbour in the same forward, all with logits.
-        at_once: the whole text is one prompt; nothing is decoded.
-        rejected: wrong guesses in a chain after them. With routed experts, tokens of the same forward may move a row.
-    """
+    """The shape of a forward over a text and its neighbours."""
 
     name: str
-    depth: int = 0
-    siblings: int = 0
-    neighbours: tuple[int, ...] = ()
-    at_once: bool = False
-    rejected: int = 0
+    depth: int = 0  # drafted and accepted tokens of the text in a forward; 0 is plain decoding
+    siblings: int = 0  # wrong guesses next to each of them, which make the chain a tree
+    neighbours: tuple[int, ...] = ()  # new tokens of each neighbour in the same forward, all with logits
+    at_once: bool = False  # the whole text is one prompt; nothing is decoded
+    rejected: int = 0  # wrong guesses in a chain after them; with routed experts these may move a row
 
     @property
     def own_rows(self) -> int:
@@ -362,12 +338,9 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
 
 @torch.inference_mode()
 def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: Feeding) -> Tensor:
-    """Logits of one text, fed in a given shape from `start` on; the tokens before are a prompt, in pieces as on a CPU.
+    """Logits `[len(text) - start, vocab]` of one text, fed in a given shape from `start` on, after a prompt in pieces.
 
-    Drafted tokens are those of the text, so its path is committed after each forward as an accepted one is.
-
-    Returns:
-        `[len(text) - start, vocab]`: row i is the logits that `text[start + i]` is chosen from.
+    Row i is what `text[start + i]` is chosen from. Drafted tokens are those of the text, so its path is committed.
     """
     text = list(text)
     cache, *others = caches = [target.new_cache() for _ in range(1 + len(feeding.neighbours))]

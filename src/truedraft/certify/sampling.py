@@ -35,19 +35,12 @@ _ENTRIES = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One emitted token's place in its step.
+    """One emitted token's place in its step."""
 
-    Attributes:
-        depth: tokens that the step emitted before it.
-        q: `[vocab]`: the distribution of the first draw there; None if nothing was drawn.
-        candidates: deterministic candidates there, in order; empty if q is set.
-        used: `[vocab]`: the target's distribution there as the rule received it, if recorded.
-    """
-
-    depth: int
-    q: Tensor | None
-    candidates: tuple[int, ...]
-    used: Tensor | None = None
+    depth: int  # tokens that the step emitted before it
+    q: Tensor | None  # [vocab]: of the first draw there; None if nothing was drawn
+    candidates: tuple[int, ...]  # deterministic ones, in order; empty if q is set
+    used: Tensor | None = None  # [vocab]: p as the rule received it, if recorded
 
 
 class Recorder:
@@ -99,23 +92,15 @@ def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Emitted tokens of one request, with the target's distributions at their own prefixes.
+    """Emitted tokens of one request, with the target's distributions at their own prefixes."""
 
-    Attributes:
-        probs: `[tokens, vocab]`: by a plain forward over the text.
-        before: the prompt.
-        place: the request's number in its batch.
-        coupled: whether the drafter may have seen the noise that decides.
-        divergence: for a lossy rule, that of its verdicts.
-    """
-
-    probs: Tensor
+    probs: Tensor  # [tokens, vocab], by a plain forward over the text
     tokens: Sequence[int]
-    before: Sequence[int]
+    before: Sequence[int]  # the prompt
     decisions: Sequence[Decision]
-    place: int
-    coupled: bool
-    divergence: Divergence | None = None
+    place: int  # the request's number in its batch
+    coupled: bool  # the drafter may have seen the noise that decides
+    divergence: Divergence | None = None  # of a lossy rule's verdicts
 
 
 def scored_answers(

@@ -197,19 +197,12 @@ def _test_facts(test: TestResult, adjusted: float, level: float) -> dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class JointResult:
-    """Counted answers.
+    """Counted answers."""
 
-    Attributes:
-        counts: `[cells]`, float64: answers by their second to fourth token; last, those that the target forbids.
-        probs: `[cells]`, float64: the target's joint distribution.
-        accepted: accepted drafted tokens per target call; shows that drafts were verified.
-        kept: the ids that remain possible.
-    """
-
-    counts: Tensor
-    probs: Tensor
-    accepted: float
-    kept: tuple[int, ...]
+    counts: Tensor  # [cells], float64: by the second to fourth token; last, those that the target forbids
+    probs: Tensor  # [cells], float64: the target's joint distribution
+    accepted: float  # drafted tokens per target call; shows that drafts were verified
+    kept: tuple[int, ...]  # the ids that remain possible
 
     @property
     def answers(self) -> int:

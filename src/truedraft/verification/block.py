@@ -169,23 +169,15 @@ class BlockVerification(SpeculativeSampling):
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The blocks of a batch, stacked; shorter ones are padded with their last tree row.
+    """The blocks of a batch, stacked; shorter ones are padded with their last tree row."""
 
-    Attributes:
-        draws: `[blocks, tokens]`: indices of their draws.
-        below: `[blocks, tokens]`: the next tree row in the block; the last row itself at the end.
-        is_filled: `[blocks, tokens]` bool: False for padding.
-        is_last: `[blocks, tokens]` bool: the last tree row of each.
-        own, block, place: `[rows of blocks]`: tree row, index of its block, index in the block.
-    """
-
-    draws: Tensor
-    below: Tensor
-    is_filled: Tensor
-    is_last: Tensor
-    own: Tensor
-    block: Tensor
-    place: Tensor
+    draws: Tensor  # [blocks, tokens]: indices
+    below: Tensor  # [blocks, tokens]: the next tree row in the block; the last row itself at the end
+    is_filled: Tensor  # [blocks, tokens] bool: False for padding
+    is_last: Tensor  # [blocks, tokens] bool: the last tree row of each
+    own: Tensor  # [rows of blocks]: tree rows
+    block: Tensor  # [rows of blocks]: index of the row's block
+    place: Tensor  # [rows of blocks]: index of the row in its block
 
 
 @lru_cache(maxsize=512)

@@ -253,18 +253,12 @@ def _check(lenience: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NodeDraw:
-    """One draw, at the same place of several nodes.
+    """One draw, at the same place of several nodes."""
 
-    Attributes:
-        dist: number of the node's distribution; draws of one distribution without replacement share removals.
-        q: `[nodes, vocab]`: that distribution before any removal; one-hot for a deterministic candidate.
-        uniform: `[nodes]` in (0, 1): draws a rejected token, where a later draw depends on it.
-    """
-
-    dist: int
-    q: Tensor
+    dist: int  # draws of one distribution without replacement share removals
+    q: Tensor  # [nodes, vocab], before any removal; one-hot for a deterministic candidate
     kind: DrawKind
-    uniform: Tensor | None = None
+    uniform: Tensor | None = None  # [nodes] in (0, 1): draws a rejected token, where a later draw depends on it
 
 
 def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor:

@@ -21,16 +21,11 @@ Sees: TypeAlias = Literal["probs", "argmax"]
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:
-    """A draw at one node, as input of the kernel.
-
-    Attributes:
-        dist: number of its distribution; draws from one distribution share removals. -1 for a one-hot distribution.
-        q: `[vocab]`: that distribution before any removal.
-    """
+    """A draw at one node, as input of the kernel."""
 
     token: int
-    dist: int
-    q: Tensor
+    dist: int  # draws from one distribution share removals; -1 for a one-hot distribution
+    q: Tensor  # [vocab], before any removal
     kind: DrawKind
 
 
@@ -57,15 +52,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class BatchVerdicts:
-    """Verdicts on a batch, decided on the device of its distributions, possibly before the host reads anything.
+    """Verdicts on a batch, decided on the device, possibly before the host reads anything.
 
-    Attributes:
-        wanted: tensors that the host must read.
-        verdicts: makes the verdicts from the proposals, with tokens on the host by then, and the numbers in each tensor
-            of `wanted`, flat.
+    `verdicts` makes them from the proposals, with tokens on the host by then, and the numbers in each tensor, flat.
     """
 
-    wanted: Sequence[Tensor]
+    wanted: Sequence[Tensor]  # tensors that the host must read
     verdicts: Callable[[Sequence[Proposal], Sequence[Sequence[float]]], list[Verdict]]
 
     @classmethod

@@ -63,27 +63,16 @@ class _LaterRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """The runs of one proposal, numbered within it.
-
-    Attributes:
-        probs: number of draft distributions.
-        draws: `[4, draws]`: row, column, node and distribution (-1 for candidates) of the draws of first runs.
-        key_of: `[draws]`: indices into `keys`.
-        keys: `[2, keys]`: depth and index of the decisions. Siblings' subtrees share them, because a walk visits only
-            one.
-        later: the other runs, by tree row and then by draw.
-        rounds: most runs that a walk can reject.
-        joint: tree rows for which `is_joint` is true.
-    """
+    """The runs of one proposal, numbered within it."""
 
     shape: TreeShape
-    probs: int
-    draws: Ints
-    key_of: Ints
-    keys: Ints
-    later: tuple[_LaterRun, ...] = ()
-    rounds: int = 1
-    joint: tuple[int, ...] = ()
+    probs: int  # number of draft distributions
+    draws: Ints  # [4, draws]: row, column, node and distribution (-1 for candidates) of the draws of first runs
+    key_of: Ints  # [draws]: indices into `keys`
+    keys: Ints  # [2, keys]: depth and index of decisions; shared by siblings' subtrees, because a walk visits only one
+    later: tuple[_LaterRun, ...] = ()  # the other runs, by tree row and then by draw
+    rounds: int = 1  # most runs that a walk can reject
+    joint: tuple[int, ...] = ()  # tree rows for which `is_joint` is true
 
 
 @lru_cache(maxsize=1024)
@@ -264,25 +253,17 @@ def jump_table(plan: WalkPlan, stays: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Batch:
-    """Proposals under verification, and their tables.
-
-    Attributes:
-        p: `[rows, vocab]`: the target's distributions.
-        q: `[dists, vocab]`: the draft's distributions.
-        dtype: in which p and q are compared.
-        uniforms: `[keys]`, float64: the numbers that decide acceptance.
-        weights: `[rows]`, float64: factors of p, or None.
-    """
+    """Proposals under verification, and their tables."""
 
     plan: WalkPlan
     proposals: Sequence[Proposal]
     noise: Sequence[Noise]
-    p: Tensor
-    q: Tensor
-    dtype: torch.dtype
+    p: Tensor  # [rows, vocab]: the target's distributions
+    q: Tensor  # [dists, vocab]: the draft's distributions
+    dtype: torch.dtype  # in which p and q are compared
     tokens: Tensor
-    uniforms: Tensor
-    weights: Tensor | None = None
+    uniforms: Tensor  # [keys], float64: the numbers that decide acceptance
+    weights: Tensor | None = None  # [rows], float64: factors of p, or None
 
     @classmethod
     def of(cls, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Batch:

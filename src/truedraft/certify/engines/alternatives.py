@@ -193,7 +193,7 @@ def _last_again(answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> Tensor:
 
 
 def ngram_candidates(answer: AnswerProbs) -> Tensor:
-    """One-hot rows of the tokens after the latest match of the last three tokens or fewer, longest first; else zeros."""
+    """One-hot rows of the token after the latest match of the last three tokens or fewer, longest first; else zeros."""
     text, first = answer.text, len(answer.question.prompt)
     found = torch.zeros_like(answer.probs)
     seen: dict[tuple[int, ...], int] = {}

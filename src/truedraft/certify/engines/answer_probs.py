@@ -18,16 +18,10 @@ from truedraft.models.base import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How far a correct engine's log-probabilities may be from the judge's, at temperature 1.
+    """How far a correct engine's log-probabilities may be from the judge's, at temperature 1; `origin` is in words."""
 
-    Attributes:
-        log_ratio: bound for sums over many tokens (bets and events), as if each log-probability were off by it.
-        edge: largest |log p' - log p| of any single token, which decides on which side of a filter's edge it is.
-        origin: of these numbers, in words.
-    """
-
-    log_ratio: float
-    edge: float
+    log_ratio: float  # bound for sums over many tokens, as if each log-probability were off by it
+    edge: float  # largest |log p' - log p| of any single token; decides at filters' edges
     origin: str
 
     def at(self, params: SamplingParams) -> float:
@@ -55,19 +49,17 @@ def measured_allowance(
     rounded: LanguageModel | None,
     answered: Sequence[tuple[Question, Reply]],
 ) -> tuple[Allowance, Tensor | None]:
-    """Measure how far an engine's kernels may move log-probabilities, from a few answers.
+    """Measure how far an engine's kernels may move log-probabilities, from a few greedy answers.
 
-    If the engine returns log-probabilities of its tokens, the allowance is 1.5 times the 99 % quantile of their
+    If the engine returns raw log-probabilities of its tokens, the allowance is 1.5 times the 99 % quantile of their
     differences from the judge's. If that quantile is more than four times the effect of rounding the same weights to
     `rounded`'s dtype on the most likely tokens, it is not rounding; then, and if the engine returns none, the allowance
     is 1.5 times the effect of `rounded`. At filter edges a single token decides, so the ratio of a row's largest error
     to that of its most likely token is measured, too.
 
     Args:
-        judge: the target, in the dtype that judges.
         rounded: the same weights in the engine's likely precision. With None, the engine's log-probabilities are
             accepted up to the largest effect of the judge's own dtype.
-        answered: greedy answers, with raw log-probabilities if the engine returns them.
 
     Returns:
         The allowance, and the engine's log-probabilities minus ours `[tokens]`; None without any.
@@ -155,28 +147,17 @@ _NUCLEUS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class AnswerProbs:
-    """The target's distributions at the tokens of one answer.
-
-    Attributes:
-        tokens: of the answer, including an end of text; all end-of-text ids are mapped to the first.
-        logits: `[tokens, vocab]`, float64: after penalties and biases, before temperature and filters.
-        probs: `[tokens, vocab]`, float64: what each token should have been drawn from.
-        doubtful: `[tokens, vocab]`, bool: tokens that rounding within the allowance may keep or not.
-        outside: `[tokens]`, bool: whether no such rounding keeps the token.
-        gain: `[tokens]`: the most that rounding may give a bet, per unit of total variation; infinite if unbounded.
-        likeliest: `[tokens, kept]`: ids that bets distinguish; None is all.
-        ends: ids that end a text.
-    """
+    """The target's distributions at the tokens of one answer, float64."""
 
     question: Question
-    tokens: Sequence[int]
-    logits: Tensor
-    probs: Tensor
-    doubtful: Tensor
-    outside: Tensor
-    gain: Tensor
-    likeliest: Tensor | None = None
-    ends: Sequence[int] = ()
+    tokens: Sequence[int]  # with an end of text; all end-of-text ids are mapped to the first
+    logits: Tensor  # [tokens, vocab]: after penalties and biases, before temperature and filters
+    probs: Tensor  # [tokens, vocab]: what each token should have been drawn from
+    doubtful: Tensor  # [tokens, vocab], bool: rounding within the allowance may keep them or not
+    outside: Tensor  # [tokens], bool: no such rounding keeps the token
+    gain: Tensor  # [tokens]: the most that rounding may give a bet, per unit of total variation; may be infinite
+    likeliest: Tensor | None = None  # [tokens, kept]: ids that bets distinguish; None is all
+    ends: Sequence[int] = ()  # ids that end a text
 
     @property
     def sure(self) -> Tensor:
@@ -284,18 +265,12 @@ _CUT = ("length", "abort", "aborted", "cancelled", "content_filter", "error", "t
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """Filtered distributions `[rows, vocab]` and the effect of rounding on them.
+    """Filtered distributions and the effect of rounding on them."""
 
-    Attributes:
-        doubtful: bool: tokens that rounding may keep or not.
-        within: bool: tokens that some rounding keeps.
-        gain: `[rows]`: as in `AnswerProbs.gain`.
-    """
-
-    probs: Tensor
-    doubtful: Tensor
-    within: Tensor
-    gain: Tensor
+    probs: Tensor  # [rows, vocab]
+    doubtful: Tensor  # [rows, vocab], bool: rounding may keep them or not
+    within: Tensor  # [rows, vocab], bool: some rounding keeps them
+    gain: Tensor  # [rows], as in `AnswerProbs`
 
 
 def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], allowance: Allowance = EXACT) -> Filtered:

@@ -28,14 +28,7 @@ PAIRS = ("neighbouring rows of a call share their noise", "calls repeat the nois
 
 
 class Tally:
-    """Counts of one world.
-
-    Attributes:
-        pairs: `[kinds of pairs, vocab**2]`: pairs of first tokens, by their kind in `PAIRS`.
-        accepted: number of accepted drafted tokens.
-        strays: number of rows that continue after a token that was not drafted.
-        forbidden: number of tokens without target probability.
-    """
+    """Counts of one world: cells, pairs of first tokens, accepted and invalid tokens."""
 
     def __init__(self, world: SamplerWorld) -> None:
         self.world = world
@@ -215,8 +208,8 @@ def diagnose(evidence: Evidence) -> dict[str, Any]:
     likelihood of single rows means anything.
 
     Returns:
-        The fault, or `UNKNOWN` if no known one explains the tokens as well as a free fit of each world; its detail; the
-        next fault of another name, and the log10 likelihood ratio to it; further observations, one sentence each.
+        The fault, or `UNKNOWN` if a free fit is more likely; its detail; the next fault of another name, and the log10
+        likelihood ratio to it; further observations, one sentence each.
     """
     logs = evidence.log_likelihoods()
     order = logs.argsort(descending=True).tolist()

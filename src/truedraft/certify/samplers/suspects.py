@@ -23,17 +23,12 @@ _TYPICAL = f"kept where p is above min({faults.EPSILON:g}, {faults.DELTA:g} exp(
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The distributions for verification at one depth, float64; p is the target's `[texts, vocab]`, q the draft's.
+    """The distributions for verification at one depth, float64."""
 
-    Attributes:
-        before: the target's one position earlier, after the text without its last token.
-        after: `[texts, vocab, vocab]`: the target's one position later, after each token.
-    """
-
-    p: Tensor
-    q: Tensor
-    before: Tensor
-    after: Tensor
+    p: Tensor  # [texts, vocab]: the target's
+    q: Tensor  # [texts, vocab]: the draft's
+    before: Tensor  # the target's one position earlier, after the text without its last token
+    after: Tensor  # [texts, vocab, vocab]: the target's one position later, after each token
 
 
 Step = Callable[[Level], tuple[Tensor, Tensor]]

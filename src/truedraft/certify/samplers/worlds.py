@@ -24,17 +24,11 @@ _PEAK = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Input of a sampler.
+    """Input of a sampler."""
 
-    Attributes:
-        draft_tokens: `[batch, k]`, int64.
-        draft_probs: `[batch, k, vocab]`, float32: what each was drawn from; one-hot for a token that was not drawn.
-        target_probs: `[batch, k + 1, vocab]`, float32: before each drafted token and after the last.
-    """
-
-    draft_tokens: Tensor
-    draft_probs: Tensor
-    target_probs: Tensor
+    draft_tokens: Tensor  # [batch, k], int64
+    draft_probs: Tensor  # [batch, k, vocab], float32: what each was drawn from; one-hot if it was not drawn
+    target_probs: Tensor  # [batch, k + 1, vocab], float32: before each drafted token and after the last
 
     def __len__(self) -> int:
         return len(self.draft_tokens)
@@ -42,16 +36,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class SamplerWorld:
-    """A target and a draft over all texts of up to k tokens; the name is for reports.
-
-    Attributes:
-        target: `[vocab**d, vocab]` for d = 0 to k, float64: the target's distribution after each text of d tokens.
-        draft: `[vocab**d, vocab]` for d = 0 to k - 1, float64: the draft's.
-    """
+    """A target and a draft over all texts of up to k tokens, float64; the name is for reports."""
 
     name: str
-    target: tuple[Tensor, ...]
-    draft: tuple[Tensor, ...]
+    target: tuple[Tensor, ...]  # [vocab**d, vocab] for d = 0 to k: after each text of d tokens
+    draft: tuple[Tensor, ...]  # [vocab**d, vocab] for d = 0 to k - 1
 
     @property
     def vocab(self) -> int:
