@@ -48,7 +48,7 @@ def certify(
         seconds: approximate duration; up to four times as long with little evidence. Exact sums take their own time.
         most_seconds: hard limit, except for the computation in progress.
         tell: callback with a part and its completed fraction.
-        announce: callback before the checks with a prediction of what the time can show, from a trial; None skips it.
+        announce: callback before the checks with a prediction of what the time can show; None skips the trial.
         in_float32: compares greedy and seeded answers of the same stack in float32; None skips it.
 
     Raises:
@@ -79,7 +79,6 @@ def certify(
 
 
 def _findings(checks: Sequence[Check], whole: Context, report: Callable[[Part, float], None]) -> list[Finding]:
-    """Run checks one after another; `whole` holds their common time, `report` is the `tell` of `certify`."""
     findings: list[Finding] = []
     for number, check in enumerate(checks):
         own = [each for each in checks if each.part is check.part]

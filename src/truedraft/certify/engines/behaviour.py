@@ -100,7 +100,6 @@ def stops(
 
 
 def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
-    """Whether greedy decoding, up to rounding, ends the text after the answer."""
     plain = replace(question.params, stop=(), max_tokens=len(reply.token_ids) + 1)
     answer = next(iter(judge.answer_probs([(Question(question.prompt, plain), reply)])), None)
     return answer is not None and len(answer.tokens) > len(reply.token_ids) and not bool(answer.outside[-1])

@@ -54,7 +54,7 @@ _OF_TARGET = ("target_probs", "target_logits")
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A user's rejection sampler; `name` is `module:function` as it was typed, for reports."""
+    """A user's rejection sampler; `name` is `module:function` as it was typed."""
 
     name: str
     function: Callable[..., Any]

@@ -1,8 +1,7 @@
 """Closed forms of faulty samplers' output: the joint distribution of a world's cells under each known fault.
 
-A fault changes one thing about speculative sampling: how much of the draft's mass is kept, what is drawn after a
-rejection, or the bonus token. p is the target's distribution, q the draft's, `[texts, vocab]` each. The fault with the
-most likely tokens is named; no rules about single numbers are used.
+A fault changes how much of the draft's mass is kept, what is drawn after a rejection, or the bonus token. p is the
+target's distribution, q the draft's, `[texts, vocab]` each.
 """
 
 from __future__ import annotations
@@ -24,19 +23,12 @@ _TYPICAL = f"kept where p is above min({faults.EPSILON:g}, {faults.DELTA:g} exp(
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The distributions for verification at one depth.
+    """The distributions for verification at one depth, float64."""
 
-    Attributes:
-        p: `[texts, vocab]`, float64: the target's.
-        q: `[texts, vocab]`: the draft's.
-        before: the target's one position earlier, after the text without its last token.
-        after: `[texts, vocab, vocab]`: the target's one position later, after each token.
-    """
-
-    p: Tensor
-    q: Tensor
-    before: Tensor
-    after: Tensor
+    p: Tensor  # [texts, vocab]: the target's
+    q: Tensor  # [texts, vocab]: the draft's
+    before: Tensor  # the target's one position earlier, after the text without its last token
+    after: Tensor  # [texts, vocab, vocab]: the target's one position later, after each token
 
 
 Step = Callable[[Level], tuple[Tensor, Tensor]]
@@ -137,7 +129,6 @@ def _one_number_for_all(world: SamplerWorld) -> Tensor:
 
 
 def _as_if(changed: Callable[[Tensor], Tensor], world: SamplerWorld) -> Tensor:
-    """The joint distribution of a target with changed distributions."""
     return SamplerWorld(world.name, tuple(map(changed, world.target)), world.draft).joint
 
 
