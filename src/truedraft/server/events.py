@@ -34,10 +34,9 @@ OR_STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class EventStream(Response):
-    """A response that sends events as they come, and stops when the client disconnects.
+    """A response that sends events until the client disconnects.
 
     Args:
-        events: made by `event`.
         close: is called after the last event, also if none was sent.
         failed: makes the last event of a failed stream.
     """

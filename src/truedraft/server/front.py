@@ -58,7 +58,6 @@ class Front:
     Attributes:
         created: when the server started, in seconds since 1970.
         token_text: the text of a token; its id if the model has no tokenizer.
-        writer: thread for formatting long answers.
     """
 
     def __init__(
@@ -91,11 +90,7 @@ class Front:
         return self.names[0] if name is None or name in self.names else name
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served.
-
-        Raises:
-            ApiError: lists the served ones.
-        """
+        """Refuse a model that is not served, by an `ApiError` with the served ones."""
         if name is not None and name not in self.served:
             message = f"there is no model {quoted(name)} here; served is {', '.join(map(repr, self.served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -184,8 +179,6 @@ class Front:
 
         Args:
             prompts: texts, ids, or the output of a processor for pictures.
-            params: shared by all prompts.
-            fields: of the HTTP request.
             samples: per prompt; None is `params.n`.
             notation: its marks are shown in the texts, and its end tokens end answers; None for plain text.
 
@@ -230,11 +223,7 @@ class Front:
         return answering
 
     def check_count(self, count: int, prompts: int = 1) -> None:
-        """Refuse more answers to one request than the limit.
-
-        Raises:
-            ApiError: gives the limit.
-        """
+        """Refuse more answers to one request than the limit, by an `ApiError`."""
         if count > (most := self.options.max_samples):
             message = f"asks for {count} answers, and this server gives {most}"
             raise ApiError(400, message, param="prompt" if prompts > most else "n")
@@ -250,16 +239,12 @@ class Front:
         http.state.reserved = count
 
     def release(self, http: HttpRequest) -> None:
-        """Release the reserved places."""
         if (count := http.state.reserved) is not None:
             http.state.reserved = None
             self.service.give_back(http.state.client, count)
 
     async def run_in_thread(self, http: HttpRequest, work: Callable[..., _Value], *given: Any) -> _Value:
-        """Run work over a request's body; in a thread if the body is long, so that other clients need not wait.
-
-        Each client has at most `_AT_ONCE` such threads.
-        """
+        """Run work over a request's body; in a thread if it is long, of which each client has at most `_AT_ONCE`."""
         if not self.is_long(http):
             return work(*given)
         loop, slots = asyncio.get_running_loop(), self._turns.setdefault(http.state.client, asyncio.Semaphore(_AT_ONCE))
@@ -269,7 +254,7 @@ class Front:
         return await asyncio.wrap_future(doing)
 
     def is_long(self, http: HttpRequest) -> bool:
-        """Whether a request's body is so long that work over it would delay other clients."""
+        """Whether work over a request's body would delay other clients."""
         return bool(http.state.body_bytes > _LONG_BODY)
 
     def _prepared(
@@ -307,7 +292,7 @@ class Front:
         return {"token": text, "logprob": finite(logprob), "bytes": spelled}
 
     def left_out(self, warnings: Sequence[str]) -> None:
-        """Log that parts of a request are ignored. The log has no text of clients; the answer lists the parts."""
+        """Log that parts of a request are ignored, without text of clients; the answer lists the parts."""
         if warnings:
             _log.warning("left out of a request: %d tools or items that this server has not", len(warnings))
 

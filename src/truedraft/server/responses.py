@@ -217,8 +217,6 @@ _REASONING: dict[str, Any] = {"type": "reasoning", "summary": []}
 
 
 class _Response(View):
-    """The answer as a response."""
-
     kind = "resp"
 
     def __init__(
@@ -265,7 +263,6 @@ class _Response(View):
     def _step(
         self, what: str, segment: Segment, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
     ) -> Iterator[str]:
-        """Events of a change of an item; `status` is the item's status at its end."""
         index = segment.index
         if what == "began":
             named = None if segment.call is None else self._callables.get(segment.call.name)

@@ -33,12 +33,7 @@ _HINT = 3  # first characters of a token, a quick test that most texts fail
 
 @dataclass(frozen=True)
 class MarkedChat:
-    """Input of a chat template, with marks around typed control tokens.
-
-    Attributes:
-        messages, tools, variables: as for `Tokenizer.chat`.
-        found: place of the first such token, and the token.
-    """
+    """Input of a chat template, with marks around typed control tokens; `found` is the first one's place and name."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -48,13 +43,7 @@ class MarkedChat:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer and a chat template.
-
-    These are its special tokens, and the added tokens that the template writes itself.
-
-    Args:
-        template: text of the template and of a conversation rendered by it; tokens in either count as written by it.
-    """
+    """The special tokens of a tokenizer, and the added tokens in `template` (its text and a rendered chat)."""
 
     def __init__(self, backend: Any, name: str, template: str) -> None:
         self._backend = backend
@@ -138,10 +127,7 @@ class ControlTokens:
         )
 
     def ids(self, rendered: str, chat: MarkedChat, refuse: Callable[[str], None]) -> list[int]:
-        """Encode the rendered text of a marked chat.
-
-        Args:
-            refuse: is called with the text before tokenization, and raises if it is too long.
+        """Encode the rendered text of a marked chat; `refuse` is called with the text, and raises if it is too long.
 
         Raises:
             PromptError: this tokenizer cannot keep the typed tokens as text.
@@ -180,7 +166,6 @@ class ControlTokens:
 
     @cached_property
     def _names(self) -> list[str]:
-        """The secret, unguessable name of each control token."""
         secret = "".join(chr(secrets.choice(_LARGE_AREA)) for _ in range(_SECRET_CHARACTERS))
         return [f"{secret}{chr(0xF0000 + number)}" for number in range(len(self._all.tokens))]
 
@@ -252,7 +237,6 @@ class _Finder:
         return sorted(set(tails), key=len, reverse=True)
 
     def _edges(self, text: str, parts: Mapping[str, frozenset[int]], step: int) -> frozenset[int]:
-        """Indices of the tokens with a part at the edge of a text."""
         edge = text[: self._longest]
         return frozenset[int]().union(*(parts.get(edge[:cut][::step], frozenset()) for cut in range(1, len(edge) + 1)))
 
@@ -316,11 +300,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def refuse_half_characters(text: str) -> None:
-    """Refuse a lone surrogate, which no tokenizer accepts.
-
-    Raises:
-        PromptError: says where it is.
-    """
+    """Refuse a lone surrogate, which no tokenizer accepts, by a `PromptError` with its place."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

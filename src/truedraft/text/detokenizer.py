@@ -129,7 +129,6 @@ class StreamDetokenizer:
         return piece
 
     def _shorten(self, released: str) -> None:
-        """Drop tokens of the window that later text does not depend on."""
         context = self._window[-_CONTEXT:]
         text = self._tokenizer.decode(context)
         length = _final_length(text)
@@ -181,7 +180,6 @@ class StopScanner:
         return self.found is not None or self._first(self._held + text) is not None
 
     def finish(self) -> str:
-        """Return the held text at the end of the answer."""
         rest, self._held = self._held, ""
         return rest
 
@@ -195,7 +193,6 @@ class TextStream:
 
     Args:
         tokenizer: None leaves the text empty.
-        stops: texts that end the answer, which ends before them.
         least_tokens: of the answer; a stop text that begins earlier does not count.
         shown: names by id of special tokens that the text shows.
 
@@ -288,7 +285,6 @@ class TextStream:
         return self._scan(text)
 
     def finish(self) -> str:
-        """Return the held text at the end of the answer."""
         if self.stopped or self._detokenizer is None:
             return ""
         piece, stopped = self._scan(self._detokenizer.finish())

@@ -148,7 +148,6 @@ class Forms:
         return FormState(prepared, self._guide, self._eos_ids[0], tokens, prompt_tokens, anew)
 
     def found(self, structured: Structured, owner: Hashable = None) -> Prepared | None:
-        """Return the form prepared earlier for this owner, if it still exists."""
         with self._lock:
             prepared = self._alive.get((owner, structured))
             if prepared is not None:
@@ -190,8 +189,6 @@ class Forms:
         """Compile a form. One that may exceed the library's limits is first tried in another process.
 
         Args:
-            grammar: first result of `grammar`.
-            is_quick: second result of `grammar`.
             trial: lets another thread cancel the trial, until the form is compiled here.
 
         Raises:

@@ -129,7 +129,6 @@ class ReasonedForm:
             self._place = self._next(self._place, token)
 
     def _walk(self, path: Path) -> tuple[_Place, int]:
-        """The place after a path, and the index of its first token that belongs to the form."""
         place, first = self._place, 0
         for number, token in enumerate(path):
             place, first = self._step(place, token, first, number)

@@ -216,7 +216,6 @@ class _Exclusions:
 
 
 def _widened(types: set[str]) -> set[str]:
-    """The types, with "number" added to integers."""
     return types - {"integer"} | ({"number"} if "integer" in types else set())
 
 
@@ -331,7 +330,6 @@ def misfit(schema: Any, value: Any) -> str:
 
 
 def _validator(schema: Any) -> Any:
-    """A validator of a schema."""
     import jsonschema_rs
 
     options = jsonschema_rs.RegexOptions()
@@ -467,11 +465,9 @@ def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str,
 
 
 def moved(schema: Any, to: str) -> Any:
-    """A schema with its references adapted to a position inside another schema.
+    """A schema, or a part of it, for use inside another schema: references begin with `to`, the position of the rest.
 
-    Args:
-        schema: whole, or a part of it; its document keywords are at the top of the other schema.
-        to: reference to the new position of the rest.
+    Its document keywords are at the top of the other schema.
     """
     if not isinstance(schema, dict):
         return schema

@@ -1,7 +1,6 @@
 """Several machines with Ray: replicas of the server (Ray Serve), and batch inference (Ray Data).
 
-Needs the extra `ray`: `pip install 'truedraft[ray]'`. Ray decides placement, routing and scaling; each replica or
-worker has its own engine.
+Needs the extra `ray`: `pip install 'truedraft[ray]'`. Each replica or worker has its own engine.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def ray_module(name: str = "ray") -> Any:
 def connected() -> Iterator[Any]:
     """Connect to Ray inside the block: to the cluster of RAY_ADDRESS, to this machine's, or to a new one.
 
-    A new one runs only on this machine, has no dashboard, and ends with the block.
+    A new one runs on this machine, without dashboard, and ends with the block.
 
     Raises:
         MissingExtraError: Ray is not installed.
