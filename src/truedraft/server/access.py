@@ -82,7 +82,7 @@ class ApiKeys:
         return cls(clients)
 
     def client(self, authorization: str | None) -> Client:
-        """The client of a request; keys are compared in constant time, so that the duration reveals nothing about them.
+        """The client of a request; keys are compared in constant time, so that the duration reveals nothing.
 
         Raises:
             ApiError: the key is missing or unknown.
@@ -114,12 +114,8 @@ def _digest_in_file(word: str, number: int) -> bytes:
 class Hosts:
     """The names that requests may have in their `Host` header, with any port.
 
-    A server that listens only on loopback accepts loopback's names, the name in `host` and the allowed ones. Any other
-    server accepts all names, unless some are allowed.
-
-    Args:
-        host: the address that is listened on.
-        allowed: further names; "*" is any.
+    A server that listens only on loopback accepts loopback's names, `host` and the allowed ones. Any other server
+    accepts all names, unless some are allowed; "*" is any.
 
     Raises:
         OptionError: one is not a host name.

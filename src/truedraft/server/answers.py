@@ -55,15 +55,12 @@ class View:
         self._use = use
 
     def begun(self) -> Iterator[str]:
-        """The first events of a stream."""
         yield from ()
 
     def read(self, part: StreamUpdate) -> Iterator[str]:
-        """The events of new output."""
         raise NotImplementedError
 
     def ended(self) -> Iterator[str]:
-        """The last events."""
         raise NotImplementedError
 
     def whole(self, parts: Sequence[StreamUpdate]) -> dict[str, Any]:

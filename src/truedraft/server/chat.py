@@ -130,11 +130,7 @@ class ChatRequest(SamplingFields):
         return found
 
     def conversation(self, front: Front) -> Conversation:
-        """What is to be answered.
-
-        Raises:
-            ApiError: the fields conflict, or the required function does not exist.
-        """
+        """What is to be answered; an `ApiError` if fields conflict, or the required function does not exist."""
         if not self.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
         use, continues = self._use(front), self._continues

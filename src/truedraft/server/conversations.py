@@ -1,7 +1,7 @@
 """From a conversation and its tools, in the format of any endpoint, to a prompt and its answers.
 
-Functions that a model may call are described by the chat template, which defines the format of calls, and parsed from
-the text. A required call (`tool_choice` "required", or a function by name) is forced by a grammar, arguments included.
+The chat template describes functions and the format of calls; calls are parsed from the text. A required call
+(`tool_choice` "required", or a function by name) is forced by a grammar, arguments included.
 """
 
 from __future__ import annotations
@@ -176,7 +176,6 @@ class Conversation:
     Attributes:
         messages: in the format of chat templates; `prompt` removes the URLs of pictures from them.
         param: the request field that holds the messages.
-        form: grammar of the answer's text; None for free text.
         max_tokens: per answer; None is the rest of the context.
         counts: whether it may be longer than the context, because its tokens are only counted.
     """
@@ -194,7 +193,7 @@ class Conversation:
     warnings: Sequence[str] = ()
 
     async def prompt(self, front: Front, http: HttpRequest, samples: int = 1) -> list[int] | MultimodalPrompt:
-        """The conversation as the chat template writes it; long ones in a thread. Pictures reserve places for `samples`.
+        """The conversation as the chat template writes it, in a thread if long. Pictures reserve places for `samples`.
 
         Raises:
             ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
@@ -209,7 +208,6 @@ class Conversation:
         return await front.pictures.chat(messages, urls, param=self.param, **how)
 
     def _urls(self) -> list[str]:
-        """Remove and return the URLs of its pictures."""
         contents = [each["content"] for each in self.messages if not isinstance(each["content"], str)]
         return [part.pop("url") for content in contents for part in content if part["type"] == "image"]
 

@@ -68,11 +68,10 @@ class AnthropicErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that is sent to the client.
+    """An error that is sent to the client; `code` None is the default of the status.
 
     Args:
         message: one sentence: what was wrong, and what to do.
-        code: a word for programs; None is the default of the status.
         retry_s: seconds after which the client may retry.
     """
 
@@ -102,7 +101,6 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": self._anthropic, "message": self.body["error"]["message"]}}
 
     def response(self, path: str) -> JSONResponse:
-        """The HTTP response, in the format of an endpoint's clients."""
         body = self.anthropic if path.startswith("/v1/messages") else self.body
         return JSONResponse(body, self.status, self.headers)
 

@@ -297,11 +297,7 @@ class Thinking:
         reasoning: Mapping[str, Any] | None = None,
         effort: str | None = None,
     ) -> Thinking:
-        """From the fields of Anthropic (`thinking`) and OpenAI (`reasoning`, or other servers' keys in it).
-
-        Raises:
-            ApiError: a key is unknown, or has an invalid value.
-        """
+        """From the fields of Anthropic (`thinking`) and OpenAI (`reasoning`); an `ApiError` for unknown keys."""
         thinking, reasoning = thinking or {}, reasoning or {}
         for field, given in (("thinking", thinking), ("reasoning", reasoning)):
             for name, value in given.items():
@@ -419,7 +415,6 @@ _SHARED = [each.name for each in dataclasses.fields(SamplingParams) if each.name
 
 @contextlib.contextmanager
 def _errors_in(names: Mapping[str, str]) -> Iterator[None]:
-    """Convert the names of fields in errors raised inside to those of the request."""
     try:
         yield
     except OptionError as error:

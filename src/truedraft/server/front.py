@@ -53,7 +53,6 @@ class Front:
     Args:
         names: of the model; answers give the first one.
         rules: verification rules that a request may select, by their text form.
-        chat_template: replaces the model's own; None keeps that.
 
     Attributes:
         created: when the server started, in seconds since 1970.
@@ -97,7 +96,6 @@ class Front:
 
     @property
     def template(self) -> str:
-        """The chat template in use; "" if there is none."""
         return self.chat_template or ("" if self._tokenizer is None else self._tokenizer.chat_template)
 
     @cached_property
@@ -130,11 +128,7 @@ class Front:
         return next((name for name, pattern in _SWITCHES.items() if pattern.search(self.template)), None)
 
     def switches(self, thinks: Thinking) -> dict[str, Any]:
-        """The template variables for the requested reasoning.
-
-        Raises:
-            ApiError: reasoning is to be switched off, and neither the template nor its marks allow that.
-        """
+        """The template variables for the requested reasoning; an `ApiError` if it cannot be switched off."""
         effort = {"reasoning_effort": thinks.effort} if thinks.effort and "reasoning_effort" in self.template else {}
         if thinks.enabled is None:
             return effort
@@ -148,7 +142,6 @@ class Front:
     def _reasoned(
         self, params: SamplingParams, prompt: Prompt, fields: SamplingFields, notation: Notation | None
     ) -> SamplingParams:
-        """Options with the adapter, the end-of-turn tokens and the reasoning budget."""
         marks, thinks = None if notation is None else notation.reasoning, fields.thinks
         if fields.model is not None and fields.model not in self.names:
             params = replace(params, adapter=fields.model)
@@ -178,7 +171,6 @@ class Front:
         """Queue all samples of all prompts, prompt by prompt.
 
         Args:
-            prompts: texts, ids, or the output of a processor for pictures.
             samples: per prompt; None is `params.n`.
             notation: its marks are shown in the texts, and its end tokens end answers; None for plain text.
 
@@ -229,11 +221,7 @@ class Front:
             raise ApiError(400, message, param="prompt" if prompts > most else "n")
 
     def reserve(self, http: HttpRequest, count: int) -> None:
-        """Reserve places for a request that takes long to prepare, until it begins or ends.
-
-        Raises:
-            ApiError: there is no room, or too many answers are requested.
-        """
+        """Reserve places for a request until it begins or ends; an `ApiError` if there is no room for them."""
         self.check_count(count)
         self.service.reserve(http.state.client, count)
         http.state.reserved = count

@@ -205,8 +205,7 @@ class Spans:
     """Sends a span for every finished answer to an OpenTelemetry collector; called in the event loop.
 
     Args:
-        endpoint: of a collector that accepts OTLP over HTTP, as http://127.0.0.1:4318/v1/traces.
-        exporter: replaces the collector.
+        endpoint: accepts OTLP over HTTP, as http://127.0.0.1:4318/v1/traces.
 
     Raises:
         MissingExtraError: OpenTelemetry is not installed.
@@ -258,5 +257,4 @@ class Spans:
         span.end(end)
 
     def close(self) -> None:
-        """Send the remaining spans."""
         self._provider.shutdown()

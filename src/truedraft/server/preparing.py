@@ -58,7 +58,7 @@ class FormQueue:
         self._stopped = threading.Event()
 
     async def prepared(self, structured: Structured, deadline: float | None, owner: Hashable = None) -> Prepared | None:
-        """Prepare a form, which stays cached for its `owner` while the result is referenced; None means: refuse requests.
+        """Prepare a form, cached for its `owner` while the result is referenced; None if requests are to be refused.
 
         Cancelling this stops the work.
 
@@ -105,10 +105,7 @@ class FormQueue:
 
 
 class PictureReader:
-    """Processes chats with pictures, one request at a time, in its own thread.
-
-    The target's processor is loaded at once; if it cannot be, every request with pictures is refused.
-    """
+    """Processes chats with pictures, one request at a time, in its own thread; refuses them without a processor."""
 
     def __init__(self, target: LanguageModel) -> None:
         self._processor: Processor | str

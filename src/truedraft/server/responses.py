@@ -98,11 +98,7 @@ class ResponseRequest(SamplingFields):
         return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def conversation(self, front: Front, toolbox: Toolbox) -> Conversation:
-        """What is to be answered.
-
-        Raises:
-            ApiError: it is empty, or the required tool does not exist.
-        """
+        """What is to be answered; an `ApiError` if it is empty, or the required tool does not exist."""
         tools, choice = toolbox.use(self.tool_choice)
         use = ToolUse.of(tools, choice, self.parallel_tool_calls, front.notation)
         messages = messages_of(self.items)
@@ -281,7 +277,6 @@ class _Response(View):
 
     @property
     def _last_status(self) -> str:
-        """Status of the last item, which a stop text may have cut."""
         cut = self._segments.found[-1].call is not None and self._ending != "calls"
         return "incomplete" if cut else self._status
 

@@ -103,9 +103,7 @@ class Stream:
 class StreamUpdate:
     """New output of a sample, from one or several steps.
 
-    Attributes:
-        steps: with their outcomes; empty unless the sample `shows_steps`.
-        found: plain text, reasoning and pieces of calls, in order, once `parsed` was called.
+    `steps` are empty unless the sample `shows_steps`; `found` is text, reasoning and calls, once `parsed` was called.
     """
 
     stream: Stream
@@ -176,11 +174,7 @@ class ResponseHandle:
     def start(
         self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False, late: bool = False
     ) -> None:
-        """Queue the requests; `late` ones have reserved places, and are accepted while the server drains.
-
-        Raises:
-            ApiError: the queue has no room for them, or the server is being stopped.
-        """
+        """Queue the requests, as `Service.open` does, with its errors."""
         forward_s = self._service.forward_s
         self.streams = [
             Stream(each, client, number, self, Decisions(forward_s, each.id), shows_steps)
@@ -239,11 +233,7 @@ class ResponseHandle:
         return list(found.values())
 
     async def finished(self) -> None:
-        """Wait for all answers.
-
-        Raises:
-            ApiError: see `news`.
-        """
+        """Wait for all answers; raises as `updates`."""
         async for _ in self.news():
             pass
 
@@ -367,7 +357,10 @@ class Service:
             self._leave(client, count)
 
     def open(self, streams: Sequence[Stream], *, late: bool = False) -> None:
-        """Queue the samples of one HTTP request, all or none; `late` ones as in `ResponseHandle.start`.
+        """Queue the samples of one HTTP request, all or none.
+
+        Args:
+            late: the samples had reserved places, and are accepted while the server drains.
 
         Raises:
             ApiError: the queue is full or holds too many bytes, the client has too many open requests, or the server is
@@ -551,7 +544,6 @@ class Service:
                 self._waiting.setdefault(stream.client, deque()).appendleft(stream)
 
     def _next(self) -> Stream | None:
-        """Remove and return the next request of the queue by the order of `Service`; the caller holds the guard."""
         queues = [queue for queue in self._waiting.values() if queue]
         if not queues:
             return None

@@ -183,8 +183,8 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
 def warm_up(engine: Engine) -> None:
     """Generate a greedy and a sampled answer, so that no client waits for what is created at first use.
 
-    These are compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of steps.
-    Only the caller may step the engine.
+    This is compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of steps. Only
+    the caller may step the engine.
 
     Raises:
         TruedraftError: target or drafter failed, so that no request could be answered.

@@ -172,7 +172,6 @@ class AnswerReader:
         return found
 
     def _reason(self, text: str, found: list[str | Reasoning | CallDelta], last: bool) -> str:
-        """Take reasoning from the beginning of a text, or hold it back; returns the text after it."""
         assert self._marks is not None
         opening, closing = self._marks.opening, self._marks.closing
         self._held = ""

@@ -59,7 +59,6 @@ class CallText:
 
     Attributes:
         fails: whether the text cannot be parsed.
-        id: that the model wrote; None where it wrote none.
         value: JSON text of the arguments so far.
         rest: the text after the call; None while it is open.
         broken: index from which the text is parsed again if it is not a call.
@@ -240,7 +239,6 @@ class CallsReader:
         return bool(self._held)
 
     def _leave_out(self) -> bool:
-        """Drop a call that the end of the answer cuts before anything of it is known."""
         self._held, self._marks, self._step = "", "", self._read_text
         return False
 
@@ -308,7 +306,6 @@ class RecordText(CallText):
         self.rest = None if self._end is None else self.text[self._end :]
 
     def _take(self) -> bool:
-        """Read the rest of a string or literal, or one more character; False if more text is needed for that."""
         text, place = self.text, self._place
         if self._quoted or self._literal_from is not None:
             pattern = _OF_STRINGS if self._quoted else _OF_LITERALS
@@ -555,9 +552,9 @@ def words_of(marks: str) -> list[str]:
 
 
 def match_words(text: str, words: Sequence[str]) -> int | None:
-    """The index after words at the beginning of a text, with any whitespace between them.
+    """The index after words at the beginning of a text, with any whitespace between them; -1 if it begins otherwise.
 
-    Returns -1 if the text begins otherwise, None if it is too short to decide.
+    None if it is too short to decide.
     """
     place = 0
     for word in words:

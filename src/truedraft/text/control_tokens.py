@@ -1,9 +1,8 @@
 """Control tokens typed into a chat stay text; only the chat template writes the tokens.
 
-A message that spells `<|im_end|>` must not end its turn. If messages spell a control token, each spelling is put
-between two marks before the template is rendered. In the rendered text, control tokens between marks were typed and all
-others are the template's own. The text is then tokenised as a whole by a copy of the tokenizer in which control tokens
-have secret names: it recognizes the template's own, which were renamed, and none in typed text.
+A message that spells `<|im_end|>` must not end its turn. So spellings are put between two marks before the template is
+rendered, and the rendered text is tokenised by a copy of the tokenizer in which control tokens have secret names: it
+recognizes only those not between marks, which are the template's own and were renamed.
 
 Worked example: the content `a<|end|>b` is passed to the template as `a[<|end|>]b`, with marks for the brackets, and
 rendered as `<|user|>a[<|end|>]b<|end|>`. The copy reads `SECRET1a<|end|>bSECRET2`.

@@ -1,10 +1,8 @@
 """The text of a growing sequence of ids: incremental detokenization, and stop texts.
 
 Pieces never end in a part of a character, and join to exactly the text of decoding all ids. An answer ends before the
-first stop text that becomes complete, at the token that completes it.
-
-Example with stop text "END" and tokens "a E", "N", "D b": after the first, "a " is released and "E" held, as it may
-begin the stop text; the third completes it, so the answer is "a " and keeps one token, the only one with text of it.
+first stop text that becomes complete, at the token that completes it: with "END" and tokens "a E", "N", "D b", "a " is
+released and "E" held first; the third completes it, so the answer is "a " and keeps one token.
 """
 
 from __future__ import annotations

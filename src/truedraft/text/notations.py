@@ -1,8 +1,4 @@
-"""How model families write function calls and reasoning, recognized by their chat templates.
-
-One table: the row that a template selects determines what is prompted, parsed, streamed and forced. A new family is a
-new row.
-"""
+"""How model families write function calls and reasoning, recognized by their chat templates: one row each."""
 
 from __future__ import annotations
 
@@ -189,9 +185,7 @@ class Notation:
         id_pattern: regular expression of the id in a call; "" for notations without ids.
         call_id: format of the id returned with a result, from the call's `name` and `id`.
         new_id: makes an id if the model wrote none.
-        channels: whether an answer consists of messages in several channels.
         leads: alternative texts that a model writes before plain text.
-        reasoning: marks around reasoning; None for templates without reasoning.
         special: tokens in the marks that are matched as a whole, and their ids.
     """
 

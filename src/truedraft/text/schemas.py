@@ -1,8 +1,4 @@
-"""JSON Schema in the keywords that llguidance supports, where a schema needs unsupported ones, and what it says.
-
-The library rejects a schema with an unsupported keyword. Many of these have no effect, or can be expressed exactly by
-other keywords.
-"""
+"""JSON Schema in llguidance's keywords: it rejects all others, even if they have no effect or an equivalent."""
 
 from __future__ import annotations
 

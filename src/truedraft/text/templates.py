@@ -1,7 +1,6 @@
-"""Chat templates as untrusted programs, with limits on steps and characters.
+"""Chat templates as untrusted programs, with limits on steps and characters, which transformers' sandbox lacks.
 
-transformers renders them in a sandbox without access to files and code, but without limits on time and memory. Here
-each loop iteration, macro and call counts, and so does what filters, methods and operators read and write; an operation
+Each loop iteration, macro and call counts, and so does what filters, methods and operators read and write; an operation
 that would exceed the limit is refused beforehand.
 """
 

@@ -253,7 +253,6 @@ class Tokenizer:
         return str(self._templated(messages, {"tools": tools}, tokenize=False, begin=False))
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], how: ChatOptions) -> MarkedChat | None:
-        """The chat with marks around the control tokens that it spells; None if it spells none or they are trusted."""
         if how.get("trust_control_tokens"):
             return None
         try:

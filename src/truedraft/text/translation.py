@@ -165,7 +165,6 @@ def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _special_pairs(target: Tokenizer, draft: Tokenizer, ends: tuple[Sequence[int], Sequence[int]]) -> dict[int, int]:
-    """Pairs of ids without text: those with the same name, and those that end an answer."""
     names = {target.token_text(number): number for number in target.backend.added_tokens_decoder}
     own = {number: draft.token_text(number) for number in draft.skipped_ids & set(draft.backend.added_tokens_decoder)}
     pairs = {number: names[name] for number, name in own.items() if names.get(name) in target.skipped_ids}

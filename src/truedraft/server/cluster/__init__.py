@@ -17,11 +17,7 @@ _CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "truedraft.server.clus
 
 
 def ray_module(name: str = "ray") -> Any:
-    """Import `ray`, `ray.serve` or `ray.data`.
-
-    Raises:
-        MissingExtraError: it or one of its requirements is not installed.
-    """
+    """Import `ray`, `ray.serve` or `ray.data`; a `MissingExtraError` if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

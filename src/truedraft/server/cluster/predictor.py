@@ -53,11 +53,7 @@ class Predictor:
         self._column, self._chat, self._params = prompt, chat, dict(params or {})
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Add the answers to rows, which are columns of numpy.
-
-        Raises:
-            DataError: the column of prompts is missing.
-        """
+        """Add the answers to rows, which are columns of numpy; a `DataError` if the column of prompts is missing."""
         if self._column not in batch:
             raise DataError(f"there is no column {self._column!r} of prompts; there are {', '.join(sorted(batch))}")
         count, own = len(batch[self._column]), sorted(_OPTIONS & batch.keys() - {self._column})

@@ -51,11 +51,7 @@ class Replica:
         return self._app
 
     def check_health(self) -> None:
-        """Called by Ray every few seconds; also exports the metrics to Ray.
-
-        Raises:
-            RuntimeError: the engine can answer no request; Ray then replaces this replica.
-        """
+        """Called by Ray, which replaces this replica after a `RuntimeError`; also exports the metrics to Ray."""
         for family in self._app.state.metrics.registry.collect():
             for sample in family.samples:
                 name = sample.name.replace(":", "_")  # Ray does not allow colons
@@ -107,7 +103,7 @@ class Size:
 
 
 def application(make: Make, server: ServerOptions, size: Size) -> Application:
-    """The application for Ray Serve; `make` loads a replica's engine, is pickled, and must be importable on all nodes."""
+    """The application for Ray Serve; `make` loads a replica's engine and is pickled, so all nodes must import it."""
     many: dict[str, Any] = {"num_replicas": size.least}
     if size.most > size.least:
         bounds, aim = {"min_replicas": size.least, "max_replicas": size.most}, _BUSY * server.max_batch
