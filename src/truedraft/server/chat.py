@@ -82,7 +82,6 @@ class Message(LenientModel):
 
     @property
     def calls(self) -> list[CalledTool]:
-        """Its calls, in either field."""
         old = [] if self.function_call is None else [CalledTool(function=self.function_call)]
         return [*(self.tool_calls or ()), *old]
 
@@ -131,11 +130,7 @@ class ChatRequest(SamplingFields):
         return found
 
     def conversation(self, front: Front) -> Conversation:
-        """What is to be answered.
-
-        Raises:
-            ApiError: the fields conflict, or the required function does not exist.
-        """
+        """What is to be answered; an `ApiError` if fields conflict, or the required function does not exist."""
         if not self.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
         use, continues = self._use(front), self._continues
@@ -165,7 +160,6 @@ class ChatRequest(SamplingFields):
 
     @property
     def _continues(self) -> bool:
-        """Whether the answer continues the last message."""
         param = "continue_final_message"
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
@@ -205,8 +199,6 @@ def chat_router(front: Front) -> APIRouter:
 
 
 class _Chat(View):
-    """The answers as chat messages."""
-
     kind = "chatcmpl"
 
     def __init__(self, front: Front, answering: ResponseHandle, body: ChatRequest, use: ToolUse) -> None:
@@ -222,7 +214,6 @@ class _Chat(View):
 
     @property
     def _warned(self) -> dict[str, Any]:
-        """Warnings about tools and calls; empty if there are none."""
         warnings = self.warnings + self.misfits()
         return {"warnings": warnings} if warnings else {}
 

@@ -58,11 +58,7 @@ class CompletionRequest(SamplingFields):
         return 16 if self.max_tokens is None else self.max_tokens
 
     def check(self) -> None:
-        """Refuse fields that conflict.
-
-        Raises:
-            ApiError: names them.
-        """
+        """Refuse fields that conflict, by an `ApiError` with their names."""
         if self.suffix and self.echo:
             message = "echo gives the prompt back, and with suffix the answer stands in its middle; leave one out"
             raise ApiError(400, message, param="suffix")
@@ -117,8 +113,6 @@ def completions_router(front: Front) -> APIRouter:
 
 
 class _Completion(View):
-    """The answers as completions."""
-
     kind = "cmpl"
 
     def __init__(self, front: Front, answering: ResponseHandle, body: CompletionRequest) -> None:
@@ -226,6 +220,5 @@ def _delta(number: int, text: str) -> dict[str, Any]:
 
 
 def _mean_logprob(part: StreamUpdate) -> float:
-    """Mean logprob of an answer's tokens, by which the best answers are chosen."""
     values = [each.logprob for each in part.logprobs]
     return math.fsum(values) / len(values) if values else -math.inf

@@ -260,11 +260,7 @@ class Toolbox:
 
     @classmethod
     def of(cls, tools: Sequence[Tool], items: Sequence[Item]) -> Toolbox:
-        """From the fields of a request.
-
-        Raises:
-            ApiError: two have one name.
-        """
+        """From the fields of a request; an `ApiError` if two tools have one name."""
         found = cls()
         for number, tool in enumerate(tools):
             found._add(tool, f"tools[{number}]")
@@ -311,7 +307,6 @@ class Toolbox:
         return list(tools.values()), choice
 
     def _named(self, *names: str) -> list[str]:
-        """The names in a prompt of tools with some names or in some namespaces."""
         requested = set(names)
         plain = requested & self.callables.keys()
         return [flat for flat, each in self.callables.items() if flat in plain or each.name in requested - plain]

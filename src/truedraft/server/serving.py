@@ -54,10 +54,9 @@ _LOOK_S = 0.05
 
 
 def application(engine: Engine, options: ServerOptions, name: str) -> tuple[FastAPI, Service]:
-    """The web application of an engine.
+    """The web application of an engine, which only this application may step.
 
     Args:
-        engine: only this application may step it.
         options: `host` must be the address that the running server listens on, if it is not started by `serve`.
         name: of the model, if the options give none.
 
@@ -90,7 +89,6 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
 
 
 def _check(engine: Engine, names: Sequence[str]) -> None:
-    """Refuse an engine that cannot be served under these names."""
     if engine.entropy is not None:
         message = "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine"
         raise OptionError(f"{message} without it", field="entropy")
@@ -100,7 +98,6 @@ def _check(engine: Engine, names: Sequence[str]) -> None:
 
 
 def _without_folder(name: str) -> str:
-    """A model's name; of a path the last part."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
@@ -152,8 +149,7 @@ def _check_certificate(options: ServerOptions) -> None:
 def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callable[[str], None]) -> None:
     """Warm up, then listen until Ctrl-C or SIGTERM; a second signal does not wait for open requests.
 
-    Args:
-        ready: is called with the address once the server listens.
+    `ready` is called with the address once the server listens.
 
     Raises:
         OptionError: the address or the certificate cannot be used.
@@ -187,11 +183,8 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
 def warm_up(engine: Engine) -> None:
     """Generate a greedy and a sampled answer, so that no client waits for what is created at first use.
 
-    These are compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of steps.
-    The log shows the progress.
-
-    Args:
-        engine: only the caller may step it.
+    This is compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of steps. Only
+    the caller may step the engine.
 
     Raises:
         TruedraftError: target or drafter failed, so that no request could be answered.
@@ -205,7 +198,6 @@ def warm_up(engine: Engine) -> None:
 
 
 def _logged() -> Progress:
-    """Progress that is logged every `_LOG_PROGRESS_S` seconds."""
     last_s = time.monotonic()
 
     def report(done: float, remark: str) -> None:
@@ -237,7 +229,6 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and call `ready`."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._connections.failed)
         await super().startup(sockets)
@@ -297,11 +288,7 @@ class Connections:
     """The connections of one server.
 
     Above the limit, the oldest connection without a complete request is closed, else the oldest with a client that does
-    not read.
-
-    Args:
-        most: limit of open connections.
-        head_s: time limit for a request's head, from the connection or the end of the last answer.
+    not read. A request's head must arrive within `head_s` of the connection or of the end of the last answer.
     """
 
     def __init__(self, most: int, head_s: float) -> None:

@@ -81,12 +81,7 @@ _Key: TypeAlias = tuple[Hashable, Structured]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Prepared:
-    """A form at the beginning of any answer.
-
-    Attributes:
-        matcher: llguidance matcher; copies share what it has computed.
-        held: bytes of memory, estimated.
-    """
+    """A form at the beginning of any answer; copies of `matcher` share what it computed, `held` estimates its bytes."""
 
     matcher: Any
     held: int
@@ -148,7 +143,6 @@ class Forms:
         return FormState(prepared, self._guide, self._eos_ids[0], tokens, prompt_tokens, anew)
 
     def found(self, structured: Structured, owner: Hashable = None) -> Prepared | None:
-        """Return the form prepared earlier for this owner, if it still exists."""
         with self._lock:
             prepared = self._alive.get((owner, structured))
             if prepared is not None:
@@ -187,17 +181,12 @@ class Forms:
     def make(
         self, structured: Structured, grammar: str, is_quick: bool, trial: Trial, owner: Hashable = None
     ) -> Prepared:
-        """Compile a form. One that may exceed the library's limits is first tried in another process.
-
-        Args:
-            grammar: first result of `grammar`.
-            is_quick: second result of `grammar`.
-            trial: lets another thread cancel the trial, until the form is compiled here.
+        """Compile a form. One that may exceed the library's limits is first tried in another process, by `trial`.
 
         Raises:
             OptionError: the library rejects it, or it exceeds a limit.
             FormMemoryError: the forms of open requests leave no room for it.
-            CancelledError: the trial was cancelled.
+            CancelledError: the trial was cancelled, which another thread may do.
         """
         held = (1 << 20) + _BYTES_A_CHARACTER * len(grammar) + _BYTES_A_MULTIPLE * _multiples(grammar)
         if not is_quick:
@@ -234,7 +223,6 @@ class Forms:
         return matcher
 
     def _anew(self, key: _Key, spent: Prepared) -> Prepared | None:
-        """Compile a form again after other answers have used up its limit of states."""
         with self._lock:
             if self._alive.get(key) is spent:
                 del self._alive[key]
@@ -371,7 +359,6 @@ class FormState:
         return known, text
 
     def _spelled(self, matcher: Any, known: list[int], text: bytes) -> list[int]:
-        """Forced tokens after some tokens, as the tokenizer encodes them."""
         sure, open_end = self._guide.tokenize_partial(text) if text else ([], b"")
         whole = [*sure, *(self._guide.tokenize_bytes(open_end) if open_end else ())]
         ids = [*known, *whole]

@@ -107,7 +107,6 @@ class HistoryForm:
         )
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Tools in this form."""
         added: Mapping[str, Any] = {"description": "", "parameters": _NO_PARAMETERS} if self.whole_tools else {}
         return [{**tool, "function": {**added, **tool["function"]}} for tool in tools]
 

@@ -1,8 +1,4 @@
-"""JSON Schema in the keywords that llguidance supports, where a schema needs unsupported ones, and what it says.
-
-The library rejects a schema with an unsupported keyword. Many of these have no effect, or can be expressed exactly by
-other keywords.
-"""
+"""JSON Schema in llguidance's keywords: it rejects all others, even if they have no effect or an equivalent."""
 
 from __future__ import annotations
 
@@ -216,7 +212,6 @@ class _Exclusions:
 
 
 def _widened(types: set[str]) -> set[str]:
-    """The types, with "number" added to integers."""
     return types - {"integer"} | ({"number"} if "integer" in types else set())
 
 
@@ -331,7 +326,6 @@ def misfit(schema: Any, value: Any) -> str:
 
 
 def _validator(schema: Any) -> Any:
-    """A validator of a schema."""
     import jsonschema_rs
 
     options = jsonschema_rs.RegexOptions()
@@ -467,11 +461,9 @@ def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str,
 
 
 def moved(schema: Any, to: str) -> Any:
-    """A schema with its references adapted to a position inside another schema.
+    """A schema, or a part of it, for use inside another schema: references begin with `to`, the position of the rest.
 
-    Args:
-        schema: whole, or a part of it; its document keywords are at the top of the other schema.
-        to: reference to the new position of the rest.
+    Its document keywords are at the top of the other schema.
     """
     if not isinstance(schema, dict):
         return schema

@@ -36,9 +36,7 @@ class ChatOptions(TypedDict, total=False):
     """Options of a chat template.
 
     Attributes:
-        tools: functions that the model may call, for templates with tools.
         template: replaces the model's own.
-        variables: further variables of the template.
         continues: whether the answer continues the last message; otherwise it is a new one.
         most_tokens: limit for the chat; one that certainly exceeds it is refused before tokenization.
         trust_control_tokens: convert control tokens spelled in messages to the tokens; otherwise they stay text.
@@ -206,9 +204,6 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[ChatOptions]) -> list[int]:
         """Convert a conversation to ids by the model's chat template, up to the beginning of its answer.
 
-        Args:
-            messages: each with role and content.
-
         Raises:
             PromptError: the model has no chat template, or its template rejects these messages; or they spell a control
                 token that cannot be kept as text.
@@ -258,7 +253,6 @@ class Tokenizer:
         return str(self._templated(messages, {"tools": tools}, tokenize=False, begin=False))
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], how: ChatOptions) -> MarkedChat | None:
-        """The chat with marks around the control tokens that it spells; None if it spells none or they are trusted."""
         if how.get("trust_control_tokens"):
             return None
         try:
@@ -276,11 +270,7 @@ class Tokenizer:
         return self._control[template]
 
     def turn_end(self, template: str | None = None) -> int | None:
-        """The special token with which a chat template closes an assistant's turn; None if none is found.
-
-        It follows the answer both at the end of a conversation and inside it, unlike tokens that open a turn or end a
-        text.
-        """
+        """The special token that ends an assistant's turn, at the end of a chat and inside it; None if none does."""
         texts = self._conversation(template)
         following = [self._control_tokens(template).special_in(text.rpartition(_WORD)[2]) for text in texts]
         both = [pair[0] for pair in takewhile(lambda pair: len(set(pair)) == 1, zip(*following, strict=False))]
@@ -486,7 +476,6 @@ class Vocabulary:
 
     @classmethod
     def without_rules(cls, backend: Any) -> Vocabulary:
-        """The vocabulary without kind and rules, which are slow to read."""
         tokens = {number: token for token, number in backend.get_vocab().items()}
         added = {number: token for number, token in backend.added_tokens_decoder.items() if number >= 0}
         tokens.update({number: token.content for number, token in added.items()})

@@ -45,10 +45,7 @@ class Trial:
                 self._process.kill()
 
     def run(self, tokenizer: str, grammar: str, limits: dict[str, Any], vocab_size: int, eos_id: int) -> int | str:
-        """Compile a form.
-
-        Returns:
-            The bytes of the form, or why the library rejects it.
+        """Compile a form; returns its bytes of memory, or why the library rejects it.
 
         Raises:
             OptionError: it exceeds a limit.
