@@ -98,8 +98,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         }
 
     @abstractmethod
-    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains:
-        """The head along texts, in training."""
+    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains: ...
 
     def loop(
         self,
@@ -111,7 +110,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         folder: Path,
         on_progress: Callable[[str, int, int], None],
     ) -> TrainingLoop:
-        """The loop that trains a head on whole answers; the target recomputes its vectors each time."""
         text, held_out = texts
         model = load_model(target, device=self.device)
         head.config = head.config.at_usual_layers(model.shown_layers)
@@ -139,8 +137,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """The rounds to measure in the engine: chains of several lengths, and trees, with predictions from held-out
-        answers."""
+        """Rounds to measure: chains of several lengths and trees, with predictions from held-out answers."""
         unrolled = self.chains(head.float(), lm_head, target)
         facts = {"accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
         served = head.to(torch.bfloat16)
@@ -156,8 +153,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
 
 
 class _NumberedAnswers(WindowSampler):
-    """Whole answers, each with its number in the run: `[count, 3]`."""
-
     def batch(self, first: int, count: int) -> Tensor:
         return torch.cat([super().batch(first, count), torch.arange(first, first + count)[:, None]], 1)
 
@@ -185,8 +180,7 @@ class UnrolledStep:
 
     Attributes:
         leaving: `[rows, width]`: the inputs of the output layer.
-        target: `[rows, ids]`: the target's log probabilities of the draft's ids; for a reduced vocabulary they do not
-            sum to 1.
+        target: `[rows, ids]`: log probabilities of the draft's ids; for a reduced vocabulary they do not sum to 1.
         tokens: `[rows]`: the texts' next tokens.
         chains: `[rows]`: the row of each chain in the first step.
     """
@@ -214,7 +208,7 @@ class Chains(ABC):
 
     @abstractmethod
     def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
-        """The steps of chains in texts that the target has read; there is at least one chain."""
+        """The steps of at least one chain in texts that the target has read."""
 
     def pairs(self, answer: WrittenAnswer, number: int) -> Mapping[int, int]:
         """Those of `chains_in` that answer `number` of a training learns, the longest first."""
@@ -262,10 +256,8 @@ class Texts:
     """Concatenated texts that the target has read.
 
     Attributes:
-        starts: the start of each text, and the end of the last.
         vectors: `[tokens, width]` of each layer.
         known: `[places, ids]`: the target's log probabilities of the draft's ids at the places of chains.
-        rows: the row in `known` of each token.
     """
 
     tokens: Tensor
@@ -299,10 +291,7 @@ class ChainLoss:
     decay: float | None
 
     def accumulate(self, steps: Iterable[UnrolledStep], counts: Sequence[int], scale: float) -> Tensor:
-        """Add `scale` times the gradient of the loss along some chains; returns the sum of losses at each step.
-
-        The means are over `counts` tokens at each step, which may include tokens of other chains.
-        """
+        """Add `scale` times the gradient of the means over `counts` tokens; returns the sum of losses of each step."""
         device = next(self.chains.head.parameters()).device
         sums, alive = torch.zeros(len(counts), device=device), torch.ones(0, device=device)
         leaving: list[Tensor] = []
@@ -320,8 +309,6 @@ class ChainLoss:
         return sums
 
     def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the losses times weights `[rows]` in what leaves a step; the sum of its losses; and the
-        acceptance probability `[rows]` of each of its tokens, or 1 where it is not needed."""
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:

@@ -1,7 +1,4 @@
-"""Training heads on a frozen target's vectors: the configuration, which each kind extends, loss, loop, and accuracy.
-
-Medusa-1 (2401.10774, section 2.2.1) and ReDrafter (2403.09919) are trained this way; the code is for heads of any kind.
-"""
+"""Training heads on a frozen target's vectors, as Medusa-1 (2401.10774, 2.2.1) and ReDrafter (2403.09919)."""
 
 from __future__ import annotations
 
@@ -68,16 +65,15 @@ _ROWS = 256  # of a measurement with logits held at once
 class JointConfig:
     """Stage 2: heads and target are trained together (Medusa-2, 2401.10774, section 2.2.2).
 
-    The target keeps its own loss, the divergence KL(p0 || p) from its distribution before training, as that paper does
-    for self-distilled text (section 2.3.2): a cross-entropy of its own answers would only sharpen it.
+    The target keeps its own loss, KL(p0 || p) from its distribution before training (section 2.3.2): a cross-entropy of
+    its own answers would only sharpen it.
 
     Attributes:
         length: tokens of a sequence.
         backbone: rates of the target, smaller.
         heads_share: weight of the heads' loss relative to the target's own, lambda_0 of the paper.
         decay_share: of the steps, at the end, in which the rates decay.
-        lora_rank: rank of LoRA adapters, which are merged when the target is saved; 0 trains all weights; None decides
-            by the number of weights.
+        lora_rank: of adapters, merged when saved; 0 trains all weights; None decides by the number of weights.
     """
 
     steps: int = 300
@@ -105,7 +101,6 @@ class Calibrated:
     Attributes:
         facts: saved with the heads, for JSON, including the sizes and calibration of their drafter.
         trees: trees of ranks, saved with the heads.
-        rounds: to be measured in the engine.
     """
 
     facts: Mapping[str, Any]
@@ -117,19 +112,14 @@ class Calibrated:
 class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """A training of heads: values that all kinds have in common, and hooks for each kind.
 
-    A kind of heads defines a module (`head`), its sizes, a loss towards the target's distributions, and how trained
-    heads are calibrated and drafted with; all else is the same for all.
-
     Attributes:
         tree_prompts: held-out prompts with answers for counting trees and measuring accuracy.
         test_prompts: held-out prompts for measuring acceptance.
         decay_share: of the steps, at the end, in which the rate decays.
-        positions_per_step: positions of one update, approximately.
-        window: neighbouring positions that are read together; they share distributions, but carry less information than
-            scattered ones.
+        positions_per_step: approximate.
+        window: neighbouring positions read together; sharing distributions, they are less informative.
         evaluate_every: steps between two measurements on held-out answers.
-        evaluated_positions: of such a measurement, approximately.
-        checkpoint_every_s: seconds between two checkpoints.
+        evaluated_positions: approximate, of such a measurement.
         stage: 1 trains the heads of a frozen target; 2 trains both, after a first stage or from the heads `start_from`.
 
     Raises:
@@ -157,11 +147,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @classmethod
     def from_options(cls, common: Mapping[str, Any], more: Any = None) -> Self:
-        """A training from command line options.
-
-        Args:
-            common: values of the fields that all kinds have, and of this kind's sizes and learning.
-            more: further options of this kind, as in `Trains.more`.
+        """A training from values of the fields of all kinds, and options of this kind (`Trains.more`).
 
         Raises:
             OptionError: a value out of its range.
@@ -188,12 +174,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
             raise OptionError(f"must be 1 (heads alone) or 2 (heads and target), got {self.stage}", field="stage")
 
     @abstractmethod
-    def sizes(self, width: int, vocab_size: int) -> HeadConfig:
-        """The sizes of heads for a target.
-
-        Raises:
-            OptionError: they are invalid.
-        """
+    def sizes(self, width: int, vocab_size: int) -> HeadConfig: ...
 
     @property
     @abstractmethod
@@ -208,11 +189,9 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """Calibrate trained heads on held-out text, and return the rounds to measure.
+        """Calibrate trained heads, in evaluation mode, on held-out text, and return the rounds to measure.
 
-        Args:
-            head: trained, in evaluation mode, as saved.
-            text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else.
+        The target wrote the text at both of `TREE_TEMPERATURES`.
         """
 
     @property
@@ -223,10 +202,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         return heads_optimizer(head, self.optimizer)
 
     def identity(self, schedule: WarmupStableDecay, decisive: Collection[str], **more: str) -> Identity:
-        """What decides the heads: fields, rates and schedule under dotted names, and further hashes.
-
-        The lengths of the schedule may differ until a decay begins.
-        """
+        """What decides the heads; the lengths of the schedule may differ until a decay begins."""
         numbers = identity_of(self, optimizer=self.optimizer, schedule=schedule)
         return {name: value for name, value in numbers.items() if name.split(".")[0] in decisive} | more
 
@@ -242,7 +218,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     def target(
         self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: Callable[[str, int, int], None]
     ) -> DistillationTarget:
-        """The targets for a text in a folder: by default the target's distributions, computed when needed."""
+        """By default the target's distributions, computed when needed."""
         return ComputedTarget(lm_head, self.distillation_loss)
 
     def loop(
@@ -255,7 +231,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         folder: Path,
         on_progress: Callable[[str, int, int], None],
     ) -> TrainingLoop:
-        """The loop that trains heads, and resumes from the folder's checkpoint: by default on stored vectors.
+        """The loop that trains heads: by default on stored vectors.
 
         Args:
             texts: answers for training, and held-out ones for measuring accuracy.
@@ -291,7 +267,6 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         folder: Path,
         accuracy: Callable[[], Mapping[str, float]],
     ) -> TrainingLoop:
-        """The loop of steps of `count` sequences, which refuses a checkpoint of another training."""
         more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
         if self.start_from is not None:
             more["start_from"] = weights_hash(head)
@@ -301,10 +276,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         return TrainingLoop(head, self.optimizer_of(head), objective, phases, schedule, run, measurement)
 
     def new_head(self, lm_head: LmHead) -> Head:
-        """An untrained head, in float32 on the configured device.
-
-        It starts as the target's LM head where it can; other weights are initialised by the seed.
-        """
+        """A float32 head that starts as the target's LM head where it can, else initialised by the seed."""
         vocab, width = lm_head.weight.shape
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -369,7 +341,6 @@ class HeadLoss:
         Args:
             vectors: `[reach, positions, exit_width]`: the heads' vectors for `places`.
             places: `[positions]`, ascending rows; place k is about row `place + 1 + k`.
-            target_at: returns the targets of a slice of the rows.
             of: number of positions for the mean, where `places` are only a part of them.
 
         Returns:
@@ -428,9 +399,8 @@ class HeldOutAccuracy:
     """Accuracy of each place on whole held-out answers, with the text's tokens at the places before it.
 
     Attributes:
-        windows: the answers read, int64 `[answers, 2]`: their first row, and the number of positions with a token at
-            every place. The last token of an answer is left out: the step that emits it ends the answer, so it is never
-            drafted.
+        windows: int64 `[answers, 2]`: first row, and number of positions with a token at every place. The last token of
+            an answer is never drafted.
     """
 
     head: VectorHead
