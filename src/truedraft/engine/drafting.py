@@ -327,7 +327,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
         first = item.judged_rows.start
         rows = [*range(item.rows.start, first + 1), *(first + 1 + node for node in nodes)]
     if isinstance(rows, list):
-        rows = _at_once(rows, output.hidden.device)
+        rows = _as_index(rows, output.hidden.device)
     return StepOutcome(
         proposal,
         path,
@@ -339,7 +339,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
     )
 
 
-def _at_once(rows: list[int], device: torch.device) -> slice | Tensor:
+def _as_index(rows: list[int], device: torch.device) -> slice | Tensor:
     """Ascending rows as an index; 4, 5, 6 are a slice, which copies nothing to the device."""
     if rows and rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)

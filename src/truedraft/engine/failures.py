@@ -116,10 +116,10 @@ class GuardedDrafter:
     def propose(self, items: Sequence[StepItem]) -> dict[int, Proposal]:
         """Checked proposals by request id, each within its budget; none for requests for which it fails."""
         self.spent = None
-        made = self._failures.run_or_split(self._who, items, self._ask, self.give_up)
+        made = self._failures.run_or_split(self._who, items, self._propose, self.give_up)
         return {item.request.id: each for item, each in zip(items, made, strict=True) if each is not None}
 
-    def _ask(self, items: Sequence[StepItem]) -> list[Proposal]:
+    def _propose(self, items: Sequence[StepItem]) -> list[Proposal]:
         requests, budgets = [item.request for item in items], [item.budget(self.name) for item in items]
         noise = [item.noise.of_member(self._number) for item in items]
         lag = 0 if self._on_device else sum(self.hint(request).behind for request in requests)

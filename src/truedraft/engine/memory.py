@@ -211,7 +211,7 @@ class CacheMemory:
         if self.limit is None or not (new or self._changed):
             return [], []
         self._changed = False
-        holdings = self._wanted(running)
+        holdings = self._requested(running)
         held = [each for each in holdings if each.request not in new and each.is_held]
         before, taken = set(held), []
         while held and not self._has_room(running, held):
@@ -226,7 +226,7 @@ class CacheMemory:
         self._reserved = self._bytes(running, held)
         return taken, [each for each in held if each not in before and each.request not in new]
 
-    def _wanted(self, requests: Iterable[Request]) -> list[Holding]:
+    def _requested(self, requests: Iterable[Request]) -> list[Holding]:
         found = [
             (self._bytes((), [holding]), place, holding)
             for place, request in enumerate(requests)
@@ -280,7 +280,7 @@ class CacheMemory:
         if self.limit is None:
             return
         if self._changed:
-            self._reserved = self._bytes(running, (each for each in self._wanted(running) if each.is_held))
+            self._reserved = self._bytes(running, (each for each in self._requested(running) if each.is_held))
         self.trim()
 
     def trim(self) -> None:

@@ -200,7 +200,7 @@ def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
             f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} takes none; it takes {known}"
         )
     if target.sources is None and len(prompt.token_ids) < 2:
-        raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
+        raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text after it")
 
 
 def _encode_text(target: Reader, prompt: str) -> list[int]:

@@ -147,7 +147,7 @@ def make_ready(
     for drafter, context, count in groups:
         try:
             for params in (_GREEDY, _SAMPLED):
-                _rehearse(drafter, target.vocab_size, seen, params, context, count)
+                _warm_up_drafts(drafter, target.vocab_size, seen, params, context, count)
         except Exception as error:
             _log.warning("the drafter %r was not made ready: %s", drafter.name, error)
         progress(next(done) / total, drafter.name)
@@ -198,7 +198,7 @@ def _forward(target: LanguageModel, layers: Sequence[int], segments: Sequence[Se
     return target.forward_showing(segments, layers) if layers else target.forward(segments)
 
 
-def _rehearse(
+def _warm_up_drafts(
     drafter: Drafter, vocab_size: int, seen: ForwardOutput, params: SamplingParams, context: int, count: int
 ) -> None:
     """Draft to all depths for `count` requests, one of them almost as long as the context."""

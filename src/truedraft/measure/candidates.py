@@ -110,7 +110,7 @@ def candidates_of(
         return [Candidate(typed, largest, largest, trees)]
     if words.options.get("async") == "1":
         raise OptionError(
-            "a plan cannot say what async brings, which hangs on the cores that the target leaves; plan "
+            "a plan cannot predict the gain of async, which depends on the cores that the target leaves; plan "
             f"{spelled(replace(words, options={n: v for n, v in words.options.items() if n != 'async'}), {})!r}, and "
             "compare both by truedraft generate --compare"
         )

@@ -198,7 +198,7 @@ def examine(
     given = {0.0: _answered(case, fits, tokens, 0.0)}
     bar.show("the target answers at temperature 1")
     given[1.0] = _answered(case, fits, tokens, 1.0)
-    trials, faults, best = _mended(kind.variants, given, bar)
+    trials, faults, best = _repaired(kind.variants, given, bar)
     bar.show("what to expect")
     replayed = {temperature: replay(each) for temperature, each in best.items()}
     as_given = replayed if best is given else {temperature: replay(each) for temperature, each in given.items()}
@@ -231,7 +231,7 @@ Cases = Mapping[float, Case]
 """A case for each temperature of its answers."""
 
 
-def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
+def _repaired(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
     """Trials against the given drafter, the faults found, and the case without them."""
     faults: list[Fault] = []
     first: list[Trial] = []

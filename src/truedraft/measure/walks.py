@@ -120,10 +120,12 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
     """
     name, limits = drafter.name, drafter.limits
     if list(drafter.members.values()) != [drafter]:
-        raise OptionError(f"{name!r} is made of several drafters, and a plan is of each alone; name them one by one")
+        raise OptionError(
+            f"{name!r} is made of several drafters, and a plan is of each by itself; name them one by one"
+        )
     if drafter.features is not None and drafter.features.rows == "tree":
         raise OptionError(
-            f"drafter {name!r} learns from what the target says behind its own guesses, which answers alone do not "
+            f"drafter {name!r} learns from the target's output after its own guesses, which answers do not "
             "show; measure it with truedraft bench"
         )
     if not drawn or drafter.kinds <= {DrawKind.DETERMINISTIC}:
@@ -132,12 +134,12 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
     if not draws_several(drafter) and (drafter.kinds != {DrawKind.INDEPENDENT} or limits.width > 1):
         raise OptionError(
             f"drafter {name!r} draws candidates and keeps the best of several paths, whose acceptance at a temperature "
-            f"is not known from the target's answer alone; {how}, or take one that drafts chains"
+            f"is not known from the target's answer; {how}, or take one that drafts chains"
         )
     if limits.min_probability > 0.0:
         raise OptionError(
             f"drafter {name!r} stops by min_probability, so its length at a temperature is not known from the target's "
-            f"answer alone; {how}, or leave min_probability out"
+            f"answer; {how}, or leave min_probability out"
         )
 
 

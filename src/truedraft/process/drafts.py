@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-Cheap = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Tensor, Tensor], Tensor]
 """A faster function in place of `Process.evaluate`, from points and steps."""
 
 
@@ -101,7 +101,7 @@ class Extrapolation(Draft):
 class Cheaper(Draft):
     """Another function: a coarser solver, a smaller network, a part of the data."""
 
-    def __init__(self, function: Cheap) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
 
     def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
@@ -113,7 +113,7 @@ class Corrected(Draft):
 
     needs: ClassVar[int] = 1
 
-    def __init__(self, function: Cheap) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
 
     def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:

@@ -294,7 +294,7 @@ class _Round:
         began = time.perf_counter()
         depth = self._propose(0 if self._known is None and self._draft.needs else window)
         drafted = time.perf_counter()
-        outputs, index = self._ask()
+        outputs, index = self._evaluate()
         evaluated = time.perf_counter()
         accepted = self._judge(outputs, index)
         chains, active = self._chains, self._active
@@ -332,7 +332,7 @@ class _Round:
         self._depth = depth
         return depth
 
-    def _ask(self) -> tuple[Tensor, Tensor]:
+    def _evaluate(self) -> tuple[Tensor, Tensor]:
         """Outputs of the costly function, and their row for each point of each chain `[depth + 1, chains]`, -1 for
         none.
         """

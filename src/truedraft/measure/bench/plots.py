@@ -136,7 +136,7 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
     for axes in (upper, lower):
         axes.legend(edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
         axes.set_xlim(0, ends[-1])
-    lower.set_xlabel("seconds of decoding, all answers one behind the other")
+    lower.set_xlabel("seconds of decoding, all answers one after the other")
     write_title(figure, upper, f"Decisions of {system}", under)
     save(figure, folder / name)
     return name

@@ -47,10 +47,10 @@ class Recovery:
             PeerError: the text does not encode to the same ids.
         """
         if self._tokenizer is None:
-            raise PeerError("this server takes text alone, and there is no tokenizer to make some of token ids")
+            raise PeerError("this server takes only text, and there is no tokenizer to make some of token ids")
         text = self._tokenizer.decode(prompt)
         if tuple(self._tokenizer.encode(text)) != tuple(prompt):
-            raise PeerError("this server takes text alone, and the prompt's text encodes to other token ids")
+            raise PeerError("this server takes only text, and the prompt's text encodes to other token ids")
         return text
 
     def reply(self, answer: ReceivedAnswer, question: Question) -> Reply:
