@@ -49,8 +49,7 @@ class Replayed:
 
     Attributes:
         accepted: `[prompts]`, summed over the positions of an answer.
-        places: `[prompts]`: tokens emitted by the target calls after the prompt's.
-        calls: `[prompts]`: these calls.
+        calls, places: `[prompts]`: target calls after the prompt's, and tokens that they emit.
         survival: share of positions at which the first 1, 2, ... drafted tokens are accepted.
     """
 
@@ -70,12 +69,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Trial:
-    """A variant compared with the given drafter, or with the best one so far.
-
-    Attributes:
-        gain: tokens per call more than without the variant, on the same texts.
-        p_value: corrected for the number of variants.
-    """
+    """A variant compared with the given drafter; `gain` in tokens per call, `p_value` corrected for their number."""
 
     variant: Variant
     tokens_per_call: Interval | None = None
@@ -87,9 +81,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a drafter; `gain` in tokens per call, None without a variant; `mends`: the fix changes head or draft
-    model.
-    """
+    """A fault; `gain` in tokens per call, None without a variant; `mends`: the fix changes the head or draft model."""
 
     name: str
     meaning: str

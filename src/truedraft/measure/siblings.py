@@ -61,10 +61,7 @@ class Draws(ABC):
     def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers: ...
     @abstractmethod
     def survival(self, place: int, depth: int) -> Numbers:
-        """The probability `[depth]` that a step at a position accepts its first 1, 2, ... drafted tokens.
-
-        For draws by ranks it is `[nodes + 1, depth]`, for each number of nodes.
-        """
+        """The probability `[depth]` that a step accepts its first 1, 2, ... tokens; by ranks `[nodes + 1, depth]`."""
 
 
 class ChainDraws(Draws):

@@ -1,7 +1,4 @@
-"""Traces: the target's own answers, together with the features that drafters need from each step.
-
-The target runs once. Drafters are then replayed on its answers any number of times without it (`walks`).
-"""
+"""Traces: the target's own answers, and the features from which drafters are replayed without it."""
 
 from __future__ import annotations
 

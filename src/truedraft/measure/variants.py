@@ -393,9 +393,7 @@ def _other_bos(case: Case, number: int) -> Sequence[int]:
 
 
 def _written(form: Form) -> Callable[[Case], Pair]:
-    """A variant with another way to write prompts. Other prompts have other answers, which may be easier to predict, so
-    both answers are replayed after both prompts.
-    """
+    """A variant with other prompts; both answers are replayed after both prompts, as one may be easier to predict."""
 
     def make(case: Case) -> Pair:
         prompts = [tuple(form(case, number)) for number in range(len(case.traces))]

@@ -3,8 +3,7 @@
 At each position of a trace the drafter is called for its largest proposal and then receives the next token of the
 trace. The proposed nodes that match the trace say what a step starting there accepts:
 
-- Where the candidates are deterministic (greedy and seeded requests, prompt lookup, heads) replay is exact: a budget of
-  n nodes keeps the first n.
+- Deterministic candidates (greedy and seeded requests, prompt lookup, heads) are replayed exactly.
 - Where a chain is sampled, token x was an accepted draft token with probability min(1, q(x) / p(x)), given the text
   (`theory.replay_factor`), independently at each position, so the product of the factors is the probability that a step
   accepts this far. For several draws at one position see `measure.siblings`. A drafter with another q for each depth is
@@ -70,8 +69,7 @@ class Walk:
     starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: also two calls.
 
     Attributes:
-        fewest: `[places, depth]`, int64: smallest node budget that contains the true continuation down to a depth;
-            `NEVER` where none does.
+        fewest: `[places, depth]`, int64: smallest node budget with the true continuation down to a depth, or `NEVER`.
         survival: `[places, depth]`: probability that the draft is accepted down to this depth if the nodes are in the
             budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
         depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
@@ -204,9 +202,7 @@ def _run(drafter: Drafter, replays: Sequence[_Replay]) -> None:
 
 
 class _Replay:
-    """A request that is replayed along a trace, with a negative number, because the engine counts up from 0.
-    `walks_along`: whether the drafter's distributions along the trace replace proposals.
-    """
+    """A request along a trace, with a negative number, because the engine counts up from 0."""
 
     def __init__(self, number: int, trace: AnswerTrace, drafter: Drafter) -> None:
         self.trace = trace

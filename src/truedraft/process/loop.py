@@ -22,9 +22,7 @@ from truedraft.process.windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The steps of some chains at one depth of a round: states before it; `guesses` and `kept` are None if nothing was
-    drafted.
-    """
+    """Steps of some chains at one depth of a round; `guesses` and `kept` are None if nothing was drafted."""
 
     chains: Tensor
     steps: Tensor
@@ -44,8 +42,7 @@ class Chains:
         at: steps made `[chains]`, int64.
         errors: the exception that ended a chain, or None.
         calls: calls of the costly function with a point of the chain `[chains]`: its sequential depth.
-        drafted: drafted steps `[chains]`.
-        accepted: accepted ones `[chains]`.
+        drafted, accepted: steps `[chains]`.
         rounds: calls of the costly function, one for all chains together.
         trials: further calls, to measure the times of batches.
         path: states by step `[chains, steps + 1, ...]` if requested, zeros after a chain's end.
@@ -333,9 +330,7 @@ class _Round:
         return depth
 
     def _evaluate(self) -> tuple[Tensor, Tensor]:
-        """Outputs of the costly function, and their row for each point of each chain `[depth + 1, chains]`, -1 for
-        none.
-        """
+        """Outputs of the costly function, and their row by point and chain `[depth + 1, chains]`, -1 for none."""
         deepest = int(self._depth.max())
         valid = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]
         rows = torch.where(valid, torch.cumsum(valid.flatten(), 0).view_as(valid) - 1, -1)

@@ -74,7 +74,7 @@ class StepNoise:
         self._some = some
 
     def shared_normal(self, size: int) -> Tensor:
-        """`normal` `[chains, size]` of the step itself, the same in every call."""
+        """Standard normal numbers `[chains, size]` of the step itself, the same in every call."""
         return self._some(self._noise.block(size, True, Purpose.COUPLED))
 
     def shared_uniform(self) -> Tensor:
@@ -82,6 +82,7 @@ class StepNoise:
         return self._some(self._noise.block(0, True, Purpose.COUPLED))[:, 0]
 
     def normal(self, purpose: Purpose, size: int) -> Tensor:
+        """Standard normal numbers `[chains, size]` for one decision."""
         return self._own(purpose, size)
 
     def uniform(self, purpose: Purpose) -> Tensor:

@@ -43,14 +43,11 @@ _NAMES = ("1st", "2nd", "3rd")
 def draw_all(
     folder: Path, summaries: Sequence[Summary], costs: Sequence[Mapping[str, float]], limit_s: float | None, under: str
 ) -> list[str]:
-    """Draw the plots that there are numbers for.
+    """Draw the plots that there are numbers for; returns their names without suffix, in the report's order.
 
     Args:
         costs: points of the target's cost curve: rows, context, seconds.
         limit_s: seconds for reading the weights once; None where unknown.
-
-    Returns:
-        Names of the plots without suffix, in the report's order.
     """
     figures: dict[str, Figure] = {}
     if summaries:

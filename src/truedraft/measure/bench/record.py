@@ -102,11 +102,7 @@ def bench_record(
     trees: Sequence[DraftedTree] = (),
     vocabularies: Sequence[VocabularyCost] = (),
 ) -> dict[str, Any]:
-    """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
-
-    Args:
-        differences: places where tokens differ that must not, a sentence each.
-    """
+    """The record; `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row."""
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
     first = next(iter(speculative or ours), None)

@@ -163,11 +163,7 @@ def markdown(
     trees: Sequence[tuple[DraftedTree, str]] = (),
     decided: Sequence[tuple[Summary, str]] = (),
 ) -> str:
-    """The report.
-
-    Args:
-        pictures: names without suffix of pictures in the report's folder, as PNG and SVG.
-    """
+    """The report; `pictures` are names without suffix in its folder, as PNG and SVG."""
     parts = [
         "# Benchmark",
         f"{circumstances.line()}.",

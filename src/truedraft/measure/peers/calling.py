@@ -47,7 +47,7 @@ class Patience:
     """How long to wait for a busy server.
 
     Attributes:
-        first_s: where the server gives no time; each further wait is twice as long.
+        first_s: the first wait, where the server names none; each further one is twice as long.
         retries: of a request with a connection that closes before its answer is complete.
         jitter: returns a number in [0, 1).
     """
@@ -350,7 +350,7 @@ class _Answer:
         return repr(cut) if cut else ""
 
     def retry_after_s(self, now: float) -> float | None:
-        """Of the Retry-After header, a number or a date; None without one."""
+        """Seconds of the Retry-After header, a number or a date; None without one."""
         said = self.headers.get("retry-after", "").strip()
         if said.isdecimal():
             return float(said)

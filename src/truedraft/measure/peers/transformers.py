@@ -108,7 +108,6 @@ class Generate(Peer):
     """`generate` as a peer.
 
     Args:
-        model: the target, as transformers runs it.
         together: most questions without seeds in one call; they are left-padded.
         seed: of calls for questions without seeds, so that a run can be repeated.
     """
