@@ -164,7 +164,6 @@ class Drafting:
         return decisions
 
     def _within_limits(self, item: StepItem, decision: Decision) -> Decision:
-        """A decision cut to the available drafters, tokens and memory; earlier parts get nodes first."""
         request, limits = item.request, self._limits_for(item.request)
         # A step emits one token more than it accepts, so the last draft is cut to fit.
         depth = max(min(request.remaining - 1, request.drafting.most_depth), 0)
@@ -302,7 +301,6 @@ class Drafting:
 
 
 def _outcome_for(name: str, item: StepItem, features: Features | None, layers: Sequence[int]) -> StepOutcome:
-    """One drafter's own proposal, its part of the path, and the features that it declared."""
     outcome, output = item.outcome, item.shown
     assert outcome is not None
     proposal, nodes = item.drafted.own(name)

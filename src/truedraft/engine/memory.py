@@ -151,7 +151,6 @@ class CacheMemory:
             self._holding = [*self._holding, pool]
 
     def __del__(self) -> None:
-        """Release cached prefixes and reserved memory, even if the models live on."""
         for store in self._stores if self._holding else ():
             store.trim(0)
         for pool in self._holding:
@@ -205,9 +204,7 @@ class CacheMemory:
         return_freed_memory()
 
     def share(self, running: Sequence[Request], new: Collection[Request]) -> tuple[list[Holding], list[Holding]]:
-        """Distribute memory among the drafters of running requests; returns what must be released, and what may be held
-        again.
-        """
+        """Distribute memory among drafters; returns what must be released, and what may be held again."""
         if self.limit is None or not (new or self._changed):
             return [], []
         self._changed = False
@@ -284,7 +281,6 @@ class CacheMemory:
         self.trim()
 
     def trim(self) -> None:
-        """Release free buffers and cached prefixes that do not fit together with the reserved memory."""
         if self.limit is None:
             return
         for pool in self._distinct_pools:

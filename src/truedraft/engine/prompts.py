@@ -343,7 +343,6 @@ def _check_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """Token ids of words at the beginning of a text and after a space."""
     found: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):

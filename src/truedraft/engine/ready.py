@@ -201,7 +201,6 @@ def _forward(target: LanguageModel, layers: Sequence[int], segments: Sequence[Se
 def _warm_up_drafts(
     drafter: Drafter, vocab_size: int, seen: ForwardOutput, params: SamplingParams, context: int, count: int
 ) -> None:
-    """Draft to all depths for `count` requests, one of them almost as long as the context."""
     length = max(1, context - min(_SLACK, context // 2))
     group = _Group(drafter, vocab_size, seen, params, [length, *[min(_SHORT, length)] * (count - 1)])
     try:
@@ -258,7 +257,6 @@ class _Group:
         self._drafter.observe(self._requests, outcomes)
 
     def step(self, depth: int, kept: int, most: int) -> None:
-        """Draft for all requests and accept a part of their longest paths, within the context."""
         if max(map(len, self._texts)) + depth + 1 > most:
             return
         limits, step = self._drafter.limits, next(self._steps)

@@ -170,7 +170,6 @@ class Request:
             self._drafted.append((self.emitted - step.emitted, step.shares))
 
     def _append_piece(self, text: str, settled: int, answer: Answer | None = None) -> None:
-        """Append a piece with the tokens not given yet, up to the answer's first `settled`."""
         first, self._given = self._given, settled
         tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
         self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))

@@ -224,7 +224,6 @@ Cases = Mapping[float, Case]
 
 
 def _repaired(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
-    """Trials against the given drafter, the faults found, and the case without them."""
     faults: list[Fault] = []
     first: list[Trial] = []
     best, left = given, list(variants)
@@ -288,7 +287,6 @@ def replay(case: Case) -> Replayed:
 
 
 def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Trial], dict[str, Case]]:
-    """Try every variant; returns the trials, and by name the better cases."""
     found: list[Trial] = []
     untried: list[Trial] = []
     better: dict[str, Case] = {}
@@ -357,7 +355,6 @@ def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
 
 
 def _losses(case: Case, exchanged: Tensor | None = None) -> Numbers:
-    """Nats per token of each answer `[prompts]`; with `exchanged`, on texts with mapped ids."""
     found = []
     for trace in case.traces:
         ids = torch.tensor((*trace.prompt, *trace.tokens))

@@ -174,6 +174,5 @@ def _accepted(p: Tensor, q: Tensor, token: int, draws: int, random: np.random.Ge
 
 
 def _scaled(weights: Numbers, otherwise: Numbers) -> Numbers:
-    """Rows normalised to sum 1, or `otherwise`."""
     mass = weights.sum(axis=1, keepdims=True)
     return np.where(mass > 0.0, weights / np.where(mass > 0.0, mass, 1.0), otherwise)

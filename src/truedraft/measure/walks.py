@@ -90,7 +90,6 @@ class Walk:
         return len(self.sizes)
 
     def steps(self, budgets: Sequence[int]) -> Steps:
-        """Decode with each of several node budgets."""
         requested = np.asarray(budgets, np.int64)[:, None]
         survival = self.survival
         if survival.ndim == 3:
@@ -255,7 +254,6 @@ class _Replay:
         return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1)
 
     def step(self, proposal: Proposal | None) -> StepOutcome:
-        """Record the proposal, if one was made, emit the trace's next token, and return what the drafter is shown."""
         if proposal is not None:
             self._note(proposal)
         shown = shown_to(self._drafter.features, self.trace, self._step, proposal or Proposal.empty())

@@ -16,9 +16,8 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """Outputs of the costly function at the last two kept states of each chain, the last one first.
-
-    Only kept states are included: outputs at discarded drafts were drawn with noise that a guess must not depend on.
+    """Outputs of the costly function at the last two kept states of each chain, the last one first. Those of discarded
+    drafts are left out, because they were drawn with noise that a guess must not depend on.
 
     Attributes:
         points: `[chains, 2, ...]`, as are outputs.

@@ -242,7 +242,6 @@ def _go_on(
 
 
 def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, remaining: int) -> int:
-    """The window of the next round; measures call times before the first one."""
     if not windows.times.covers(len(active)):
         states, at, count = chains.states[active], chains.at[active], len(active)
         dtype = states.dtype if states.is_floating_point() else torch.float64
@@ -302,7 +301,6 @@ class _Round:
         return depth, accepted, drafted - began, evaluated - drafted
 
     def _propose(self, window: int) -> Tensor:
-        """Draft up to `window` steps; returns drafted steps `[chains]`."""
         process, chains, begun = self._process, self._chains, self._begun
         depth = (self._remaining - 1).clamp_max(window)
         if self._known is not None:
@@ -369,9 +367,7 @@ class _Round:
         return torch.cat(found) if found else points[:0], left
 
     def _judge(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Verify the drafts and move the chains; returns accepted steps `[chains]`. If all are accepted and the costly
-        function was called at the last of them, one more step is drawn.
-        """
+        """Verify the drafts and move the chains, by one more step if all are accepted; returns the accepted steps."""
         process, depth = self._process, len(index) - 1
         found = index >= 0  # [depth + 1, chains], as all below
         if not found.any():

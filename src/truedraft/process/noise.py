@@ -116,6 +116,5 @@ def numbers(keys: Tensor, size: int, purpose: Purpose, index: int, dtype: torch.
 
 
 def _few_uniforms(keys: NDArray[np.int64], size: int, purpose: Purpose, index: int) -> NDArray[np.float64]:
-    """The same uniform numbers for few keys, faster than by torch."""
     places = mixed_each(mixed_each(keys.view(np.uint64), np.uint64(purpose)), np.uint64(index))[..., None]
     return open_units(mixed_each(places, np.arange(1, size + 1, dtype=np.uint64) if size else np.uint64(0)))

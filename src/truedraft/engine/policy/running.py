@@ -48,9 +48,7 @@ class Corrected:
         self._shape = [0.0] * (_LARGEST.bit_length() + 1)  # at sizes of 1, 2, 4, ...
 
     def factor(self, size: float, otherwise: float = 0.0) -> float:
-        """Measured over expected seconds at a size (rows or requests); it fades to `otherwise`, a common log ratio,
-        where nothing was measured for long.
-        """
+        """Measured over expected seconds at a size (rows or requests); fades to `otherwise`, a common log ratio."""
         if not self._recent:
             return math.exp(otherwise)
         fresh = math.exp(min(self._recent[-1][0] - self._clock(), 0.0) / _FADES_S)
@@ -119,7 +117,6 @@ class RunningTimes:
         return self._forward_s(rows, contexts) * self._steps[drafted, greedy].factor(rows, otherwise)
 
     def _as_others(self, drafted: bool, greedy: bool) -> float:
-        """Common log ratio for a kind of steps that was not observed lately."""
         if (other := self._steps[not drafted, greedy]).known:
             difference = self._plain_ratio.get(greedy, 0.0)
             return other.common + (-difference if drafted else difference)
@@ -233,7 +230,6 @@ class RunningTimes:
         self._check = CurveCheck(self._forward_s, self._costs.judge)
 
     def rest(self) -> None:
-        """Pause measuring and release its memory."""
         held, self._held = self._held, None
         if held is not None:
             held.release()

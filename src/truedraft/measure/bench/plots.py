@@ -140,7 +140,6 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
 
 
 def _colours(decisions: Decisions) -> dict[str, str]:
-    """Drafters in colours, plain decoding grey, probes black."""
     names = list(decisions.ordered)
     return {name: _NOT_DRAFTING.get(name, COLOURS[number % len(COLOURS)]) for number, name in enumerate(names)}
 
@@ -220,7 +219,6 @@ def _places(tree: RankTree) -> list[float]:
 
 
 def _scale_of(tree: RankTree) -> ScalarMappable | None:
-    """Maps a probability to a colour by its logarithm."""
     if not tree.survival:
         return None
     from matplotlib.cm import ScalarMappable
@@ -234,7 +232,6 @@ def _shade(survival: float) -> float:
 
 
 def _draw_edges(axes: Axes, tree: RankTree, places: list[float]) -> None:
-    """Curves from parents to children, wider for more frequent steps."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
@@ -265,7 +262,6 @@ def _draw_nodes(axes: Axes, tree: RankTree, places: list[float], scale: ScalarMa
 
 
 def _name_levels(axes: Axes, tree: RankTree) -> None:
-    """At the left, the drafted token that a level guesses, and the share of steps that accept one of its nodes."""
     left, _ = axes.get_xlim()
     axes.annotate("in circles: the rank of\nthe head's guess, from 0", (left, 0), fontsize=8.5, va="center", ha="left")
     for depth in range(1, tree.depth + 1):

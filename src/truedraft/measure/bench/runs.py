@@ -110,7 +110,6 @@ class Row:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the prefill, per second after it."""
         later = sum(max(len(tokens) - self.output.first_tokens, 0) for tokens in self.output.token_ids)
         return later / self.decode_s if later and self.decode_s > 0 else 0.0
 

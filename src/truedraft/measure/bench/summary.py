@@ -239,7 +239,6 @@ def _ratios(groups: Groups, plain: Groups, speed: Callable[[Row], float]) -> ByG
 
 
 def _predictions(groups: Groups) -> ByGroup:
-    """Predicted speedup of each group: from its acceptance, and the means of V and draft cost over its steps."""
     found: ByGroup = {}
     for key, runs in groups.items():
         counters, breakdown = _sum(row.output.counters for row in runs), _sum(row.breakdown for row in runs)

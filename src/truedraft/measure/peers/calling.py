@@ -60,7 +60,6 @@ class Patience:
     jitter: Callable[[], float] = field(default=random.random)
 
     def wait_s(self, attempt: int) -> float:
-        """Random in the upper half of a doubling time."""
         longest = min(self.first_s * 2.0 ** min(attempt, 32), self.longest_s)
         return longest * (0.5 + 0.5 * self.jitter())
 
@@ -334,7 +333,6 @@ class _Answer:
 
     @property
     def said(self) -> str:
-        """The message of an error, or the beginning of a body that is not JSON."""
         content = self.content
         if content is None:
             words: Any = self.body.decode(errors="replace")

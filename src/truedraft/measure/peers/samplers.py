@@ -224,7 +224,6 @@ def _vllm(draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tenso
 
 
 def _vllm_drafts(parts: SimpleNamespace, draft_tokens: Tensor) -> Any:
-    """Drafts of one length, with the indices of their logits."""
     batch, drafted = draft_tokens.shape
     places = torch.arange(batch * (drafted + 1), dtype=torch.int32, device=parts.device).view(batch, drafted + 1)
     ends = torch.arange(1, batch + 1, dtype=torch.int32, device=parts.device)
