@@ -122,7 +122,6 @@ class Batch:
         return [Batch(half) for half in (items[:middle], items[middle:]) if half]
 
     def segments(self, target: LanguageModel, features: Features | None) -> list[Segment]:
-        """For each request its last token and the tree below it, or a part of its prompt."""
         waits = transfers.waits(target.device)
         on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
         drafted = iter(_tokens_on_device(on_device, target))

@@ -25,9 +25,7 @@ _MOST_PENALTY = 5.0  # beyond it scores exceed the precision of transformers' ar
 
 @dataclass(frozen=True)
 class Beam:
-    """An answer of a beam search: `token_ids` include the end-of-text token, `text` is None without a tokenizer,
-    `score` is the log probability divided by the length to the power of the length penalty.
-    """
+    """An answer; `score` is the log probability divided by the length to the power of the length penalty."""
 
     token_ids: tuple[int, ...]
     text: str | None
@@ -195,7 +193,6 @@ class _Reader:
         self._tree, self._chain = GrowingTree(), 0
 
     def room(self, beams: Sequence[tuple[int, ...]]) -> int:
-        """How many levels below these beams the model can draft within its context."""
         prompt = self._text[: self._prompt]
         return min(self._model.most_drafted([*prompt, *beam]) for beam in beams)
 

@@ -164,7 +164,6 @@ class Drafting:
         return decisions
 
     def _within_limits(self, item: StepItem, decision: Decision) -> Decision:
-        """A decision cut to the available drafters, tokens and memory; earlier parts get nodes first."""
         request, limits = item.request, self._limits_for(item.request)
         # A step emits one token more than it accepts, so the last draft is cut to fit.
         depth = max(min(request.remaining - 1, request.drafting.most_depth), 0)
@@ -302,7 +301,6 @@ class Drafting:
 
 
 def _outcome_for(name: str, item: StepItem, features: Features | None, layers: Sequence[int]) -> StepOutcome:
-    """One drafter's own proposal, its part of the path, and the features that it declared."""
     outcome, output = item.outcome, item.shown
     assert outcome is not None
     proposal, nodes = item.drafted.own(name)
@@ -327,7 +325,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
         first = item.judged_rows.start
         rows = [*range(item.rows.start, first + 1), *(first + 1 + node for node in nodes)]
     if isinstance(rows, list):
-        rows = _at_once(rows, output.hidden.device)
+        rows = _as_index(rows, output.hidden.device)
     return StepOutcome(
         proposal,
         path,
@@ -339,7 +337,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
     )
 
 
-def _at_once(rows: list[int], device: torch.device) -> slice | Tensor:
+def _as_index(rows: list[int], device: torch.device) -> slice | Tensor:
     """Ascending rows as an index; 4, 5, 6 are a slice, which copies nothing to the device."""
     if rows and rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)

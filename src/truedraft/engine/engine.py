@@ -199,7 +199,6 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that have not started or were preempted."""
         return len(self._scheduler.waiting)
 
     def forwards(self) -> TargetCost | None:
@@ -508,9 +507,7 @@ class Engine:
             raise PromptError("this is no request of this engine; give it what its own submit returned")
 
     def _settle(self) -> None:
-        """Close cancelled requests, unless another thread is stepping, which then does it. Called by finalizers in any
-        thread, so it must not block.
-        """
+        """Close cancelled requests, unless another thread is stepping, which then does it; finalizers call it."""
         while self._leaving and self._lock.try_now():
             try:
                 self._close_cancelled()

@@ -27,7 +27,6 @@ class FairLock:
         return self._taken and self._owner == threading.get_ident()
 
     def refuse_mine(self) -> None:
-        """Raise a `TruedraftError` if the calling thread holds the lock."""
         if self.mine:
             raise TruedraftError("this was called from inside a step, as by a listener; call it when the step is over")
 

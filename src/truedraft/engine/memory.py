@@ -151,7 +151,6 @@ class CacheMemory:
             self._holding = [*self._holding, pool]
 
     def __del__(self) -> None:
-        """Release cached prefixes and reserved memory, even if the models live on."""
         for store in self._stores if self._holding else ():
             store.trim(0)
         for pool in self._holding:
@@ -205,13 +204,11 @@ class CacheMemory:
         return_freed_memory()
 
     def share(self, running: Sequence[Request], new: Collection[Request]) -> tuple[list[Holding], list[Holding]]:
-        """Distribute memory among the drafters of running requests; returns what must be released, and what may be held
-        again.
-        """
+        """Distribute memory among drafters; returns what must be released, and what may be held again."""
         if self.limit is None or not (new or self._changed):
             return [], []
         self._changed = False
-        holdings = self._wanted(running)
+        holdings = self._requested(running)
         held = [each for each in holdings if each.request not in new and each.is_held]
         before, taken = set(held), []
         while held and not self._has_room(running, held):
@@ -226,7 +223,7 @@ class CacheMemory:
         self._reserved = self._bytes(running, held)
         return taken, [each for each in held if each not in before and each.request not in new]
 
-    def _wanted(self, requests: Iterable[Request]) -> list[Holding]:
+    def _requested(self, requests: Iterable[Request]) -> list[Holding]:
         found = [
             (self._bytes((), [holding]), place, holding)
             for place, request in enumerate(requests)
@@ -280,11 +277,10 @@ class CacheMemory:
         if self.limit is None:
             return
         if self._changed:
-            self._reserved = self._bytes(running, (each for each in self._wanted(running) if each.is_held))
+            self._reserved = self._bytes(running, (each for each in self._requested(running) if each.is_held))
         self.trim()
 
     def trim(self) -> None:
-        """Release free buffers and cached prefixes that do not fit together with the reserved memory."""
         if self.limit is None:
             return
         for pool in self._distinct_pools:

@@ -200,7 +200,7 @@ def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
             f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} takes none; it takes {known}"
         )
     if target.sources is None and len(prompt.token_ids) < 2:
-        raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
+        raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text after it")
 
 
 def _encode_text(target: Reader, prompt: str) -> list[int]:
@@ -343,7 +343,6 @@ def _check_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """Token ids of words at the beginning of a text and after a space."""
     found: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):

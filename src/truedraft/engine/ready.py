@@ -147,7 +147,7 @@ def make_ready(
     for drafter, context, count in groups:
         try:
             for params in (_GREEDY, _SAMPLED):
-                _rehearse(drafter, target.vocab_size, seen, params, context, count)
+                _warm_up_drafts(drafter, target.vocab_size, seen, params, context, count)
         except Exception as error:
             _log.warning("the drafter %r was not made ready: %s", drafter.name, error)
         progress(next(done) / total, drafter.name)
@@ -198,10 +198,9 @@ def _forward(target: LanguageModel, layers: Sequence[int], segments: Sequence[Se
     return target.forward_showing(segments, layers) if layers else target.forward(segments)
 
 
-def _rehearse(
+def _warm_up_drafts(
     drafter: Drafter, vocab_size: int, seen: ForwardOutput, params: SamplingParams, context: int, count: int
 ) -> None:
-    """Draft to all depths for `count` requests, one of them almost as long as the context."""
     length = max(1, context - min(_SLACK, context // 2))
     group = _Group(drafter, vocab_size, seen, params, [length, *[min(_SHORT, length)] * (count - 1)])
     try:
@@ -258,7 +257,6 @@ class _Group:
         self._drafter.observe(self._requests, outcomes)
 
     def step(self, depth: int, kept: int, most: int) -> None:
-        """Draft for all requests and accept a part of their longest paths, within the context."""
         if max(map(len, self._texts)) + depth + 1 > most:
             return
         limits, step = self._drafter.limits, next(self._steps)

@@ -159,7 +159,7 @@ class Request:
             emitted = verdict.divergence[: len(tokens)]
             self.divergences.extend(emitted)
             self.counters.divergence = (self.counters.divergence or Divergence()) + Divergence.of(emitted)
-        self._give("".join(text), self._text.settled_tokens)
+        self._append_piece("".join(text), self._text.settled_tokens)
         return tuple(tokens), ended_by_id
 
     def count(self, step: RequestStep) -> None:
@@ -169,8 +169,7 @@ class Request:
         if step.shares and self.params.stop:  # a stop text may remove tokens counted for drafters
             self._drafted.append((self.emitted - step.emitted, step.shares))
 
-    def _give(self, text: str, settled: int, answer: Answer | None = None) -> None:
-        """Append a piece with the tokens not given yet, up to the answer's first `settled`."""
+    def _append_piece(self, text: str, settled: int, answer: Answer | None = None) -> None:
         first, self._given = self._given, settled
         tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
         self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))
@@ -198,7 +197,7 @@ class Request:
         kept = min(self._text.kept_tokens, self.emitted)
         self._take_back(kept)
         answer = self.answer(kept)
-        self._give(rest, kept, answer)
+        self._append_piece(rest, kept, answer)
         return answer
 
     def _take_back(self, kept: int) -> None:

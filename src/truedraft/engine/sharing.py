@@ -87,7 +87,6 @@ class PrefixSharing:
             request.copied_tokens += copied
 
     def end(self, request: Request) -> None:
-        """Keep a finished request's prefix, unless it failed or has other inputs."""
         try:
             if request.error is None and request.inputs is None:
                 self._own.keep(request.id)

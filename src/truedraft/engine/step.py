@@ -31,7 +31,6 @@ class Step:
         self._layers = () if features is None else features.layers
 
     def run(self, batch: Batch) -> StepRecord:
-        """Run one step; each request gains tokens, a part of its prompt, or an error."""
         clock, settling = StepClock(self._target.device), Settling(self._target, self._drafting)
         self._drafting.decide(batch)
         clock.lap()

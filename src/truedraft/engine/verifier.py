@@ -68,7 +68,6 @@ class Verifier:
             _settle(item)
 
     def _take_rows(self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor) -> Tensor | None:
-        """Set the distributions of the items' tree rows; returns which rows of `logits` `[rows, vocab]` are valid."""
         own = logits.split_with_sizes(list(sizes))
         if any(item.request.shaping is not None for item in items):
             trees, shapings = [item.proposal.tree for item in items], [item.request.shaping for item in items]
@@ -115,7 +114,6 @@ class Verifier:
     def _changed(
         self, items: Sequence[StepItem], on_device: Collection[StepItem], unsound: Mapping[int, Collection[int]]
     ) -> list[StepItem]:
-        """Remove invalid ids and draws (`unsound`: tree rows by item); returns the items that had any."""
         changed = []
         for number, item in enumerate(items):
             if item in on_device and not self._drafting.admits(item):

@@ -110,7 +110,7 @@ def candidates_of(
         return [Candidate(typed, largest, largest, trees)]
     if words.options.get("async") == "1":
         raise OptionError(
-            "a plan cannot say what async brings, which hangs on the cores that the target leaves; plan "
+            "a plan cannot predict the gain of async, which depends on the cores that the target leaves; plan "
             f"{spelled(replace(words, options={n: v for n, v in words.options.items() if n != 'async'}), {})!r}, and "
             "compare both by truedraft generate --compare"
         )
@@ -153,7 +153,6 @@ def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) 
 
 
 def _chains(words: Words, typed: str, base: DraftModel, count: int) -> Candidate:
-    """`count` chains at once: a budget of `count` nodes per level keeps the first levels."""
     drafter = base.resized(num_speculative_tokens=LONGEST, chains=count)
     lengths = {count * length: spelled(words, {_CHAINS: count, _LENGTH: length}) for length in range(1, LONGEST + 1)}
     return Candidate(typed, drafter, drafter, lengths)
@@ -170,9 +169,7 @@ def _settled(words: Words, base: Any, target: LanguageModel, params: SamplingPar
 
 
 def _beams(words: Words, typed: str, base: Any, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
-    """Every width and length; each is replayed, because a shorter search keeps other nodes. Seeded requests get beams
-    in another order, so each number of nodes is a separate candidate.
-    """
+    """Every width and length, each replayed; seeded requests get beams in another order, so each is a candidate."""
     found: list[Candidate] = []
     longest = base.head.config.length
     for beams in _WIDTHS:

@@ -49,8 +49,7 @@ class Replayed:
 
     Attributes:
         accepted: `[prompts]`, summed over the positions of an answer.
-        places: `[prompts]`: tokens emitted by the target calls after the prompt's.
-        calls: `[prompts]`: these calls.
+        calls, places: `[prompts]`: target calls after the prompt's, and tokens that they emit.
         survival: share of positions at which the first 1, 2, ... drafted tokens are accepted.
     """
 
@@ -70,12 +69,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Trial:
-    """A variant compared with the given drafter, or with the best one so far.
-
-    Attributes:
-        gain: tokens per call more than without the variant, on the same texts.
-        p_value: corrected for the number of variants.
-    """
+    """A variant compared with the given drafter; `gain` in tokens per call, `p_value` corrected for their number."""
 
     variant: Variant
     tokens_per_call: Interval | None = None
@@ -87,9 +81,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a drafter; `gain` in tokens per call, None without a variant; `mends`: the fix changes head or draft
-    model.
-    """
+    """A fault; `gain` in tokens per call, None without a variant; `mends`: the fix changes the head or draft model."""
 
     name: str
     meaning: str
@@ -198,7 +190,7 @@ def examine(
     given = {0.0: _answered(case, fits, tokens, 0.0)}
     bar.show("the target answers at temperature 1")
     given[1.0] = _answered(case, fits, tokens, 1.0)
-    trials, faults, best = _mended(kind.variants, given, bar)
+    trials, faults, best = _repaired(kind.variants, given, bar)
     bar.show("what to expect")
     replayed = {temperature: replay(each) for temperature, each in best.items()}
     as_given = replayed if best is given else {temperature: replay(each) for temperature, each in given.items()}
@@ -231,8 +223,7 @@ Cases = Mapping[float, Case]
 """A case for each temperature of its answers."""
 
 
-def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
-    """Trials against the given drafter, the faults found, and the case without them."""
+def _repaired(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
     faults: list[Fault] = []
     first: list[Trial] = []
     best, left = given, list(variants)
@@ -296,7 +287,6 @@ def replay(case: Case) -> Replayed:
 
 
 def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Trial], dict[str, Case]]:
-    """Try every variant; returns the trials, and by name the better cases."""
     found: list[Trial] = []
     untried: list[Trial] = []
     better: dict[str, Case] = {}
@@ -365,7 +355,6 @@ def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
 
 
 def _losses(case: Case, exchanged: Tensor | None = None) -> Numbers:
-    """Nats per token of each answer `[prompts]`; with `exchanged`, on texts with mapped ids."""
     found = []
     for trace in case.traces:
         ids = torch.tensor((*trace.prompt, *trace.tokens))

@@ -61,9 +61,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Way:
-    """A replica with a constant number of open requests, answered in one way; `token_ms` includes prompts read in
-    between.
-    """
+    """A replica with a constant number of open requests; `token_ms` includes prompts that are read in between."""
 
     drafter: str
     requests_per_s: float

@@ -265,7 +265,6 @@ def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
 
 
 def _growth(drafter: Drafter, costs: StepCosts, context: int) -> CostCurve:
-    """Cost of proposals for several requests relative to one."""
     if drafter.model is None and drafter.features is None:
         return CostCurve(tuple(map(float, BATCHES)), tuple(map(float, BATCHES)))
     forwards = costs.forwards() if drafter.model is None else StepCosts(drafter.model).forwards()

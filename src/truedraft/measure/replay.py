@@ -123,10 +123,7 @@ class TraceReplay:
         return torch.tensor(found, dtype=torch.int64)
 
     def mean_acceptance_length(self, nodes: int) -> float:
-        """Tokens per target call of decoding the traces with trees of `nodes` nodes, including tokens that end answers.
-
-        NaN where no trace has two tokens.
-        """
+        """Tokens per target call of decoding with trees of `nodes` nodes; NaN where no trace has two tokens."""
         return len(self.fewest) / len(self.visited(nodes)) if len(self.fewest) else math.nan
 
     def points(self, nodes: Iterable[int] = CURVE_NODES) -> tuple[tuple[int, float], ...]:

@@ -61,10 +61,7 @@ class Draws(ABC):
     def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers: ...
     @abstractmethod
     def survival(self, place: int, depth: int) -> Numbers:
-        """The probability `[depth]` that a step at a position accepts its first 1, 2, ... drafted tokens.
-
-        For draws by ranks it is `[nodes + 1, depth]`, for each number of nodes.
-        """
+        """The probability `[depth]` that a step accepts its first 1, 2, ... tokens; by ranks `[nodes + 1, depth]`."""
 
 
 class ChainDraws(Draws):
@@ -177,6 +174,5 @@ def _accepted(p: Tensor, q: Tensor, token: int, draws: int, random: np.random.Ge
 
 
 def _scaled(weights: Numbers, otherwise: Numbers) -> Numbers:
-    """Rows normalised to sum 1, or `otherwise`."""
     mass = weights.sum(axis=1, keepdims=True)
     return np.where(mass > 0.0, weights / np.where(mass > 0.0, mass, 1.0), otherwise)

@@ -1,7 +1,4 @@
-"""Traces: the target's own answers, together with the features that drafters need from each step.
-
-The target runs once. Drafters are then replayed on its answers any number of times without it (`walks`).
-"""
+"""Traces: the target's own answers, and the features from which drafters are replayed without it."""
 
 from __future__ import annotations
 
@@ -159,7 +156,6 @@ def traces_of_answers(
 def _plain_steps(
     target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int], *, whole: bool
 ) -> Iterator[StepOutcome]:
-    """Parts of the prompt (all rows if `whole`), then one token each."""
     ids, end = [*prompt, *answer[:-1]], len(prompt)
     cache, edges = target.new_cache(), [*range(0, end, _READ), *range(end, len(ids), _ROWS), len(ids)]
     try:
@@ -210,7 +206,6 @@ class StepWatcher(NoDrafter):
         return cls(needed, drawn, whole=any(map(draws_several, drafters)))
 
     def seen_of(self, request: int) -> dict[str, Any]:
-        """Fields of a request's trace, which are not kept any longer."""
         kept: dict[str, dict[int, Any]] = {"seen": self.seen, "probs": self.probs, "dists": self.dists}
         return {name: tuple(each.pop(request, ())) for name, each in kept.items()} | {"layers": self.layers}
 

@@ -262,7 +262,7 @@ def _at_layers(change: Callable[[Sequence[int], int, LayerConfig], Sequence[int]
         now, most = case.part.config.layers, case.target.shown_layers
         layers = tuple(change(now, most, case.part.config))
         if not layers or layers == now or min(layers) < 0 or max(layers) >= most:
-            raise OptionError(f"there are no layers {list(layers)} beside {list(now)}")
+            raise OptionError(f"there are no layers {list(layers)} other than {list(now)}")
         return instead(case, case.of(changed(case.part, {"layers": layers})))
 
     return make
@@ -332,7 +332,7 @@ WIDE = Variant(
 )
 RAW = Variant(
     "vector before the final norm",
-    "it was trained on what leaves the last layer, and reads what enters the LM head, behind the final norm",
+    "it was trained on what leaves the last layer, and reads what enters the LM head, after the final norm",
     lambda _: "train it on the vectors that enter the LM head, or fold the norm into its first layer",
     _before_final_norm,
 )
@@ -393,9 +393,7 @@ def _other_bos(case: Case, number: int) -> Sequence[int]:
 
 
 def _written(form: Form) -> Callable[[Case], Pair]:
-    """A variant with another way to write prompts. Other prompts have other answers, which may be easier to predict, so
-    both answers are replayed after both prompts.
-    """
+    """A variant with other prompts; both answers are replayed after both prompts, as one may be easier to predict."""
 
     def make(case: Case) -> Pair:
         prompts = [tuple(form(case, number)) for number in range(len(case.traces))]
@@ -424,7 +422,7 @@ _FORMS = (
             lambda _: "serve chats: --chat, or /v1/chat/completions",
             _written(_as_chat(lambda case: case.target.tokenizer))),
     Variant("first token (BOS) there or not",
-            "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it stands",
+            "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it is there",
             lambda _: "make the tokenizer's add_bos_token what it was in training, or train as prompts are served",
             _written(_other_bos)),
 )  # fmt: skip

@@ -3,8 +3,7 @@
 At each position of a trace the drafter is called for its largest proposal and then receives the next token of the
 trace. The proposed nodes that match the trace say what a step starting there accepts:
 
-- Where the candidates are deterministic (greedy and seeded requests, prompt lookup, heads) replay is exact: a budget of
-  n nodes keeps the first n.
+- Deterministic candidates (greedy and seeded requests, prompt lookup, heads) are replayed exactly.
 - Where a chain is sampled, token x was an accepted draft token with probability min(1, q(x) / p(x)), given the text
   (`theory.replay_factor`), independently at each position, so the product of the factors is the probability that a step
   accepts this far. For several draws at one position see `measure.siblings`. A drafter with another q for each depth is
@@ -70,8 +69,7 @@ class Walk:
     starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: also two calls.
 
     Attributes:
-        fewest: `[places, depth]`, int64: smallest node budget that contains the true continuation down to a depth;
-            `NEVER` where none does.
+        fewest: `[places, depth]`, int64: smallest node budget with the true continuation down to a depth, or `NEVER`.
         survival: `[places, depth]`: probability that the draft is accepted down to this depth if the nodes are in the
             budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
         depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
@@ -92,7 +90,6 @@ class Walk:
         return len(self.sizes)
 
     def steps(self, budgets: Sequence[int]) -> Steps:
-        """Decode with each of several node budgets."""
         requested = np.asarray(budgets, np.int64)[:, None]
         survival = self.survival
         if survival.ndim == 3:
@@ -120,10 +117,12 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
     """
     name, limits = drafter.name, drafter.limits
     if list(drafter.members.values()) != [drafter]:
-        raise OptionError(f"{name!r} is made of several drafters, and a plan is of each alone; name them one by one")
+        raise OptionError(
+            f"{name!r} is made of several drafters, and a plan is of each by itself; name them one by one"
+        )
     if drafter.features is not None and drafter.features.rows == "tree":
         raise OptionError(
-            f"drafter {name!r} learns from what the target says behind its own guesses, which answers alone do not "
+            f"drafter {name!r} learns from the target's output after its own guesses, which answers do not "
             "show; measure it with truedraft bench"
         )
     if not drawn or drafter.kinds <= {DrawKind.DETERMINISTIC}:
@@ -132,12 +131,12 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
     if not draws_several(drafter) and (drafter.kinds != {DrawKind.INDEPENDENT} or limits.width > 1):
         raise OptionError(
             f"drafter {name!r} draws candidates and keeps the best of several paths, whose acceptance at a temperature "
-            f"is not known from the target's answer alone; {how}, or take one that drafts chains"
+            f"is not known from the target's answer; {how}, or take one that drafts chains"
         )
     if limits.min_probability > 0.0:
         raise OptionError(
             f"drafter {name!r} stops by min_probability, so its length at a temperature is not known from the target's "
-            f"answer alone; {how}, or leave min_probability out"
+            f"answer; {how}, or leave min_probability out"
         )
 
 
@@ -202,9 +201,7 @@ def _run(drafter: Drafter, replays: Sequence[_Replay]) -> None:
 
 
 class _Replay:
-    """A request that is replayed along a trace, with a negative number, because the engine counts up from 0.
-    `walks_along`: whether the drafter's distributions along the trace replace proposals.
-    """
+    """A request along a trace, with a negative number, because the engine counts up from 0."""
 
     def __init__(self, number: int, trace: AnswerTrace, drafter: Drafter) -> None:
         self.trace = trace
@@ -257,7 +254,6 @@ class _Replay:
         return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1)
 
     def step(self, proposal: Proposal | None) -> StepOutcome:
-        """Record the proposal, if one was made, emit the trace's next token, and return what the drafter is shown."""
         if proposal is not None:
             self._note(proposal)
         shown = shown_to(self._drafter.features, self.trace, self._step, proposal or Proposal.empty())

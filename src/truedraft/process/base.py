@@ -77,15 +77,12 @@ class Process(ABC):
         return kept.unflatten(0, shape), outcomes.unflatten(0, shape)
 
     def moved(self, states: Tensor, steps: Tensor, outcomes: Tensor) -> Tensor:
-        """The states after outcomes: the outcomes themselves."""
         return outcomes
 
     def events(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor | None, outcomes: Tensor
     ) -> Events:
-        """Events with probabilities under the target's distribution, for certificates. They may depend on the draft's
-        guesses, because these do not depend on what the step draws.
-        """
+        """Events with probabilities under the target's distribution, for certificates; they may depend on guesses."""
         return (), outputs[:0], outputs[:0] > 0
 
     def sound(self, outcomes: Tensor) -> Tensor:

@@ -10,15 +10,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-Cheap = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Tensor, Tensor], Tensor]
 """A faster function in place of `Process.evaluate`, from points and steps."""
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """Outputs of the costly function at the last two kept states of each chain, the last one first.
-
-    Only kept states are included: outputs at discarded drafts were drawn with noise that a guess must not depend on.
+    """Outputs of the costly function at the last two kept states of each chain, the last one first. Those of discarded
+    drafts are left out, because they were drawn with noise that a guess must not depend on.
 
     Attributes:
         points: `[chains, 2, ...]`, as are outputs.
@@ -101,7 +100,7 @@ class Extrapolation(Draft):
 class Cheaper(Draft):
     """Another function: a coarser solver, a smaller network, a part of the data."""
 
-    def __init__(self, function: Cheap) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
 
     def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
@@ -113,7 +112,7 @@ class Corrected(Draft):
 
     needs: ClassVar[int] = 1
 
-    def __init__(self, function: Cheap) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
 
     def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:

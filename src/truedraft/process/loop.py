@@ -22,9 +22,7 @@ from truedraft.process.windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The steps of some chains at one depth of a round: states before it; `guesses` and `kept` are None if nothing was
-    drafted.
-    """
+    """Steps of some chains at one depth of a round; `guesses` and `kept` are None if nothing was drafted."""
 
     chains: Tensor
     steps: Tensor
@@ -44,8 +42,7 @@ class Chains:
         at: steps made `[chains]`, int64.
         errors: the exception that ended a chain, or None.
         calls: calls of the costly function with a point of the chain `[chains]`: its sequential depth.
-        drafted: drafted steps `[chains]`.
-        accepted: accepted ones `[chains]`.
+        drafted, accepted: steps `[chains]`.
         rounds: calls of the costly function, one for all chains together.
         trials: further calls, to measure the times of batches.
         path: states by step `[chains, steps + 1, ...]` if requested, zeros after a chain's end.
@@ -245,7 +242,6 @@ def _go_on(
 
 
 def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, remaining: int) -> int:
-    """The window of the next round; measures call times before the first one."""
     if not windows.times.covers(len(active)):
         states, at, count = chains.states[active], chains.at[active], len(active)
         dtype = states.dtype if states.is_floating_point() else torch.float64
@@ -294,7 +290,7 @@ class _Round:
         began = time.perf_counter()
         depth = self._propose(0 if self._known is None and self._draft.needs else window)
         drafted = time.perf_counter()
-        outputs, index = self._ask()
+        outputs, index = self._evaluate()
         evaluated = time.perf_counter()
         accepted = self._judge(outputs, index)
         chains, active = self._chains, self._active
@@ -305,7 +301,6 @@ class _Round:
         return depth, accepted, drafted - began, evaluated - drafted
 
     def _propose(self, window: int) -> Tensor:
-        """Draft up to `window` steps; returns drafted steps `[chains]`."""
         process, chains, begun = self._process, self._chains, self._begun
         depth = (self._remaining - 1).clamp_max(window)
         if self._known is not None:
@@ -332,10 +327,8 @@ class _Round:
         self._depth = depth
         return depth
 
-    def _ask(self) -> tuple[Tensor, Tensor]:
-        """Outputs of the costly function, and their row for each point of each chain `[depth + 1, chains]`, -1 for
-        none.
-        """
+    def _evaluate(self) -> tuple[Tensor, Tensor]:
+        """Outputs of the costly function, and their row by point and chain `[depth + 1, chains]`, -1 for none."""
         deepest = int(self._depth.max())
         valid = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]
         rows = torch.where(valid, torch.cumsum(valid.flatten(), 0).view_as(valid) - 1, -1)
@@ -374,9 +367,7 @@ class _Round:
         return torch.cat(found) if found else points[:0], left
 
     def _judge(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Verify the drafts and move the chains; returns accepted steps `[chains]`. If all are accepted and the costly
-        function was called at the last of them, one more step is drawn.
-        """
+        """Verify the drafts and move the chains, by one more step if all are accepted; returns the accepted steps."""
         process, depth = self._process, len(index) - 1
         found = index >= 0  # [depth + 1, chains], as all below
         if not found.any():

@@ -74,7 +74,7 @@ class StepNoise:
         self._some = some
 
     def shared_normal(self, size: int) -> Tensor:
-        """`normal` `[chains, size]` of the step itself, the same in every call."""
+        """Standard normal numbers `[chains, size]` of the step itself, the same in every call."""
         return self._some(self._noise.block(size, True, Purpose.COUPLED))
 
     def shared_uniform(self) -> Tensor:
@@ -82,6 +82,7 @@ class StepNoise:
         return self._some(self._noise.block(0, True, Purpose.COUPLED))[:, 0]
 
     def normal(self, purpose: Purpose, size: int) -> Tensor:
+        """Standard normal numbers `[chains, size]` for one decision."""
         return self._own(purpose, size)
 
     def uniform(self, purpose: Purpose) -> Tensor:
@@ -115,6 +116,5 @@ def numbers(keys: Tensor, size: int, purpose: Purpose, index: int, dtype: torch.
 
 
 def _few_uniforms(keys: NDArray[np.int64], size: int, purpose: Purpose, index: int) -> NDArray[np.float64]:
-    """The same uniform numbers for few keys, faster than by torch."""
     places = mixed_each(mixed_each(keys.view(np.uint64), np.uint64(purpose)), np.uint64(index))[..., None]
     return open_units(mixed_each(places, np.arange(1, size + 1, dtype=np.uint64) if size else np.uint64(0)))

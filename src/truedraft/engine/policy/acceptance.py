@@ -59,7 +59,6 @@ class Acceptance:
         return Acceptance((), self.chain, self)
 
     def rates(self, count: int) -> list[float]:
-        """Rates of the first places; fewer where a tree has no more."""
         if self._pool is None:
             if len(self._known) < count:
                 expected = self._prior[:count]
@@ -121,9 +120,7 @@ class Acceptance:
         return math.exp((self._step - step) / _FORGETS)
 
     def learn(self, share: DraftShare, step: int, stopped: bool = False) -> None:
-        """Add the verdicts on a proposal; if it `stopped` early and was accepted entirely, the next place counts as
-        rejected.
-        """
+        """Add the verdicts on a proposal; if one `stopped` early, all accepted, the next place counts as rejected."""
         judged = (share.judged if self.chain else share.nodes) + stopped
         if self._pool is not None and judged:
             self._pool._judge(self, 0 in share.path)
@@ -140,7 +137,6 @@ class Acceptance:
         self._known = []
 
     def _judge(self, one: Acceptance, accepted: bool) -> None:
-        """Update the errors of each weight of this pool in predicting a request's first node."""
         (rate,), own = self.rates(1), (sum(one._accepted[:1]), sum(one._tried[:1]))
         for number, weight in enumerate(_WEIGHTS):
             predicted = (weight * rate + own[0]) / (weight + own[1])

@@ -58,9 +58,7 @@ def why(decision: Decision | None) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of equal decisions, each step once per request. Drafting is charged to the requests drafted for, the rest
-    of a settled step is split equally.
-    """
+    """Counts of equal decisions, each step once per request; drafting is charged to the requests drafted for."""
 
     steps: int = 0
     drafted: int = 0  # nodes
@@ -240,10 +238,7 @@ class Decisions:
         return _joined(self.stretches, -(-len(self.stretches) // most)) if self.stretches else []
 
     def estimate(self) -> Speedup | None:
-        """The estimated factor over plain decoding, without its interval, which takes milliseconds.
-
-        None where nothing was drafted, or where there is neither a cost curve nor enough plain steps.
-        """
+        """The estimated factor over plain decoding, without its interval, which takes milliseconds; None if unknown."""
         by_plain_steps = sum(each.plain_steps for each in self.stretches) >= _ENOUGH_PLAIN
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
@@ -265,7 +260,6 @@ class Decisions:
         return replace(found, low=interval.low, high=interval.high)
 
     def _sums(self, by_plain_steps: bool) -> Numbers:
-        """By window `[4, ...]`: measured seconds, V of plain decoding, and seconds and V of the steps that scale V."""
         scale = ("plain_s", "plain_steps_curve_s") if by_plain_steps else ("bare_s", "curve_s")
         return np.array(
             [[getattr(each, name) for name in ("seconds", "plain_curve_s", *scale)] for each in self.stretches]

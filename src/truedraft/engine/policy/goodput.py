@@ -58,7 +58,6 @@ class _Own:
     weighed: tuple[Planner, Sequence[Candidate]] | None = None  # the last drafts considered for it, and the planner
 
     def weigh(self, planner: Planner, candidates: Sequence[Candidate]) -> None:
-        """Keep the candidates for reports, except at the end of an answer, where only short drafts fit."""
         if candidates and (self.weighed is None or len(candidates[0].gains) >= TOLD):
             self.weighed = planner, candidates
 
@@ -339,9 +338,7 @@ class Goodput(Controller):
 
     @property
     def _may_lose(self) -> bool:
-        """Whether drafts that pay in expectation are made; after losses only probes are, because expectations are wrong
-        at first.
-        """
+        """Whether drafts that pay in expectation are made; after losses only probes are made."""
         return self._balance_s is None or self._balance_s > 0.0
 
     def _keep_balance(self, record: StepRecord, took_s: float) -> None:
@@ -399,7 +396,6 @@ def _used(found: dict[Key, Value], key: Key, made: Callable[[], Value] | None = 
 
 
 def _before(own: _Own, candidates: Sequence[Candidate], now: Share) -> Share:
-    """The request's last share, or the new one if it cannot be drafted again."""
     if not own.decided or own.share is None:
         return None if own.decided else now
     drafter, nodes = own.share[0].drafter, own.share[1]
@@ -426,7 +422,6 @@ def _are_ready(views: Sequence[RequestView]) -> bool:
 
 
 def _rate_of(hint: int) -> float:
-    """Acceptance of a drafted token by the kind of a hint."""
     return 1.0 - (1.0 - UNKNOWN_RATE) * 2.0 / (1 + max(hint, 1))
 
 

@@ -341,7 +341,6 @@ class Growing(Generic[Cost]):
         return rounds is not None
 
     def release(self) -> None:
-        """Free what measuring holds."""
         self._times.release()
 
 

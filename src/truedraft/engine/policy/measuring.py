@@ -109,7 +109,6 @@ class Times(ABC, Generic[Key, Cost]):
         self._others: dict[Any, list[Any]] = {}
 
     def _keep(self, number: int, place: object, sample: object, settling: Settling) -> bool:
-        """Keep a sample, unless it is of the warm-up; returns whether it was settled."""
         if number >= 0:
             (self._settled if settling.settled else self._others).setdefault(place, []).append(sample)
         return settling.settled

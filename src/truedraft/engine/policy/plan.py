@@ -206,7 +206,6 @@ class Planner:
         return plan.rate * (row_s + level_s) / value
 
     def _load(self, shares: Sequence[Share]) -> _Load:
-        """Rows of the target; by drafter the requests and levels of the deepest; seconds of catching up."""
         rows, setup_s = len(shares), 0.0
         drafting: dict[str, tuple[int, float]] = {}
         for share in shares:

@@ -48,9 +48,7 @@ class Corrected:
         self._shape = [0.0] * (_LARGEST.bit_length() + 1)  # at sizes of 1, 2, 4, ...
 
     def factor(self, size: float, otherwise: float = 0.0) -> float:
-        """Measured over expected seconds at a size (rows or requests); it fades to `otherwise`, a common log ratio,
-        where nothing was measured for long.
-        """
+        """Measured over expected seconds at a size (rows or requests); fades to `otherwise`, a common log ratio."""
         if not self._recent:
             return math.exp(otherwise)
         fresh = math.exp(min(self._recent[-1][0] - self._clock(), 0.0) / _FADES_S)
@@ -102,7 +100,7 @@ class RunningTimes:
         self._drafting = {name: Corrected(clock) for name in drafters}
         self._kind = False, False  # of the last step, key of `_steps`
         self._plain = 0  # consecutive plain steps up to the last one
-        self._apart: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
+        self._plain_ratio: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
         self._read_s: dict[str, float] = {}  # seconds per token of a drafter's catch-up
         self._growing: dict[bool, list[Growing[Any]]] = {}  # costs still being measured, by whether greedy
@@ -119,9 +117,8 @@ class RunningTimes:
         return self._forward_s(rows, contexts) * self._steps[drafted, greedy].factor(rows, otherwise)
 
     def _as_others(self, drafted: bool, greedy: bool) -> float:
-        """Common log ratio for a kind of steps that was not observed lately."""
         if (other := self._steps[not drafted, greedy]).known:
-            difference = self._apart.get(greedy, 0.0)
+            difference = self._plain_ratio.get(greedy, 0.0)
             return other.common + (-difference if drafted else difference)
         return self._steps[drafted, not greedy].common
 
@@ -233,7 +230,6 @@ class RunningTimes:
         self._check = CurveCheck(self._forward_s, self._costs.judge)
 
     def rest(self) -> None:
-        """Pause measuring and release its memory."""
         held, self._held = self._held, None
         if held is not None:
             held.release()
@@ -258,7 +254,7 @@ class RunningTimes:
         steps_of = self._steps[drafted, greedy]
         steps_of.learn(rows, measured, expected_s, usual=self._kind == before)
         if SETTLED < self._plain <= _SOON and self._steps[True, greedy].known:
-            self._apart[greedy] = max(-_MOST, min(_MOST, steps_of.common - self._steps[True, greedy].common))
+            self._plain_ratio[greedy] = max(-_MOST, min(_MOST, steps_of.common - self._steps[True, greedy].common))
         if drafted or self._plain > SETTLED:
             self._check(record)
         for each in record.drafting:

@@ -109,7 +109,7 @@ class VocabularyCost:
     def describe(self) -> str:
         return (
             f"{self.drafter} can write {self.shared:.3f} of the target's tokens, for the tokenizers differ: over "
-            f"{self.places:,} places of the target's answers {self.unshared_mass:.3f} of its probability lies on the "
+            f"{self.places:,} places of the target's answers {self.unshared_mass:.3f} of its probability is on the "
             f"others, which bounds the acceptance rate of a drafted token by {1.0 - self.unshared_mass:.3f}; this "
             f"draft's is {self.acceptance:.3f}"
         )

@@ -24,10 +24,7 @@ _SHOWN_CONTEXTS = (128, 512, 1024)
 
 
 def reads_alike(model: LanguageModel) -> bool:
-    """Whether the bytes of a forward are known and independent of its tokens, unlike a mixture of experts.
-
-    Windows of attention are ignored: the cached tokens outside of a window are counted too.
-    """
+    """Whether the bytes of a forward are known and independent of its tokens; windows of attention are ignored."""
     config = getattr(getattr(model, "module", None), "config", None)
     return (
         bool(model.weight_bytes)

@@ -43,14 +43,11 @@ _NAMES = ("1st", "2nd", "3rd")
 def draw_all(
     folder: Path, summaries: Sequence[Summary], costs: Sequence[Mapping[str, float]], limit_s: float | None, under: str
 ) -> list[str]:
-    """Draw the plots that there are numbers for.
+    """Draw the plots that there are numbers for; returns their names without suffix, in the report's order.
 
     Args:
         costs: points of the target's cost curve: rows, context, seconds.
         limit_s: seconds for reading the weights once; None where unknown.
-
-    Returns:
-        Names of the plots without suffix, in the report's order.
     """
     figures: dict[str, Figure] = {}
     if summaries:
@@ -136,14 +133,13 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
     for axes in (upper, lower):
         axes.legend(edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
         axes.set_xlim(0, ends[-1])
-    lower.set_xlabel("seconds of decoding, all answers one behind the other")
+    lower.set_xlabel("seconds of decoding, all answers one after the other")
     write_title(figure, upper, f"Decisions of {system}", under)
     save(figure, folder / name)
     return name
 
 
 def _colours(decisions: Decisions) -> dict[str, str]:
-    """Drafters in colours, plain decoding grey, probes black."""
     names = list(decisions.ordered)
     return {name: _NOT_DRAFTING.get(name, COLOURS[number % len(COLOURS)]) for number, name in enumerate(names)}
 
@@ -223,7 +219,6 @@ def _places(tree: RankTree) -> list[float]:
 
 
 def _scale_of(tree: RankTree) -> ScalarMappable | None:
-    """Maps a probability to a colour by its logarithm."""
     if not tree.survival:
         return None
     from matplotlib.cm import ScalarMappable
@@ -237,7 +232,6 @@ def _shade(survival: float) -> float:
 
 
 def _draw_edges(axes: Axes, tree: RankTree, places: list[float]) -> None:
-    """Curves from parents to children, wider for more frequent steps."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
@@ -268,7 +262,6 @@ def _draw_nodes(axes: Axes, tree: RankTree, places: list[float], scale: ScalarMa
 
 
 def _name_levels(axes: Axes, tree: RankTree) -> None:
-    """At the left, the drafted token that a level guesses, and the share of steps that accept one of its nodes."""
     left, _ = axes.get_xlim()
     axes.annotate("in circles: the rank of\nthe head's guess, from 0", (left, 0), fontsize=8.5, va="center", ha="left")
     for depth in range(1, tree.depth + 1):

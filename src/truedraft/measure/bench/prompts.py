@@ -36,7 +36,7 @@ class _Format:
     read: Callable[[Record, int], Question]
 
 
-def _turns(record: Record, _: int) -> Question:
+def _first_turn(record: Record, _: int) -> Question:
     """Only the first turn, because later ones refer to the model's own answers."""
     turns = record["turns"]
     if not isinstance(turns, list) or not turns:
@@ -50,7 +50,7 @@ _FORMATS = (
         frozenset({"task_id", "prompt", "entry_point"}),
         lambda record, _: Question(str(record["task_id"]), str(record["prompt"]), "humaneval"),
     ),
-    _Format("mt_bench", frozenset({"question_id", "turns"}), _turns),
+    _Format("mt_bench", frozenset({"question_id", "turns"}), _first_turn),
     _Format(
         "gsm8k",
         frozenset({"question", "answer"}),

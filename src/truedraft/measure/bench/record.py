@@ -72,7 +72,6 @@ class Circumstances:
         return self.must_agree or self.peers_agree
 
     def line(self) -> str:
-        """One line, for the head of tables and under plots."""
         where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         temperature = self.sampling.get("temperature", 0.0)
         how, seed = f"temperature {temperature:g}" if temperature else "greedy", self.sampling.get("seed")
@@ -89,7 +88,6 @@ class Circumstances:
         return head + ", ".join(filter(None, parts))
 
     def of_a_row(self) -> dict[str, Any]:
-        """The values repeated in each row of the file."""
         return record_of(self, *_OF_A_ROW)
 
 
@@ -102,11 +100,7 @@ def bench_record(
     trees: Sequence[DraftedTree] = (),
     vocabularies: Sequence[VocabularyCost] = (),
 ) -> dict[str, Any]:
-    """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
-
-    Args:
-        differences: places where tokens differ that must not, a sentence each.
-    """
+    """The record; `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row."""
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
     first = next(iter(speculative or ours), None)

@@ -84,9 +84,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system's answer to one group of prompts in one run; `cpu_s` is of all threads, `place` the system's in the
-    order.
-    """
+    """One system's answer to one group of prompts in one run; `cpu_s` is the CPU time of all threads."""
 
     system: str
     prompts: tuple[str, ...]
@@ -112,7 +110,6 @@ class Row:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the prefill, per second after it."""
         later = sum(max(len(tokens) - self.output.first_tokens, 0) for tokens in self.output.token_ids)
         return later / self.decode_s if later and self.decode_s > 0 else 0.0
 
@@ -217,9 +214,7 @@ def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs:
 
 
 def _warm_up(systems: Sequence[System], groups: Sequence[Group], context_length: int, progress: Progress) -> None:
-    """Keep first-time costs out of the measurement, with the beginning of the first group or, if a step was not
-    settled, all groups a few times.
-    """
+    """Keep first-time costs out of the measurement; if a step was not settled, all groups are answered."""
     for system in systems:
         progress(0, f"warm-up: {system.name}")
         if _settles(system, groups[0], groups[0].cut(context_length, _WARM_UP_TOKENS)):

@@ -78,7 +78,6 @@ class OurEngine(System):
 
     @property
     def draft_model(self) -> LanguageModel | None:
-        """The draft model, or the first that does not draft in the target's own cache."""
         drafting = [each for each in self.engine.drafter.members.values() if each.model is not None]
         return min(drafting, key=lambda each: each.held.in_target).model if drafting else None
 
@@ -183,8 +182,6 @@ def _room(batch: int) -> int:
 
 
 def _short_name(spec: str, taken: Sequence[str]) -> str:
-    """The word with only the last part of its paths, unless that is taken."""
-
     def shortened(member: str) -> str:
         head, comma, options = member.partition(",")
         kind, colon, path = head.partition(":")

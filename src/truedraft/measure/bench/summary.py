@@ -43,10 +43,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Ratios of tokens per second to plain decoding's, paired by group; `mean` is their geometric mean.
-
-    `share_faster` is the fraction of the groups with a ratio above 1.
-    """
+    """Ratios of tokens per second to plain decoding's, paired by group; `mean` is their geometric mean."""
 
     mean: float
     low: float
@@ -72,9 +69,7 @@ class Summary:
         predicted_speedup: from acceptance and cost curves: the geometric mean over groups; None without curves.
         measured_over_predicted: the geometric mean over groups that have both.
         mbu: fraction of memory bandwidth used in decoding; None where unknown, or above 1, as with weights in caches.
-        cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
         identical_groups: groups with the tokens of plain decoding's first run in all runs.
-        compared_groups: groups that plain decoding answered too.
         unsettled: decoding steps of all runs, see `StepRecord.settled`.
     """
 
@@ -122,10 +117,7 @@ ByGroup = dict[tuple[str, ...], float]
 def summarise(
     rows: Sequence[Row], names: Sequence[str], ours: Sequence[str], memory: Mapping[str, Memory]
 ) -> list[Summary]:
-    """One summary for each system that finished a row, in the order of `names`; `ours` are the names of our engines.
-
-    Memory bandwidth utilisation is computed for the systems in `memory`.
-    """
+    """One summary per system with rows, in the order of `names`, with memory bandwidth for those in `memory`."""
     by_name: dict[str, Groups] = {}
     for row in rows:
         by_name.setdefault(row.system, {}).setdefault(row.prompts, []).append(row)
@@ -247,7 +239,6 @@ def _ratios(groups: Groups, plain: Groups, speed: Callable[[Row], float]) -> ByG
 
 
 def _predictions(groups: Groups) -> ByGroup:
-    """Predicted speedup of each group: from its acceptance, and the means of V and draft cost over its steps."""
     found: ByGroup = {}
     for key, runs in groups.items():
         counters, breakdown = _sum(row.output.counters for row in runs), _sum(row.breakdown for row in runs)

@@ -81,9 +81,6 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
     """Set the number of nodes of drafters without a fixed one to the fastest, and add a note on each, except for
     engines with a controller that weighs costs.
 
-    Args:
-        refresh: measure drafting costs even if stored costs exist.
-
     Raises:
         TruedraftError: target or drafter failed.
     """

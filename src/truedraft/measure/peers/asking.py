@@ -88,9 +88,7 @@ class Peer(ABC):
 
     @abstractmethod
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Answer questions together; yields the number and answer of each as it arrives, or its error, so that an
-        interrupt loses none.
-        """
+        """Answer questions together; yields the number of each with its answer or error, as it arrives."""
 
     def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
         found = dict(self.answers(questions))

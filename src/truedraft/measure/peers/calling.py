@@ -47,7 +47,7 @@ class Patience:
     """How long to wait for a busy server.
 
     Attributes:
-        first_s: where the server gives no time; each further wait is twice as long.
+        first_s: the first wait, where the server names none; each further one is twice as long.
         retries: of a request with a connection that closes before its answer is complete.
         jitter: returns a number in [0, 1).
     """
@@ -60,7 +60,6 @@ class Patience:
     jitter: Callable[[], float] = field(default=random.random)
 
     def wait_s(self, attempt: int) -> float:
-        """Random in the upper half of a doubling time."""
         longest = min(self.first_s * 2.0 ** min(attempt, 32), self.longest_s)
         return longest * (0.5 + 0.5 * self.jitter())
 
@@ -107,10 +106,10 @@ class Caller:
         self._key_from = key_from
         self._patience = patience or Patience()
         self._clock = self._patience.clock
-        self._tell = tell
+        self._notify = tell
         self._guard = threading.Lock()
         self._free_at = -float("inf")  # when the next request may be sent
-        self._told = False
+        self._notified = False
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         here = self._root.host in ("localhost", "127.0.0.1", "::1")  # proxies do not apply
         self._client = httpx2.Client(
@@ -224,16 +223,16 @@ class Caller:
             if waited + wait_s > self._patience.total_s:
                 raise PeerError(
                     f"{self.url} is busy ({found.status} {_BUSY[found.status]}) and would be waited for "
-                    f"{waited + wait_s:.0f} s, of at most {self._patience.total_s:.0f} s; ask it later, or less at once"
+                    f"{waited + wait_s:.0f} s, of at most {self._patience.total_s:.0f} s; try later, or send fewer"
                 )
             self._hold(wait_s, found.status)
 
     def _hold(self, wait_s: float, status: int) -> None:
         with self._guard:
             self._free_at = max(self._free_at, self._clock.monotonic() + wait_s)
-            notified, self._told = self._told, True
+            notified, self._notified = self._notified, True
         if not notified:
-            self._tell(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
+            self._notify(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
 
     def _until_free(self, over: threading.Event | None) -> float:
         began = now = self._clock.monotonic()
@@ -241,7 +240,7 @@ class Caller:
             self._clock.sleep(self._free_at - now)
             now = self._clock.monotonic()
         if over and over.is_set():
-            raise PeerError("it was not asked: the run was broken off")
+            raise PeerError("no request was sent: the run was interrupted")
         return now - began
 
     @contextlib.contextmanager
@@ -289,7 +288,7 @@ class Caller:
 
     def _too_slow(self) -> PeerError:
         return PeerError(
-            f"{self.url} did not answer within {self._timeout_s:g} s; give it more time, or ask for fewer tokens"
+            f"{self.url} did not answer within {self._timeout_s:g} s; give it more time, or request fewer tokens"
         )
 
     def _json(self, found: _Answer, path: str) -> Mapping[str, Any]:
@@ -334,7 +333,6 @@ class _Answer:
 
     @property
     def said(self) -> str:
-        """The message of an error, or the beginning of a body that is not JSON."""
         content = self.content
         if content is None:
             words: Any = self.body.decode(errors="replace")
@@ -350,7 +348,7 @@ class _Answer:
         return repr(cut) if cut else ""
 
     def retry_after_s(self, now: float) -> float | None:
-        """Of the Retry-After header, a number or a date; None without one."""
+        """Seconds of the Retry-After header, a number or a date; None without one."""
         said = self.headers.get("retry-after", "").strip()
         if said.isdecimal():
             return float(said)

@@ -203,7 +203,6 @@ def _recognised(caller: Caller, entry: Mapping[str, Any]) -> tuple[Dialect, str]
 
 
 def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequence[int]) -> Dialect:
-    """The first dialect with a request form that the server does not refuse."""
     refused: PeerError | None = None
     named = {} if model is None else {"model": model}
     for dialect in OPENAI_FORMS:
@@ -230,7 +229,6 @@ def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequen
 
 
 def _logprobs_mode(plain: ReceivedAnswer, halved: ReceivedAnswer) -> str:
-    """Whether logprobs change between temperatures 1 and 0.5: raw ones do not."""
     tops = [max(answer.top[0].values()) for answer in (plain, halved) if answer.top and answer.top[0]]
     if len(tops) < 2 or tops[0] > _CERTAIN:
         return ""

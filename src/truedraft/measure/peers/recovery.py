@@ -47,10 +47,10 @@ class Recovery:
             PeerError: the text does not encode to the same ids.
         """
         if self._tokenizer is None:
-            raise PeerError("this server takes text alone, and there is no tokenizer to make some of token ids")
+            raise PeerError("this server takes only text, and there is no tokenizer to make some of token ids")
         text = self._tokenizer.decode(prompt)
         if tuple(self._tokenizer.encode(text)) != tuple(prompt):
-            raise PeerError("this server takes text alone, and the prompt's text encodes to other token ids")
+            raise PeerError("this server takes only text, and the prompt's text encodes to other token ids")
         return text
 
     def reply(self, answer: ReceivedAnswer, question: Question) -> Reply:
@@ -121,7 +121,6 @@ class Recovery:
         return self._encoded(answer, question), _BY_TEXT
 
     def _named(self, names: Sequence[str | int]) -> tuple[int, ...] | None:
-        """Ids by names; None where a name belongs to several tokens or to none."""
         ids = tuple(token for name in names if (token := self._id(name)) is not None)
         self.check_ids(ids)
         return ids if len(ids) == len(names) else None
@@ -135,16 +134,13 @@ class Recovery:
 
     @cached_property
     def _ids_by_name(self) -> Mapping[str, int]:
-        """Ids by token text, without texts that several tokens share."""
         tokenizer = self._tokenizer
         texts = [] if tokenizer is None else [tokenizer.token_text(token) for token in range(tokenizer.vocab_size)]
         counts = Counter(texts)
         return {text: token for token, text in enumerate(texts) if counts[text] == 1 and REPLACEMENT not in text}
 
     def _says(self, ids: tuple[int, ...], answer: ReceivedAnswer, question: Question) -> bool:
-        """Whether ids decode to the answer's text, up to bytes that form no character, and up to a stop text. Tokens
-        may have another text at the beginning than in the middle: either is accepted.
-        """
+        """Whether ids decode to the answer's text, up to bytes that form no character, and up to a stop text."""
         if self._tokenizer is None or answer.text is None:
             return True
         before = self._tokenizer.decode(question.prompt)

