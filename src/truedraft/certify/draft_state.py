@@ -249,7 +249,7 @@ class _Comparison:
             return Status.DOES_NOT_APPLY, "Nothing was proposed."
         original, fresh = self.rates
         summary = f"{self.different} of {self.compared} proposals differ from a fresh drafter's"
-        costs = f"acceptance {'falls' if fresh > original else 'goes'} from {fresh:.3f} to {original:.3f}"
+        costs = f"acceptance {'falls' if fresh > original else 'changes'} from {fresh:.3f} to {original:.3f}"
         if stale:
             caches = f", and {self.broken_caches} of {len(self.caches)} caches from a fresh forward's"
             summary = f"Stale: {summary}{caches if self.caches else ''}; answers stay exact, {costs}."
