@@ -268,7 +268,7 @@ class _Comparison:
 
 @torch.inference_mode()
 def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Compare a cache with a forward over its tokens, but not the last token but one, which the next proposal cuts."""
+    """Compare a cache with a forward over its tokens, except for entries that the next proposal cuts."""
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()
     try:
