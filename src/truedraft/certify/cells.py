@@ -125,16 +125,16 @@ def completed(
     """The distribution of `length` tokens if the target continues after the step."""
     found: dict[Prefix, float] = {}
 
-    def go_on(answer: Prefix, mass: float) -> None:
+    def extend(answer: Prefix, mass: float) -> None:
         if len(answer) >= length:
             found[answer[:length]] = found.get(answer[:length], 0.0) + mass
             return
         for token, p in enumerate(target(answer).tolist()):
             if p > 0.0:
-                go_on((*answer, token), mass * p)
+                extend((*answer, token), mass * p)
 
     for (answer, _), mass in step.items():
-        go_on(answer, mass)
+        extend(answer, mass)
     return found
 
 

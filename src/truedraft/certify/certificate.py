@@ -128,7 +128,7 @@ def _refuse_unusable(stack: Stack, params: SamplingParams) -> None:
     if params.shapes_logits:
         raise OptionError(
             "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
-            "banned tokens, min_tokens and structured, whose exactness docs/options.md shows"
+            "banned tokens, min_tokens and structured (docs/options.md shows that they are exact)"
         )
 
 
@@ -136,8 +136,8 @@ def _notes(findings: Sequence[Finding]) -> list[str]:
     notes = []
     if any(finding.part is Part.STATISTICAL for finding in findings):
         notes.append(
-            f"A correct stack fails the statistical checks with probability {FALSE_ALARM:g} at most; what they would "
-            "have found with probability 0.99 stands in their lines."
+            f"A correct stack fails the statistical checks with probability {FALSE_ALARM:g} at most; their lines "
+            "say what they would have found with probability 0.99."
         )
     if any(finding.part is Part.CONTROLS for finding in findings):
         notes.append("Each negative control plants a fault that the same tests must find, or they are not trusted.")

@@ -294,6 +294,6 @@ def recovered(stats: Counters, drafter: str) -> list[str]:
     if not stats.recoveries:
         return []
     return [
-        f"with drafter {drafter!r} a step or a proposal failed for several requests together and was asked for again "
-        f"for them apart, {stats.recoveries} times"
+        f"with drafter {drafter!r} a step or a proposal failed for several requests together and was repeated "
+        f"for each separately, {stats.recoveries} times"
     ]

@@ -249,7 +249,7 @@ class _Comparison:
             return Status.DOES_NOT_APPLY, "Nothing was proposed."
         original, fresh = self.rates
         summary = f"{self.different} of {self.compared} proposals differ from a fresh drafter's"
-        costs = f"acceptance {'falls' if fresh > original else 'goes'} from {fresh:.3f} to {original:.3f}"
+        costs = f"acceptance {'falls' if fresh > original else 'changes'} from {fresh:.3f} to {original:.3f}"
         if stale:
             caches = f", and {self.broken_caches} of {len(self.caches)} caches from a fresh forward's"
             summary = f"Stale: {summary}{caches if self.caches else ''}; answers stay exact, {costs}."
@@ -268,7 +268,7 @@ class _Comparison:
 
 @torch.inference_mode()
 def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Compare a cache with a forward over its tokens, but not the last token but one, which the next proposal cuts."""
+    """Compare a cache with a forward over its tokens, except for entries that the next proposal cuts."""
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()
     try:

@@ -377,9 +377,7 @@ class Fault:
     name: str  # what is wrong; several faults of different size may share it
     detail: str = ""  # how, or how much
     form: Form | None = None  # its effect at a node with one draft; None if it is not in verification
-    plant: Callable[[Stack], Stack] | None = (
-        None  # from a stack that drafts one token a step; None if it cannot be planted
-    )
+    plant: Callable[[Stack], Stack] | None = None  # makes the broken stack; None if it cannot be planted
     needs_draw: bool = False  # it shows only if drafts are drawn from a distribution
     following: Callable[[Tensor, int, Tensor], Tensor] | None = None  # on the next token: p before, the id, p after
     joint: Callable[[SamplerWorld], Tensor] | None = None  # [cells], float64; None if `form` determines it

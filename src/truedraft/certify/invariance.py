@@ -55,7 +55,7 @@ class Invariance(Check):
 
     def run(self, context: Context) -> list[Finding]:
         together = max(context.batch, _LEAST_TOGETHER)
-        asking = _Asking(
+        repeated = _Repetitions(
             replace(
                 context,
                 prompts=enough_prompts(context.prompts, together),
@@ -63,9 +63,9 @@ class Invariance(Check):
                 batch=together,
             )
         )
-        one_by_one(range(len(context.prompts)), context, 1.0, asking.compare, context.tell)
+        one_by_one(range(len(context.prompts)), context, 1.0, repeated.compare, context.tell)
         context.tell(1.0)
-        return asking.findings()
+        return repeated.findings()
 
 
 class AlternatingBudget(Controller):
@@ -80,7 +80,7 @@ class AlternatingBudget(Controller):
         return decisions
 
 
-class _Asking:
+class _Repetitions:
     def __init__(self, context: Context) -> None:
         self._prompts = [list(prompt) for prompt in context.prompts]
         self._batch, self._params, self._seconds = context.batch, context.params, context.seconds
@@ -193,7 +193,7 @@ class _Asking:
     def _finding(self, name: str, comparison: Comparison) -> Finding:
         counted = comparison.untraced > 0 and not comparison.faults
         explained = self._explained(comparison.compared) if counted else 0.0
-        others = "those of requests alone"
+        others = "those of single requests"
         return comparison.finding(Part.INVARIANCE, name, self._stack, others, explained=explained)
 
     def _explained(self, tokens: int) -> float:

@@ -172,7 +172,7 @@ class Rounding:
             )
         text = (
             f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
-            f"{self.drafted_difference:.3g} in drafted ones, whose rows lie up to {self.off_plain:.3g} from the "
+            f"{self.drafted_difference:.3g} in drafted ones, with rows up to {self.off_plain:.3g} from the "
             f"nearest plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
             f"{self.largest_total_variation:.2g} at most, over {self.positions} places"
         )
@@ -296,7 +296,7 @@ class Feeding:
         return 1 + self.depth * (1 + self.siblings) + self.rejected
 
 
-ALONE = Feeding("one token at a time, alone")
+ALONE = Feeding("one token at a time")
 """Plain decoding of one request: the reference for all other shapes."""
 
 
@@ -310,7 +310,7 @@ def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
             Feeding(f"one token at a time, {count} requests", neighbours=(1,) * (count - 1))
             for count in sorted({2, *single, max(2, batch)})
         ),
-        Feeding(f"one token at a time beside a prompt of {rows}", neighbours=(rows,)),
+        Feeding(f"one token at a time with a prompt of {rows}", neighbours=(rows,)),
     ]
 
 

@@ -126,8 +126,8 @@ _MIN_P_FIRST = ("temperature", "min_p", "top_k", "top_p")
 def _of_state() -> list[Alternative]:
     fault = "state of another text"
     return [
-        Alternative("one token behind", fault, lambda own, drafts: own.folded(_earlier(own.probs, 1))),
-        Alternative("two tokens behind", fault, lambda own, drafts: own.folded(_earlier(own.probs, 2))),
+        Alternative("one token earlier", fault, lambda own, drafts: own.folded(_earlier(own.probs, 1))),
+        Alternative("two tokens earlier", fault, lambda own, drafts: own.folded(_earlier(own.probs, 2))),
         Alternative("any place of the answer", fault, lambda own, drafts: own.folded(_running_mean(own.probs))),
         Alternative("the last token again", fault, _last_again),
     ]

@@ -84,7 +84,7 @@ def measured_allowance(
 
 
 def _logprob_differences(judge: LanguageModel, answered: Sequence[tuple[Question, Reply]]) -> Tensor:
-    reported = [(question, reply) for question, reply in answered if _tells(reply)]
+    reported = [(question, reply) for question, reply in answered if _has_logprobs(reply)]
     rows = judging_logits(judge, [(question.prompt, reply.token_ids) for question, reply in reported])
     found = [torch.empty(0, dtype=torch.float64)]
     for logits, (_, reply) in zip(rows, reported, strict=True):
@@ -94,7 +94,7 @@ def _logprob_differences(judge: LanguageModel, answered: Sequence[tuple[Question
     return torch.cat(found)
 
 
-def _tells(reply: Reply) -> bool:
+def _has_logprobs(reply: Reply) -> bool:
     values = reply.logprobs or ()
     return bool(values) and len(values) == len(reply.token_ids) and all(map(math.isfinite, values))
 

@@ -186,7 +186,7 @@ def _sampled_finding(evidence: Evidence, judge: Judge, engine: EngineUnderTest) 
     if evidence.outside:
         summary += f"; {evidence.outside} tokens that the options forbid"
     if evidence.dropped:
-        summary += f"; {evidence.dropped} answers were dropped: bets paid for them, and the other evidence stood still"
+        summary += f"; {evidence.dropped} answers were dropped: bets paid for them, and other evidence was frozen"
     name, enough = "sampled tokens at their own prefixes", detectable <= ENOUGH
     return _tokens_finding(Part.SAMPLED, name, evidence, engine, enough, summary, evidence.facts())
 
@@ -231,5 +231,7 @@ def _promises(
         found += behaviour.seeds(engine)
     except PeerError as error:
         name = "stop texts and seeds"
-        found.append(Finding(Part.BEHAVIOUR, name, Status.NOT_ENOUGH, f"the engine could be asked no further: {error}"))
+        found.append(
+            Finding(Part.BEHAVIOUR, name, Status.NOT_ENOUGH, f"the engine answered no further requests: {error}")
+        )
     return found

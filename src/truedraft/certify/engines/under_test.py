@@ -171,7 +171,7 @@ def facts_of(engine: PeerFacts) -> dict[str, Any]:
 def _notes(findings: Sequence[Finding], dropped: int, unsure: int) -> list[str]:
     notes = [
         f"A sound engine reaches evidence of {ALARM:g} in any one check with probability {1.0 / ALARM:g} at most, "
-        "whenever one looks; what would have been found stands in the lines.",
+        "at any stopping time; each line says what would have been found.",
         "It holds for these options, this version and these prompts, as far as was tested here.",
     ]
     if any(finding.status is Status.FAILS for finding in findings):

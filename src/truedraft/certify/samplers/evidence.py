@@ -238,9 +238,7 @@ def _notes(evidence: Evidence) -> list[str]:
     rows = evidence.rows
     notes = []
     if strays:
-        notes.append(
-            f"{strays} of {rows} rows go on behind a token that was not drafted: nobody knows the target there"
-        )
+        notes.append(f"{strays} of {rows} rows go on behind a token that was not drafted: the target there is unknown")
     if forbidden:
         notes.append(f"{forbidden} tokens in {rows} rows have target probability 0")
     return notes

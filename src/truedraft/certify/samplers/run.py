@@ -43,7 +43,7 @@ class _Run:
     def rows_of_each(self) -> int:
         return self.evidence.rows // len(self.evidence.tallies)
 
-    def go_on(self, sampler: Sampler) -> None:
+    def call(self, sampler: Sampler) -> None:
         batch = int(self.batch)
         for tally in self.evidence.tallies:
             cells = []
@@ -100,7 +100,7 @@ def certify_sampler(
     def run(number: int, done: Callable[[_Run], bool]) -> _Run:
         own = _Run(random.Random(f"{seed}/{number}"), Evidence(worlds, suspects()))
         while not own.rows_of_each or not done(own):
-            own.go_on(sampler)
+            own.call(sampler)
             tell(min(1.0, max(own.rows_of_each / rows, time.fraction)))
         return own
 

@@ -50,10 +50,8 @@ def suspects() -> list[Fault]:
         ),
         *(Fault(bonus, detail, joint=partial(_joint, bonus=drawn_from)) for detail, drawn_from in _BONUSES),
         Fault("shared noise", "one number judges all drafted tokens of a row", joint=_one_number_for_all),
-        Fault(
-            typical, f"{_TYPICAL}, behind it the argmax", joint=partial(_joint, step=typically, bonus=_BONUSES[2][1])
-        ),
-        Fault(typical, f"{_TYPICAL}, behind it a draw from p", lambda p, q: faults.after(faults.typical(p, q), p)),
+        Fault(typical, f"{_TYPICAL}, then the argmax", joint=partial(_joint, step=typically, bonus=_BONUSES[2][1])),
+        Fault(typical, f"{_TYPICAL}, then a draw from p", lambda p, q: faults.after(faults.typical(p, q), p)),
         Fault("greedy", "the argmax of p is emitted, whatever was drafted", joint=partial(_as_if, faults.argmax)),
         Fault(
             other,
