@@ -90,7 +90,6 @@ class StreamDetokenizer:
 
     @property
     def holding(self) -> bool:
-        """Whether text of the tokens so far is held back."""
         return self._held
 
     def push(self, token_ids: Sequence[int]) -> str:

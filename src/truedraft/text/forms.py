@@ -150,22 +150,15 @@ class Forms:
             return prepared
 
     def prepare(self, structured: Structured, owner: Hashable = None) -> Prepared:
-        """Make a form that does not exist yet, which may take seconds.
+        """Make a form that does not exist yet, which may take seconds; raises as `start`.
 
         Raises:
-            OptionError: it is no schema, expression or grammar, or exceeds a limit.
             FormMemoryError: the forms of open requests leave no room for it.
-            MissingExtraError: llguidance is not installed.
         """
         return self.make(structured, *self.grammar(structured), Trial(), owner)
 
     def grammar(self, structured: Structured) -> tuple[str, bool]:
-        """Return the form's grammar for llguidance, and whether compiling it is known to be fast.
-
-        Raises:
-            OptionError: it is no schema or expression, or too long.
-            MissingExtraError: llguidance is not installed.
-        """
+        """Return the form's grammar for llguidance, and whether compiling it is known to be fast; raises as `start`."""
         _ = self._guide  # raises if forms are impossible
         from llguidance import LLMatcher
 

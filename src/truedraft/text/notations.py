@@ -271,7 +271,6 @@ class Notation:
         return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")
 
     def literal(self, text: str) -> str:
-        """A text in Lark's notation, with special tokens by their ids."""
         if not text:
             return ""
         if not self.special:

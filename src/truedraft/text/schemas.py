@@ -309,12 +309,10 @@ def unheld(schema: Any) -> str:
 
 
 def misfit(schema: Any, value: Any) -> str:
-    """How a JSON value violates a schema; "" if it does not.
-
-    Nothing is fetched, expressions take linear time, and a schema that would take too long is not checked.
+    """How a JSON value violates a schema; "" if it does not. Nothing is fetched, and expressions take linear time.
 
     Raises:
-        ValueError: the schema cannot be checked; says why.
+        ValueError: the schema cannot be checked, or not in reasonable time; says why.
         ImportError: jsonschema-rs is not installed.
     """
     if _places(schema) * len(json.dumps(value)) > _MOST_WORK:

@@ -91,7 +91,7 @@ class Translation:
         if (shared := len(set(pairs.values()))) < _LEAST_SHARED:
             raise VocabularyMismatchError(
                 f"the tokenizers {target.name!r} and {draft.name!r} share {shared} tokens, too few to draft with; use "
-                "a draft whose tokenizer is nearer to the target's"
+                "a draft with a tokenizer that is nearer to the target's"
             )
         spelled = first_ids(ours, draft)
         spelling = GreedyRetokenizer(spelled, fallback=ends[1][0] if ends[1] else 0)
@@ -159,7 +159,6 @@ def first_ids(written: Sequence[bytes | None], tokenizer: Tokenizer) -> dict[byt
 
 
 def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids at the beginning of every text; some tokenizers have others at its end."""
     pairs = zip(tokenizer.encode(""), tokenizer.encode("a"), strict=False)
     return tuple(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
