@@ -270,10 +270,8 @@ class RecordText(CallText):
     """Parser of a call that is a JSON object with a name and arguments; without `keys`, the object is the arguments.
 
     Worked example: in `{"name": "f", "arguments": {"x": [1, "}` the name is f and the arguments so far are the text
-    `{"x": [1, "}`. Arguments that are a string containing an object become that object when the string has ended.
-
-    Args:
-        keys: possible keys of the arguments; the first in the object counts.
+    `{"x": [1, "}`. Arguments that are a string containing an object become that object when the string has ended. The
+    first of `keys` in the object counts.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:

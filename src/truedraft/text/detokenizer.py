@@ -186,12 +186,9 @@ class StopScanner:
 
 
 class TextStream:
-    """The text of one answer, token by token, ended by stop texts.
+    """The text of one answer, token by token, ended by stop texts; those that begin before `least_tokens` do not count.
 
-    Args:
-        tokenizer: None leaves the text empty.
-        least_tokens: of the answer; a stop text that begins earlier does not count.
-        shown: names by id of special tokens that the text shows.
+    Without a `tokenizer` the text is empty; `shown` has names by id of special tokens that the text shows.
 
     Raises:
         OptionError: stop texts without a tokenizer, or an empty one.

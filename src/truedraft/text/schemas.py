@@ -471,7 +471,7 @@ def moved(schema: Any, to: str) -> Any:
     return found
 
 
-def beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def self_contained(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema that also contains itself as a definition, so that its parts' references work elsewhere."""
     defined, name = schema.get("$defs", {}), "arguments"
     if not isinstance(defined, dict):

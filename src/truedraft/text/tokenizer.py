@@ -103,20 +103,12 @@ class Tokenizer:
         return cls(backend, name)
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text, with the special tokens that the model expects around it (BOS for Llama).
-
-        Raises:
-            PromptError: the text has a lone surrogate.
-        """
+        """Encode a text with the special tokens around it (BOS for Llama); a `PromptError` for a lone surrogate."""
         refuse_half_characters(text)
         return list(self.backend(text, verbose=False).input_ids)
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Encode a part of a text, without special tokens.
-
-        Raises:
-            PromptError: the text has a lone surrogate.
-        """
+        """Encode a part of a text, without special tokens; a `PromptError` for a lone surrogate."""
         refuse_half_characters(text)
         return tuple(self.backend(text, verbose=False, add_special_tokens=False).input_ids)
 
