@@ -199,8 +199,8 @@ class Encoding:
     def ids_after(self, known: bytes, text: bytes) -> list[int]:
         """Encode a text after the end of another, `known`; if that is empty, with the tokenizer's own space.
 
-        If `known` ends in whole characters, so must the text. Worked example: with tokens "ab", " c" and "d", after "ab"
-        the text " cd" is " c", "d"; after "a" the text "b c" is spelled, because no token of "ab c" begins after "a".
+        If `known` ends in whole characters, so must the text. Worked example: with tokens "ab", " c" and "d", after
+        "ab" the text " cd" is " c", "d"; after "a" the text "b c" is spelled: no token of "ab c" begins after "a".
         """
         if not text:
             return []
