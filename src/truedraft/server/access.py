@@ -95,7 +95,7 @@ class ApiKeys:
         digest = hashlib.sha256(key.strip().encode()).digest()
         found = [client for known, client in self._clients.items() if hmac.compare_digest(known, digest)]
         if not found:
-            raise ApiError(401, "the API key is not known here; check it, or ask who runs this server")
+            raise ApiError(401, "the API key is not known here; check it, or contact who runs this server")
         return found[0]
 
 
@@ -137,8 +137,8 @@ class Hosts:
             shown = (name or given[0])[:_SHOWN]
             raise ApiError(
                 421,
-                f"this server is not asked by the name {shown!r}, which keeps out pages that let their name point here "
-                f"(DNS rebinding); ask localhost, or start it with --allowed-host {shown}",
+                f"this server does not accept the name {shown!r}, which keeps out pages that let their name point here "
+                f"(DNS rebinding); use localhost, or start it with --allowed-host {shown}",
                 code="host_not_allowed",
             )
 

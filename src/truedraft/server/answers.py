@@ -72,11 +72,7 @@ class View:
         return event(error.body)
 
     async def reply(self, http: HttpRequest, stream: bool | None) -> Response:
-        """The HTTP response: a stream of events, or one body.
-
-        Raises:
-            ApiError: an answer that is not streamed failed, or the client has disconnected.
-        """
+        """The HTTP response, a stream of events or one body; an `ApiError` if the latter fails or the client left."""
         if stream:
             return EventStream(self._events(http), self._answering.close, self.failed)
         await cancel_on_disconnect(http.receive, self._answering.finished())

@@ -135,13 +135,13 @@ class ChatRequest(SamplingFields):
             raise ApiError(400, "messages is empty; give at least one", param="messages")
         use, continues = self._use(front), self._continues
         if continues and use.forced is not None:
-            message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
+            message = "tool_choice begins the answer with a call, and continue_final_message continues a text"
             raise ApiError(400, message, param="continue_final_message")
         return Conversation(
             self.templated,
             use,
             self.thinks,
-            form=None if self.response_format is None else self.response_format.asked,
+            form=None if self.response_format is None else self.response_format.form,
             variables=self.chat_template_kwargs or {},
             continues=continues,
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
@@ -168,7 +168,7 @@ class ChatRequest(SamplingFields):
             return False
         last = self.messages[-1]
         if self.add_generation_prompt:
-            message = f"{param} goes on with the last message and add_generation_prompt begins another; leave one out"
+            message = f"{param} continues the last message and add_generation_prompt begins another; leave one out"
         elif last.role != "assistant" or last.calls or not last.content:
             message = f"{param} needs a last message of the assistant's that has text and no calls; send that"
         else:

@@ -60,7 +60,7 @@ class CompletionRequest(SamplingFields):
     def check(self) -> None:
         """Refuse fields that conflict, by an `ApiError` with their names."""
         if self.suffix and self.echo:
-            message = "echo gives the prompt back, and with suffix the answer stands in its middle; leave one out"
+            message = "echo gives the prompt back, and with suffix the answer is in its middle; leave one out"
             raise ApiError(400, message, param="suffix")
         if not self.prompts:
             raise ApiError(400, "prompt is an empty list; give at least one", param="prompt")
@@ -70,7 +70,7 @@ class CompletionRequest(SamplingFields):
             raise ApiError(400, "best_of cannot be streamed: the best is known at the end", param="best_of")
         checked_logprobs("logprobs", self.logprobs)
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens is 0, so nothing would be answered; ask for 1 or more", param="max_tokens")
+            raise ApiError(400, "max_tokens is 0, so nothing would be answered; request 1 or more", param="max_tokens")
 
 
 def completions_router(front: Front) -> APIRouter:
@@ -96,7 +96,7 @@ def completions_router(front: Front) -> APIRouter:
 
     def prepared(body: CompletionRequest) -> tuple[Sequence[TextPrompt], SamplingParams]:
         logprobs = body.logprobs if body.logprobs is not None else (0 if body.drawn > body.samples else None)
-        form = None if body.response_format is None else body.response_format.asked
+        form = None if body.response_format is None else body.response_format.form
         params = body.sampling(max(body.most_tokens, 1), logprobs=logprobs, form=form)
         if body.echo and body.logprobs is not None:
             params = replace(params, prompt_logprobs=body.logprobs)

@@ -105,7 +105,7 @@ class ToolUse:
         """
         listed, chosen = fields
         if not tools and choice not in (None, "none", "auto"):
-            raise ApiError(400, f"{chosen} asks for a call and {listed} is empty; list tools there", param=chosen)
+            raise ApiError(400, f"{chosen} requires a call and {listed} is empty; list tools there", param=chosen)
         if len(tools) > MOST_TOOLS:
             raise ApiError(400, f"{listed} holds {len(tools)} functions, of at most {MOST_TOOLS}", param=listed)
         names = Counter(tool.name for tool in tools)
@@ -215,7 +215,7 @@ class Conversation:
         target = front.service.engine.target
         tokenizer = target.tokenizer
         if tokenizer is None:
-            message = "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids"
+            message = "this model has no tokenizer, so there are no chats; use /v1/completions with token ids"
             raise ApiError(400, message)
         messages, how = self._templated(front, variables)
         try:

@@ -170,7 +170,7 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
     if kind == "extra_forbidden" and named.startswith("guided_"):  # vLLM's former fields
         options = "response_format, or structured_outputs with json, regex, choice or grammar"
-        return ApiError(400, f"{named} is not known here; ask for a form by {options}", param=named)
+        return ApiError(400, f"{named} is not known here; request a form by {options}", param=named)
     if kind == "extra_forbidden":
         return ApiError(400, f"unrecognized request argument: {named}", param=named)
     if not place:

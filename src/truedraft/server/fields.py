@@ -230,7 +230,7 @@ class StructuredFields(Fields):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
     @property
-    def asked(self) -> Structured:
+    def form(self) -> Structured:
         given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             message = f"give one of json, regex, choice, grammar and json_object, got {len(given)}"
@@ -255,7 +255,7 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
     @property
-    def asked(self) -> Structured | None:
+    def form(self) -> Structured | None:
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema is None:
@@ -391,9 +391,9 @@ class SamplingFields(Ignored):
             if len(values) > _MOST_STOPS:
                 raise ApiError(400, f"{name} holds {len(values)} entries, of at most {_MOST_STOPS}", param=name)
         with _errors_in(self.called):
-            own = None if self.structured_outputs is None else self.structured_outputs.asked
+            own = None if self.structured_outputs is None else self.structured_outputs.form
         if form is not None and own is not None:
-            message = "structured_outputs and another form are asked for; leave one out"
+            message = "structured_outputs and another form are requested; leave one out"
             raise ApiError(400, message, param="structured_outputs")
         given = {name: getattr(self, name) for name in _SHARED} | {
             "temperature": 1.0 if self.temperature is None else self.temperature,

@@ -134,7 +134,7 @@ class Front:
             return effort
         if self._switch is None:
             if not thinks.enabled and self.notation.reasoning is None and "reasoning_effort" in self.template:
-                message = "the chat template of this model cannot switch reasoning off; ask for little of it"
+                message = "the chat template of this model cannot switch reasoning off; request little of it"
                 raise ApiError(400, message, param="reasoning_effort")
             return effort
         return {self._switch: thinks.enabled} | effort

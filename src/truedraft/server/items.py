@@ -285,11 +285,7 @@ class Toolbox:
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
 
     def use(self, choice: Choice | None) -> tuple[list[FunctionFields], str | NamedFunction | None]:
-        """Functions and tool choice in the format of chats.
-
-        Raises:
-            ApiError: an ignored tool must be called, or no tool is allowed.
-        """
+        """Functions and tool choice in the format of chats; an `ApiError` if none is allowed or an ignored one set."""
         tools = {name: each.function for name, each in self.callables.items()}
         if isinstance(choice, Hosted):
             message = f"tool_choice asks for {choice.type}, a tool that this server has not; name a function"

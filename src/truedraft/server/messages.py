@@ -160,7 +160,7 @@ class CountRequest(Fields):
         return Thinking.of(getattr(self, "reasoning_budget", None), self.thinking, effort=effort)
 
     def conversation(self, front: Front) -> Conversation:
-        """What is to be answered, or counted.
+        """What is to be answered or counted.
 
         Raises:
             ApiError: the required function does not exist, or an answer cannot begin with a call.

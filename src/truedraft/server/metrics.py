@@ -116,7 +116,7 @@ class Metrics(Collector):
         yield self._labelled("drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter", accepted)
         yield self._counter("prompt_tokens", "Tokens of prompts that were computed.", self._prompt_tokens)
         yield self._counter("generation_tokens", "Tokens of answers.", steps.emitted_tokens + steps.prefill_tokens)
-        yield self._counter("prefix_cache_queries", "Tokens of prompts that were asked.", self._queried_tokens)
+        yield self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.", self._queried_tokens)
         yield self._counter("prefix_cache_hits", "Of them, copied instead of computed.", self._shared_tokens)
         yield self._counter("preemptions", "Requests that gave their room back.", self._service.engine.preemptions)
         yield self._counter("recoveries", "Steps or drafts that failed and were done again.", self._recoveries)

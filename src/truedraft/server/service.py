@@ -167,7 +167,7 @@ class ResponseHandle:
         self._names = names or {}
         self._service = service
         self._deadline = deadline
-        self._news: deque[StreamUpdate] = deque()
+        self._updates: deque[StreamUpdate] = deque()
         self._there = asyncio.Event()
         self._failure: ApiError | None = None
 
@@ -182,9 +182,9 @@ class ResponseHandle:
         ]
         self._service.open(self.streams, late=late)
 
-    def take(self, news: StreamUpdate) -> None:
+    def take(self, update: StreamUpdate) -> None:
         """Add new output; called in the event loop."""
-        self._news.append(news)
+        self._updates.append(update)
         self._there.set()
 
     def fail(self, error: ApiError) -> None:
@@ -212,28 +212,28 @@ class ResponseHandle:
                             message = "the server failed in the middle of an answer; ask again"
                             raise self._failure or ApiError(500, message)
                     yield each
-                if self._failure is not None and left and not self._news:
+                if self._failure is not None and left and not self._updates:
                     raise self._failure
         except TimeoutError:
-            raise ApiError(504, "the answer took longer than this server allows; ask for fewer tokens") from None
+            raise ApiError(504, "the answer took longer than this server allows; request fewer tokens") from None
         finally:
             self.close()
 
     def _next(self) -> list[StreamUpdate]:
         """The queued output, at most `_MOST_OUTPUTS` entries, merged by sample."""
         found: dict[int, StreamUpdate] = {}
-        for _ in range(min(len(self._news), _MOST_OUTPUTS)):
-            each = self._news.popleft()
+        for _ in range(min(len(self._updates), _MOST_OUTPUTS)):
+            each = self._updates.popleft()
             before = found.setdefault(each.stream.number, each)
             if before is not each:
                 before.pieces.extend(each.pieces)
                 before.steps.extend(each.steps)
-        if not self._news:
+        if not self._updates:
             self._there.clear()
         return list(found.values())
 
     async def finished(self) -> None:
-        """Wait for all answers; raises as `updates`."""
+        """Wait for all answers; raises as `news`."""
         async for _ in self.news():
             pass
 
@@ -380,7 +380,7 @@ class Service:
             raise stopping(later)
         ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
         if count > ever:
-            raise ApiError(400, f"asks for {count} answers at once, and this server takes {ever}; ask for fewer")
+            raise ApiError(400, f"asks for {count} answers at once, and this server takes {ever}; request fewer")
         waiting, room = self.waiting + self._reserved, self.engine.max_batch - self.running
         if waiting + count > self._max_queue + max(room, 0):
             raise ApiError(429, f"{waiting} requests wait already; ask again in {later} s", retry_s=later)

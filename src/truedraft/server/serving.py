@@ -90,7 +90,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
 
 def _check(engine: Engine, names: Sequence[str]) -> None:
     if engine.entropy is not None:
-        message = "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine"
+        message = "fixes the noise of requests, which clients could then predict, and is for tests; serve an engine"
         raise OptionError(f"{message} without it", field="entropy")
     if twice := set(names) & set(engine.target.adapters):
         message = f"has the name {min(twice)!r}, which the model is served by; give it another"
@@ -278,7 +278,7 @@ def most_connections(requested: int | None) -> int:
     used = next((len(list(each.iterdir())) for each in _DESCRIPTORS if each.is_dir()), _RESERVED)
     left = limit - used - _RESERVED
     if left < (requested or _LEAST):
-        ways = "ask for fewer" if requested else "raise it"
+        ways = "request fewer" if requested else "raise it"
         message = f"the limit of {limit} open files leaves {max(left, 0)} connections; {ways} (ulimit -n)"
         raise OptionError(message, field="max_connections")
     return min(left, requested or _MOST)
@@ -303,7 +303,10 @@ class Connections:
         self._open[connection] = None
         if len(self._open) <= self._most:
             return
-        if not (self._drop(lambda each: each.asks and each is not connection) or self._drop(lambda each: each.stands)):
+        if not (
+            self._drop(lambda each: each.awaits_request and each is not connection)
+            or self._drop(lambda each: each.is_stalled)
+        ):
             connection.refuse()
 
     def remove(self, connection: Connection) -> None:
@@ -325,7 +328,7 @@ class Connections:
         self._failures += 1
         if (now := time.monotonic()) >= self._logged_s + _LOG_EVERY_S:
             error = context.get("exception")
-            _log.error("no connection could be accepted (%s), %d times since this was told", error, self._failures)
+            _log.error("no connection could be accepted (%s), %d times since the last report", error, self._failures)
             self._logged_s, self._failures = now, 0
 
 
@@ -338,12 +341,12 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
-    def asks(self) -> bool:
+    def awaits_request(self) -> bool:
         """Whether no complete request has arrived."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     @property
-    def stands(self) -> bool:
+    def is_stalled(self) -> bool:
         """Whether its client does not read what is sent."""
         return self.flow.write_paused
 

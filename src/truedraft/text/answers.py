@@ -1,7 +1,4 @@
-"""Answers split into text, reasoning and calls: by marks, or in channels, as gpt-oss writes them.
-
-A channel is a sequence of messages, each with a header that names the recipient.
-"""
+"""Answers split into text, reasoning and calls: by marks, or by channels (messages with headers) as of gpt-oss."""
 
 from __future__ import annotations
 
@@ -21,11 +18,8 @@ class ChannelReader:
     """Splits messages of several channels into text, reasoning and calls.
 
     A message to a function is a call, the channels "final" and "commentary" are text, and everything else is reasoning.
-    Other output in place of a header is text, and so is a call with arguments that are not a JSON object.
-
-    Args:
-        tools: functions that may be called; if empty, or if no further call is allowed, a call is reasoning.
-        formed: see `CallsReader`.
+    Other output in place of a header is text, and so is a call with arguments that are not a JSON object. If `tools` is
+    empty, or no further call is allowed, a call is reasoning.
 
     Attributes:
         reasoned: number of characters of the reasoning at the beginning of the answer, marks included.

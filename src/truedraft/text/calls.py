@@ -243,7 +243,6 @@ class CallsReader:
         return False
 
     def _give_up(self, held: str, found: list[str | CallDelta]) -> bool:
-        """Treat the marks of a rejected call as text; a call may begin after them."""
         marks = self._marks
         if not self._opening and self._raw and (marks or self._calls or self._body.name in self._tools):
             self._again = self._notation.separator.strip()
@@ -271,16 +270,14 @@ class RecordText(CallText):
     """Parser of a call that is a JSON object with a name and arguments; without `keys`, the object is the arguments.
 
     Worked example: in `{"name": "f", "arguments": {"x": [1, "}` the name is f and the arguments so far are the text
-    `{"x": [1, "}`. Arguments that are a string containing an object become that object when the string has ended.
-
-    Args:
-        keys: possible keys of the arguments; the first in the object counts.
+    `{"x": [1, "}`. Arguments that are a string containing an object become that object when the string has ended. The
+    first of `keys` in the object counts.
     """
 
-    def __init__(self, wanted: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str]) -> None:
         self.text = ""
         self.begun = False  # whether the opening brace was read
-        self._wanted = wanted
+        self._keys = keys
         self._whole = False  # whether the arguments ended
         self._end: int | None = None
         self._place = 0
@@ -297,9 +294,9 @@ class RecordText(CallText):
         self.text += more
         while self._place < len(self.text) and self._end is None and not self.fails and self._take():
             pass
-        if not self._wanted:
+        if not self._keys:
             self.value = self.text[: self._end].strip()
-        elif self._key in self._wanted and not self._whole:
+        elif self._key in self._keys and not self._whole:
             value = self.text[self._value_from :].strip()
             self.value = "" if value.startswith('"') else value
         self.broken = self._string_from or self._place  # an open string extends to the first quote of the next call
@@ -365,7 +362,7 @@ class RecordText(CallText):
             self.name = _string(value)
         elif self._key == "id":
             self.id = _string(value)
-        elif self._key in self._wanted and not self._whole:
+        elif self._key in self._keys and not self._whole:
             text = (_string(value) or "").strip()
             self.value = text if text.startswith("{") and text.endswith("}") else value
             self._whole = True

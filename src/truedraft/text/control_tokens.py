@@ -56,7 +56,6 @@ class ControlTokens:
         self._all = _Finder([*special, *marks], normalizer)
 
     def special_in(self, text: str) -> list[int]:
-        """Ids of the special tokens in a text, in order."""
         return [
             self._backend.convert_tokens_to_ids(self._special.tokens[number].content)
             for _, _, number in self._special.spans(text)
@@ -153,7 +152,7 @@ class ControlTokens:
             named.append(piece if typed else self._named(piece, spans))
         expected = self._backend(whole, verbose=False, add_special_tokens=False).input_ids
         if ids_of(self._copy, self._named(whole, self._all.spans(whole))) != list(expected):
-            raise PromptError(f"{refused}whose text it cannot tell from the token; leave it out")
+            raise PromptError(f"{refused}with a text that it cannot distinguish from the token; leave it out")
         return ids_of(self._copy, "".join(named))
 
     def _named(self, text: str, spans: Collection[tuple[int, int, int]]) -> str:

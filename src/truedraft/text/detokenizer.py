@@ -90,7 +90,6 @@ class StreamDetokenizer:
 
     @property
     def holding(self) -> bool:
-        """Whether text of the tokens so far is held back."""
         return self._held
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -187,12 +186,9 @@ class StopScanner:
 
 
 class TextStream:
-    """The text of one answer, token by token, ended by stop texts.
+    """The text of one answer, token by token, ended by stop texts; those that begin before `least_tokens` do not count.
 
-    Args:
-        tokenizer: None leaves the text empty.
-        least_tokens: of the answer; a stop text that begins earlier does not count.
-        shown: names by id of special tokens that the text shows.
+    Without a `tokenizer` the text is empty; `shown` has names by id of special tokens that the text shows.
 
     Raises:
         OptionError: stop texts without a tokenizer, or an empty one.

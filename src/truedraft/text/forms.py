@@ -90,12 +90,7 @@ class Prepared:
 
 
 class Forms:
-    """Makes forms for the requests of one model. Thread-safe.
-
-    Args:
-        vocab_size: ids that the model's logits cover.
-        eos_ids: ids that end an answer; the first ends one with a complete form.
-    """
+    """Makes forms for the requests of one model; thread-safe. The first of `eos_ids` ends a complete form."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -150,22 +145,15 @@ class Forms:
             return prepared
 
     def prepare(self, structured: Structured, owner: Hashable = None) -> Prepared:
-        """Make a form that does not exist yet, which may take seconds.
+        """Make a form that does not exist yet, which may take seconds; raises as `start`.
 
         Raises:
-            OptionError: it is no schema, expression or grammar, or exceeds a limit.
             FormMemoryError: the forms of open requests leave no room for it.
-            MissingExtraError: llguidance is not installed.
         """
         return self.make(structured, *self.grammar(structured), Trial(), owner)
 
     def grammar(self, structured: Structured) -> tuple[str, bool]:
-        """Return the form's grammar for llguidance, and whether compiling it is known to be fast.
-
-        Raises:
-            OptionError: it is no schema or expression, or too long.
-            MissingExtraError: llguidance is not installed.
-        """
+        """Return the form's grammar for llguidance, and whether compiling it is known to be fast; raises as `start`."""
         _ = self._guide  # raises if forms are impossible
         from llguidance import LLMatcher
 
@@ -272,10 +260,8 @@ class FormState:
     After a path where the grammar is too ambiguous to be followed no token is allowed, so that the request fails there
     whichever drafter drafts.
 
-    Args:
-        tokens: prompt and answer so far; the caller owns this list and appends to it.
-        prompt_tokens: number of leading tokens that are the prompt.
-        anew: compiles the form again if earlier answers used it up; returns None if that takes too long.
+    `tokens` and `prompt_tokens` are those of `Forms.start`. `anew` compiles the form again if earlier answers used it
+    up, and returns None if that takes too long.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Conversations in the form that a chat template accepts.
+"""Conversations in the form that a chat template accepts: calls as in a small conversation that it renders.
 
-The form of earlier calls is found by rendering a small conversation. If a template rejects a conversation, simpler ones
-are tried: agents send several user messages in a row, and system messages between others, but the templates of some
-families require alternating turns, or a single system message, or none.
+If a template rejects a conversation, simpler ones are tried: agents send several user messages in a row, and system
+messages between others, but some templates require alternating turns, or a single system message, or none.
 """
 
 from __future__ import annotations

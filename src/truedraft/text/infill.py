@@ -83,7 +83,6 @@ class Infilling:
         return [*begun, *tail, *head] if self.middle is None else [*begun, *head, *tail, self.middle]
 
     def _continued(self, text: str) -> list[int]:
-        """Encode a text that follows another; SentencePiece would put a space before it."""
         ids = self.control.literal_ids(text)
         if not ids or not str(self.tokenizer.backend.convert_ids_to_tokens(ids[0])).startswith("\u2581"):
             return ids

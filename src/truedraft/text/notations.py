@@ -14,11 +14,11 @@ from truedraft.errors import OptionError
 from truedraft.text.calls import CallText, NamedText, ParametersText, RecordText, Schemas, new_call_id, words_of
 from truedraft.text.forms import MOST_CHARACTERS
 from truedraft.text.schemas import (
-    beside_itself,
     moved,
     options_of,
     parts_of,
     referred_in,
+    self_contained,
     types_of,
     values_of,
 )
@@ -110,7 +110,7 @@ class Parameters:
         return NamedText(notation, lambda name: ParametersText(marks, closing, opening, tools.get(name)))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        schema = beside_itself(schema)
+        schema = self_contained(schema)
         _, arguments, layout = parts_of(schema)
         required = arguments.get("required")
         known = arguments.get("properties")
@@ -235,11 +235,7 @@ class Notation:
         return begin + self.separator.join(self.body.call(self, *call) for call in calls) + self.end
 
     def grammar(self, tools: Schemas, *, parallel: bool) -> Structured:
-        """A Lark grammar of one or more calls of these functions.
-
-        Raises:
-            OptionError: it would be longer than a form may be.
-        """
+        """A Lark grammar of one or more calls of these functions; an `OptionError` if it is too long for a form."""
         rules, size = list[str](), 0
         for number, (name, schema) in enumerate(tools.items()):
             for line in self.body.rules(self, name, schema or _ANY_ARGUMENTS, f"call_{number}"):
@@ -271,7 +267,6 @@ class Notation:
         return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")
 
     def literal(self, text: str) -> str:
-        """A text in Lark's notation, with special tokens by their ids."""
         if not text:
             return ""
         if not self.special:
@@ -426,11 +421,9 @@ REASONING: tuple[ReasoningMarks, ...] = (
 
 
 def notation_of(template: str, tokens: Mapping[str, int] | None = None) -> Notation:
-    """The notation of a chat template, with its reasoning marks.
+    """The notation of a chat template (several templates: their joined texts), with its reasoning marks.
 
-    Args:
-        template: its text; for several templates the joined texts.
-        tokens: ids of the tokens that the tokenizer matches as a whole, which marks may contain.
+    `tokens` has the ids of those that the tokenizer matches as a whole, which marks may contain.
     """
     found = next((each for each in NOTATIONS if all(text in template for text in each.shown)), UNKNOWN)
     marks = next((each for each in REASONING if each.opening in template or each.closing in template), None)

@@ -309,12 +309,10 @@ def unheld(schema: Any) -> str:
 
 
 def misfit(schema: Any, value: Any) -> str:
-    """How a JSON value violates a schema; "" if it does not.
-
-    Nothing is fetched, expressions take linear time, and a schema that would take too long is not checked.
+    """How a JSON value violates a schema; "" if it does not. Nothing is fetched, and expressions take linear time.
 
     Raises:
-        ValueError: the schema cannot be checked; says why.
+        ValueError: the schema cannot be checked, or not in reasonable time; says why.
         ImportError: jsonschema-rs is not installed.
     """
     if _places(schema) * len(json.dumps(value)) > _MOST_WORK:
@@ -473,7 +471,7 @@ def moved(schema: Any, to: str) -> Any:
     return found
 
 
-def beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def self_contained(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema that also contains itself as a definition, so that its parts' references work elsewhere."""
     defined, name = schema.get("$defs", {}), "arguments"
     if not isinstance(defined, dict):

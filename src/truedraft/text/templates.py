@@ -50,11 +50,7 @@ class TooMuchError(TemplateError):
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-    """The result of `apply_chat_template` of a transformers tokenizer, within the limits.
-
-    Raises:
-        TemplateError: the template exceeds a limit, or raised by transformers.
-    """
+    """The result of `apply_chat_template`; a `TemplateError` beyond the limits, or as transformers raises it."""
     stock = PreTrainedTokenizerBase.apply_chat_template
     if getattr(type(tokenizer), "apply_chat_template", None) is not stock:  # implemented in Python, like Mistral's
         return tokenizer.apply_chat_template(messages, **how)

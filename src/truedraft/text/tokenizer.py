@@ -103,20 +103,12 @@ class Tokenizer:
         return cls(backend, name)
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text, with the special tokens that the model expects around it (BOS for Llama).
-
-        Raises:
-            PromptError: the text has a lone surrogate.
-        """
+        """Encode a text with the special tokens around it (BOS for Llama); a `PromptError` for a lone surrogate."""
         refuse_half_characters(text)
         return list(self.backend(text, verbose=False).input_ids)
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Encode a part of a text, without special tokens.
-
-        Raises:
-            PromptError: the text has a lone surrogate.
-        """
+        """Encode a part of a text, without special tokens; a `PromptError` for a lone surrogate."""
         refuse_half_characters(text)
         return tuple(self.backend(text, verbose=False, add_special_tokens=False).input_ids)
 
@@ -277,7 +269,6 @@ class Tokenizer:
         return both[-1] if len(texts) == 2 and 0 < len(both) <= _MOST_CLOSING else None
 
     def _conversation(self, template: str | None) -> list[str]:
-        """A short conversation as the template writes it, up to the assistant's answer, and with a further turn."""
         from truedraft.text.templates import TooMuchError
 
         talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _WORD}]
@@ -451,11 +442,8 @@ class Vocabulary:
     and its chat-tuned sibling differ there), templates, truncation, and how text is split before merging.
 
     Attributes:
-        tokens: by id, added tokens included.
-        kind: the algorithm (BPE, Unigram, ...).
         rules: in order: merges, or the scores of the pieces.
         added: ids of the tokens that are matched as a whole before merging, special ones included.
-        special: ids that decoding drops.
         byte_fallback: whether tokens such as `<0x0A>` are decoded as bytes.
     """
 
@@ -493,7 +481,6 @@ class Vocabulary:
 
     @property
     def byte_values(self) -> dict[int, int]:
-        """By id the byte of each token that decodes to one raw byte."""
         if not self.byte_fallback:
             return {}
         return {number: int(token[3:5], 16) for number, token in self.tokens.items() if _BYTE_TOKEN.fullmatch(token)}
@@ -507,7 +494,6 @@ class Vocabulary:
         return digest.hexdigest()
 
     def difference(self, other: Vocabulary, name: str, other_name: str) -> str:
-        """One sentence on where the two first differ; empty if they do not."""
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
             mine, theirs = self.tokens.get(number), other.tokens.get(number)
             if mine != theirs:
@@ -537,8 +523,8 @@ def _rules(model: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     return kind, ()
 
 
-def holds_type(described: object, wanted: str) -> bool:
+def holds_type(described: object, kind: str) -> bool:
     """Whether a part of a tokenizer, or a part inside it, has the type."""
     if isinstance(described, dict):
-        return described.get("type") == wanted or any(holds_type(part, wanted) for part in described.values())
-    return isinstance(described, list) and any(holds_type(part, wanted) for part in described)
+        return described.get("type") == kind or any(holds_type(part, kind) for part in described.values())
+    return isinstance(described, list) and any(holds_type(part, kind) for part in described)

@@ -79,11 +79,7 @@ class Translation:
     def between(
         cls, target: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], ends: tuple[Sequence[int], Sequence[int]]
     ) -> Translation:
-        """Compare two vocabularies.
-
-        Raises:
-            VocabularyMismatchError: they share next to nothing.
-        """
+        """Compare two vocabularies; a `VocabularyMismatchError` if they share next to nothing."""
         theirs, ours = surfaces(target)[: sizes[0]], surfaces(draft)[: sizes[1]]
         meaning = first_ids(theirs, target)  # of several ids with the same text, the one that the tokenizer writes
         pairs = {own: meaning[text] for own, text in enumerate(ours) if text and text in meaning}
@@ -91,7 +87,7 @@ class Translation:
         if (shared := len(set(pairs.values()))) < _LEAST_SHARED:
             raise VocabularyMismatchError(
                 f"the tokenizers {target.name!r} and {draft.name!r} share {shared} tokens, too few to draft with; use "
-                "a draft whose tokenizer is nearer to the target's"
+                "a draft with a tokenizer that is nearer to the target's"
             )
         spelled = first_ids(ours, draft)
         spelling = GreedyRetokenizer(spelled, fallback=ends[1][0] if ends[1] else 0)
@@ -159,7 +155,6 @@ def first_ids(written: Sequence[bytes | None], tokenizer: Tokenizer) -> dict[byt
 
 
 def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids at the beginning of every text; some tokenizers have others at its end."""
     pairs = zip(tokenizer.encode(""), tokenizer.encode("a"), strict=False)
     return tuple(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -191,9 +186,7 @@ def _rounds(pairs: Mapping[int, int]) -> list[tuple[Tensor, Tensor]]:
 class Encoding:
     """Encodes parts of texts in one tokenizer's ids; `fallback` is an id for bytes without any token.
 
-    Attributes:
-        surfaces: by id the bytes that it writes inside a text.
-        pads: whether the tokenizer adds a space at the beginning of a text.
+    `surfaces` has by id the bytes that it writes inside a text, `pads` is whether a text begins with an added space.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, fallback: int) -> None:
@@ -206,11 +199,8 @@ class Encoding:
     def ids_after(self, known: bytes, text: bytes) -> list[int]:
         """Encode a text after the end of another, `known`; if that is empty, with the tokenizer's own space.
 
-        Worked example: with tokens "ab", " c" and "d", after "ab" the text " cd" is " c", "d"; after "a" the text "b c"
-        is spelled, because no token of "ab c" begins after "a".
-
-        Args:
-            text: whole characters, if `known` ends in whole ones.
+        If `known` ends in whole characters, so must the text. Worked example: with tokens "ab", " c" and "d", after
+        "ab" the text " cd" is " c", "d"; after "a" the text "b c" is spelled: no token of "ab c" begins after "a".
         """
         if not text:
             return []

@@ -97,7 +97,7 @@ def _columns(answers: Sequence[Answer | TruedraftError]) -> dict[str, Any]:
 
 
 def answers_on_ray(
-    model: str, device: str, wanted: Sequence[tuple[list[int], SamplingParams]]
+    model: str, device: str, requests: Sequence[tuple[list[int], SamplingParams]]
 ) -> Iterator[tuple[list[int], bool]]:
     """Answer prompts on a cluster, in order: an `Elsewhere` for training.
 
@@ -106,7 +106,7 @@ def answers_on_ray(
     Raises:
         TrainingError: an answer failed, or no worker could load the model.
     """
-    rows = [{"prompt": ids, **_differing(params)} for ids, params in wanted]
+    rows = [{"prompt": ids, **_differing(params)} for ids, params in requests]
     with connected():
         data = ray_module("ray.data")
         context = data.DataContext.get_current()
