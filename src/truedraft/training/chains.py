@@ -98,7 +98,8 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         }
 
     @abstractmethod
-    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains: ...
+    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains:
+        """The head along texts, in training."""
 
     def loop(
         self,
@@ -153,6 +154,8 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
 
 
 class _NumberedAnswers(WindowSampler):
+    """Whole answers, each with its number in the run: `[count, 3]`."""
+
     def batch(self, first: int, count: int) -> Tensor:
         return torch.cat([super().batch(first, count), torch.arange(first, first + count)[:, None]], 1)
 
@@ -256,8 +259,10 @@ class Texts:
     """Concatenated texts that the target has read.
 
     Attributes:
+        starts: the start of each text, and the end of the last.
         vectors: `[tokens, width]` of each layer.
         known: `[places, ids]`: the target's log probabilities of the draft's ids at the places of chains.
+        rows: the row in `known` of each token.
     """
 
     tokens: Tensor
@@ -309,6 +314,7 @@ class ChainLoss:
         return sums
 
     def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of weighted losses in `leaving`, sum of losses, acceptance probabilities `[rows]` or 1."""
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:

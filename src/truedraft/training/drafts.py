@@ -99,7 +99,7 @@ _PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, for measuring in the engi
 class OwnText:
     """Lets a student write the second half of a share of the sequences, at temperature 1, without a gradient.
 
-    A function of the seed, the sequence and the weights, so that resumed and distributed trainings have the same text.
+    The samples are a function of the seed, the sequence and the weights, so resumed and distributed trainings agree.
 
     Args:
         student: in training; the writer shares its weights.
@@ -113,7 +113,11 @@ class OwnText:
 
     @torch.no_grad()
     def __call__(self, batch: Tensor) -> Tensor:
-        """The sequences `[sequences, length + 1]`; the last token is never read, and stays."""
+        """The sequences `[sequences, length + 1]`; the last token is never read, and stays.
+
+        Raises:
+            TrainingError: the student failed.
+        """
         length = batch.shape[1] - 1
         kept = (length + 1) // 2
         keys = {place: zlib.crc32(str(row).encode()) for place, row in enumerate(batch.tolist())}
@@ -170,7 +174,7 @@ class DraftConfig(DraftSizeOptions):
     """What decides the draft in addition to the target and the data.
 
     The default loss is half forward KL, which learns all of the target's distribution, and half total variation, which
-    decides the acceptance rate.
+    decides the acceptance rate. `tokens` and `writing` are for prompts that the target answers.
     """
 
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
@@ -232,7 +236,7 @@ def train_draft(
     callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> DraftResult:
-    """Distil a draft for the target into the folder `out`, or resume; an ordinary model folder.
+    """Distil a draft for the target into the model folder `out`, or resume an interrupted training there.
 
     Of several processes (`Processes`) all return the main one's result.
 
@@ -350,7 +354,10 @@ def _planned(
 
 
 def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Callable[[str], None]) -> None:
-    """Repeating a text four times is nearly as good as new text; from forty times it adds nothing (2305.16264)."""
+    """Report a text that is read several times, and refuse one that is read too often to teach more.
+
+    Text repeated up to four times is nearly as good as new; from forty times on it adds nothing (2305.16264).
+    """
     config.curriculum.phases(stream, config.schedule, seed=config.seed)  # raises if it is too short
     total = config.schedule.total_steps * config.curriculum.tokens_per_step
     times = total / len(stream)

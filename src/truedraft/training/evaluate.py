@@ -150,8 +150,8 @@ class EngineEvaluation:
     def departs(self, tokens: int, rounds: int) -> bool:
         """Whether prediction and measurement differ by more than a twentieth and than chance explains.
 
-        Some round does so in one of a hundred sound trainings, with `rounds` compared rounds. The prediction from `tokens`
-        tokens is assumed to vary as the measurement does, and at least as a count of so many accepted tokens.
+        Some of `rounds` compared rounds does in one of a hundred sound trainings. A prediction from `tokens` is
+        assumed to vary as the measurement does, and at least as a count of so many accepted tokens.
         """
         promised, served = self.about.get("promised"), self.tokens_per_call
         if promised is None or served is None or len(self.answers) < _FEWEST:

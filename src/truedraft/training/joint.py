@@ -121,7 +121,7 @@ class Backbone:
 
 @dataclass(frozen=True)
 class JointObjective:
-    """KL(p0 || p) plus `heads_share` (lambda_0) times the heads' loss; gradients of both reach the target."""
+    """KL(p0 || p) plus `heads_share` (lambda_0) times the heads' loss towards p0; both gradients reach the target."""
 
     backbone: Backbone
     head: VectorHead
@@ -197,7 +197,9 @@ _STAGE_1_ONLY = frozenset({"reads_token", "optimizer", "positions_per_step", "wi
 
 
 def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
-    """Train heads (skipped with `start_from`), then heads and target; write `out/target`, and heads in `out`.
+    """Train heads, then heads and target; write `out/target`, and heads for it in `out`.
+
+    With `start_from` the first stage is skipped.
 
     Raises:
         MissingExtraError: adapters are needed, and peft is not installed.

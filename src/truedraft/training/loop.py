@@ -71,7 +71,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement every `every` steps and after the last, for the log; it changes no weight and no random state."""
+    """Runs every `every` steps and after the last, for the log; it changes no weight and no random state."""
 
     every: int
     values: Callable[[], Mapping[str, float]]
@@ -247,7 +247,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The folder of one training: its checkpoint, log and run record. Only the main process writes it.
+    """The folder of one training, written only by the main process.
 
     Raises:
         OptionError: the folder holds a training with another configuration.
@@ -357,7 +357,8 @@ class TrainingLoop:
     ) -> Progress:
         """Train to step `until` (default: to the end), from the checkpoint if there is one, to the same bits.
 
-        Ctrl-C, or `time_is_up`, writes a checkpoint after the step; a second Ctrl-C interrupts at once.
+        Ctrl-C, or `time_is_up`, writes a checkpoint after the step, because a half-done step cannot be saved; a second
+        Ctrl-C interrupts at once.
         """
         last = self.total_steps if until is None else min(until, self.total_steps)
         self._resume()
@@ -488,7 +489,11 @@ class Interrupts:
         self.waiting = True
 
     def let_through(self) -> None:
-        """Do what the interruption would have done, if there was one."""
+        """Do what the interruption would have done, if there was one.
+
+        Raises:
+            KeyboardInterrupt: with the default handler.
+        """
         if self.waiting:
             self.waiting = False
             self._before(signal.SIGINT, None)

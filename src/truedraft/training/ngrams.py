@@ -52,7 +52,6 @@ class NgramConfig(NgramSizeOptions, TextOptions):
 
     Attributes:
         answers: how the target writes the answers to count; None counts the data.
-        seed: of the order of prompts where time is limited.
 
     Raises:
         OptionError: a value out of its range.
@@ -110,10 +109,10 @@ def train_ngrams(
     callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> NgramResult:
-    """Count a table for the target into the folder `out`, replacing an existing one, and measure it in the engine.
+    """Count a table for the target into the folder `out`, replacing an existing one, and measure it.
 
-    An interrupted run resumes after the written answers when it is called again. Arguments are those of `train_draft`;
-    no files mean the standard library of the running interpreter, for the embedded target only.
+    An interrupted run resumes after the written answers. Arguments as in `train_draft`; no files mean the standard
+    library of the running interpreter, for the embedded target only.
 
     Raises:
         ModelError: the target cannot be loaded or has no tokenizer.
@@ -182,7 +181,6 @@ def _write_record(result: NgramResult, target: object, model: LanguageModel, cal
 
 
 def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) -> tuple[Source, str]:
-    """The data to count and to measure on, and a description of the former."""
     if not data:
         texts, pieces = standard_library_texts()
         others = read_texts(held_out, tokenizer) if held_out else pieces
@@ -227,7 +225,7 @@ def _encoded(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in parts that end at line ends where possible, so that one long text is not encoded at once."""
+    """Parts of a text that end at line ends where possible, so that a long text is not encoded at once."""
     start = 0
     while start < len(text):
         end = min(start + _PIECE, len(text))
@@ -337,7 +335,6 @@ def count_ngrams(
         min_count: n-grams of three or more tokens that occur less often are left out, and their mass is backed off.
         max_bytes: limit of the table's arrays; `min_count` is raised until they fit.
         tokenizer: fingerprint of the ids.
-        on_progress: called with the number of finished passes over the n-grams, and of all.
 
     Raises:
         DataError: there is no token, or n-grams of one and two tokens already take more bytes.
@@ -405,7 +402,7 @@ def _discount(weights: NDArray[np.int64]) -> float:
 def _count(
     texts: Sequence[Sequence[int] | NDArray[np.integer[Any]]], vocab_size: int, order: int, done: Callable[[], None]
 ) -> list[_Counted]:
-    """Occurrences and weights of all n-grams; those of one token are all ids, whether they occur or not."""
+    """Occurrences and weights of all n-grams; those of one token are all ids."""
     ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
     depth = np.concatenate([np.arange(len(text)) for text in texts])  # tokens before each in its text
     none = np.zeros(0, np.int64)
@@ -428,7 +425,7 @@ def _count(
 
 
 def _continued(own: _Counted, suffixes: NDArray[np.int64], starts: NDArray[np.int64]) -> _Counted:
-    """N-grams shorter than the longest: each is weighted by the number of different tokens before it."""
+    """Weight n-grams shorter than the longest by the number of different tokens before them."""
     size = len(own.times)
     begun = np.bincount(starts, minlength=size) > 0
     return _Counted(own.times, own.tokens, own.prefixes, own.suffixes, np.bincount(suffixes, minlength=size) + begun)
@@ -440,13 +437,6 @@ def _levels(
     kept: Sequence[NDArray[np.bool_]],
     backoffs: Sequence[NDArray[np.float64]],
 ) -> list[Level]:
-    """The arrays of a table, without the n-grams that are left out.
-
-    Args:
-        probs: probabilities of these n-grams.
-        kept: whether each is in the table.
-        backoffs: of those that are contexts.
-    """
     levels: list[Level] = []
     empty: NDArray[Any] = np.zeros(0)
     top = int(probs[0].argmax())
@@ -485,16 +475,15 @@ def _best(
     probs: NDArray[np.float64],
     keep: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The likeliest token after each context, and its probability.
+    """The top-1 token after each context, and its probability.
 
-    It is the likeliest one in the table, or else the likeliest after the shorter context: if that one were in the
-    table, too, its probability would be higher than what is backed off to it.
+    It is the top-1 token in the table, or else that after the shorter context: if that one were in the table, too, its
+    probability would be higher than what is backed off to it.
 
     Args:
         shorter: the result for contexts that are one token shorter.
         suffixes: indices of the shorter contexts.
         longer: the n-grams of these contexts and one token.
-        keep: whether each longer n-gram is in the table.
     """
     tokens, likely = shorter[0][suffixes], backoff * shorter[1][suffixes]
     prefixes, own_tokens, own_probs = longer.prefixes[keep], longer.tokens[keep], probs[keep]

@@ -1,7 +1,7 @@
 """Processes that train together, launched by `accelerate launch` or `torchrun`.
 
-Each reads its part of the batch of each step, and the gradients are summed, so that the result is that of one process
-up to the order of sums in float32. The main process does all else while the others wait.
+Each reads its part of every batch, and gradients are summed: the result is that of one process up to the order of
+sums in float32. The main process does all else while the others wait.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ _PATIENCE = timedelta(days=14)  # timeout of waiting processes: the target may w
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of one training, and the rank of this one, from 0.
-
-    With `together` results are summed; otherwise a process works on its part by itself, to measure the time.
-    """
+    """The processes of one training, and the rank of this one; without `together` it works by itself."""
 
     rank: int = 0
     count: int = 1
@@ -43,7 +40,6 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes, measures and reports."""
         return self.rank == 0
 
     def part(self, count: int) -> slice | None:
@@ -87,7 +83,7 @@ class Processes:
                     distributed.all_reduce(weight.grad)
 
     def refuse_several(self, what: str) -> None:
-        """Refuse several processes for work of a single one.
+        """Raise if there are several.
 
         Raises:
             OptionError: there are several.

@@ -32,8 +32,7 @@ FOLDER = "tracker"
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort of a training: its updates, positions in them (repeated ones count each time), and seconds of the
-    updates."""
+    """Updates of a training, positions in them (repeated ones count each time), and seconds of the updates."""
 
     written_tokens: int
     steps: int
@@ -74,13 +73,10 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class JointReport:
-    """The results of stage 2.
+    """The results of stage 2; losses are means over `loss_tokens` held-out tokens, in nats.
 
     Attributes:
         lora_rank: of the merged adapters; 0 where all weights were trained.
-        loss_before: of the old target on held-out text, in nats per token.
-        loss_after: of the new target on held-out text, in nats per token.
-        loss_tokens: number of tokens of these means.
         before: the old heads with the old target.
     """
 
@@ -212,7 +208,7 @@ def base_name(target: str) -> str:
 
 
 def licence_of(target: str) -> str | None:
-    """The licence in a target's own files, as hubs name it; None where they name none."""
+    """The licence in a target's own files, as hubs name it."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -280,8 +276,7 @@ def pair_facts(report: PairReport) -> dict[str, str]:
 
 
 class Tracker:
-    """Reports losses, rates and accuracies to a tracker at each step, and the predicted and measured lengths at the
-    end.
+    """Reports the steps of a training, and the predicted and measured lengths, to a tracker.
 
     Raises:
         MissingExtraError: accelerate is not installed, or the tracker's package.
@@ -322,7 +317,7 @@ class Tracker:
         self._accelerator.end_training()
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Start the tracker with the first values, so that a refused training leaves nothing on disk."""
+        """Starts the tracker with the first values, so that a refused training leaves nothing on disk."""
         if self._accelerator is None:
             from accelerate import Accelerator
 

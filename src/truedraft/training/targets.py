@@ -1,11 +1,8 @@
 """Distillation targets of heads: the target's distributions at the rows of its own answers, computed or stored.
 
-Computing a distribution from a stored vector takes one product with the LM head, vocabulary x width, for each row in
-each epoch. A stored distribution is read: 4 bytes for each of the likeliest ids and 2 for each log-probability, and one
-for the rest, together 386 bytes a row at 64 ids. That is faster for a large vocabulary; it is an approximation, see
-`KeptTarget`.
-
-`NAME.dist_ids` holds the ids as int32 `[tokens, kept]`, `NAME.probs` the logs as float16 `[tokens, kept + 1]`.
+Computing takes one product with the LM head for each row in each epoch. Stored are 4 bytes for each of the top ids
+(`NAME.dist_ids`, int32 `[tokens, kept]`) and 2 for each log-probability and one of the rest (`NAME.probs`, float16
+`[tokens, kept + 1]`), 386 bytes a row at 64 ids: faster for a large vocabulary, but an approximation.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ class TargetRows:
     Attributes:
         labels: `[rows]`, int64: the drawn tokens; with `ids` the bucket of each.
         log_probs: `[rows, buckets]`, float32; None where the loss needs only labels.
-        ids: `[rows, buckets - 1]`: the ids with their own bucket; the last bucket is all others together. None where
-            every id of the vocabulary has its own.
+        ids: `[rows, buckets - 1]`: ids with their own bucket; the last bucket is all others. None: every id has one.
     """
 
     labels: Tensor
@@ -55,8 +51,7 @@ class TargetRows:
     def losses(self, student_logits: Tensor, rows: Tensor, loss: DistillationLoss) -> Tensor:
         """The loss of each guess, `[guesses]`.
 
-        The student's buckets are computed the same way: z at the ids for logits z, and log sum exp z over the rest.
-        Tokens of the rest share its gradient in proportion to their probability.
+        The student's rest is log sum exp of its logits there; its tokens share the gradient by their probability.
 
         Args:
             student_logits: `[guesses, vocab]`.
@@ -84,7 +79,7 @@ def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: Distillati
 
 @dataclass(frozen=True)
 class ComputedTarget:
-    """The target's distributions, computed from its stored vectors by its LM head when they are needed."""
+    """The target's distributions, computed from its stored vectors when they are needed."""
 
     lm_head: LmHead
     loss: DistillationLoss
@@ -95,14 +90,13 @@ class ComputedTarget:
 
 @dataclass(frozen=True)
 class KeptTarget:
-    """The target's distributions stored with its vectors: its likeliest tokens, and the rest as one bucket.
+    """The target's distributions stored with its vectors: its top tokens, and the rest as one bucket.
 
-    Student and target are compared on these few buckets, so a label outside of them counts as the rest.
+    A label outside of the top tokens counts as the rest.
 
     Attributes:
-        ids: int32 `[rows, kept]`: the likeliest tokens of each row of the text, the likeliest first; mapped from disk.
-        logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of the probability of all others
-            together.
+        ids: int32 `[rows, kept]`: the top tokens of each row of the text, the first the likeliest; mapped from disk.
+        logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of all others together.
     """
 
     ids: NDArray[np.int32]
@@ -135,7 +129,6 @@ def keep_target(
     Args:
         text: written by the target; its files never change once they are written.
         kept: ids of each row; fewer where the vocabulary has no more.
-        on_progress: called with the number of finished rows, and of all.
 
     Raises:
         TrainingError: the files cannot be written.

@@ -1,7 +1,4 @@
-"""The folder and the time of a training: a full disk, one process at a time, removing working files, time limits.
-
-Also formats bytes and seconds.
-"""
+"""The folder and the time of a training: a full disk, one process at a time, working files, time limits."""
 
 from __future__ import annotations
 
@@ -185,7 +182,7 @@ class TimeBudget:
         return self.minutes is not None
 
     def loaded(self) -> None:
-        """Mark the end of loading and trials: from now on shares are of the remaining time."""
+        """Mark the end of loading and trials: shares are of the remaining time from now on."""
         self._loaded = self._clock()
 
     def left_s(self, share: float = 1.0) -> float:
@@ -200,8 +197,7 @@ class TimeBudget:
         return self.left_s(share) <= 0.0
 
     def within(self, seconds: float) -> Callable[[], bool]:
-        """A function that returns whether `seconds`, or the whole budget, have passed; without a limit it returns
-        False."""
+        """A function that returns whether `seconds`, or the whole budget, have passed; False without a limit."""
         end = self._clock() + seconds
         return lambda: self.limited and (self._clock() >= end or self.over())
 
@@ -213,7 +209,7 @@ class TimeBudget:
         return max(1, min(most, int(_MARGIN * left_s / max(step_s, 1e-9))))
 
     def buys(self, steps: int, asked: int, words: str, on_note: Callable[[str], None]) -> None:
-        """Report the effect of few steps, before the time is spent on them; `asked` is the number without a time limit.
+        """Report the effect of few steps, before the time is spent on them.
 
         Raises:
             TrainingError: the steps are too few for a useful drafter.

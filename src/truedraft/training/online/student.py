@@ -43,8 +43,7 @@ _numbers = itertools.count()
 
 
 class Candidate:
-    """A module in evaluation mode and its served dtype, with replays that are stored with the answers under a unique
-    number.
+    """A module in evaluation mode and its served dtype, with a unique number for its replays of answers.
 
     `version` is its number as a served module, 0 for the original.
     """
@@ -69,8 +68,7 @@ def tokens_a_place(candidate: Candidate, answers: Iterable[Answered]) -> float:
 
 
 class GainTest:
-    """Evidence that differences are above 0 on average; `now` and `most` are its logarithm and the maximum of that so
-    far.
+    """Evidence that differences are above 0 on average; `now` and `most` are its logarithm and the maximum so far.
 
     The bet is the mean of the earlier differences over the mean of their squares, with which the product grows nearly
     as fast as possible (2010.09686, appendix B.3); without a gain the bets are almost 0.
@@ -97,12 +95,8 @@ class GainTest:
 class Comparison:
     """Compares a served module `old` and a candidate `new` on answers as they come, each answer once.
 
-    A later candidate may continue an earlier one's comparison: the candidate is chosen before an answer is read, so
-    evidence of a gain is evidence that some of them had one.
-
-    Attributes:
-        count: answers compared so far.
-        own: answers compared with the current `new`.
+    A later candidate may continue an earlier one's comparison: it is chosen before an answer is read, so evidence of a
+    gain is evidence that some of them had one. `own` answers were compared with the current `new`.
     """
 
     def __init__(self, new: Candidate, old: Candidate, level: float, seen: set[int]) -> None:
@@ -117,7 +111,6 @@ class Comparison:
         self.new, self.own, self._own_gain = new, 0, 0.0
 
     def waiting(self, answers: Iterable[Answered]) -> list[Answered]:
-        """The answers that were not compared yet."""
         return [each for each in answers if each.number not in self._seen]
 
     def see(self, answer: Answered) -> None:
@@ -219,7 +212,6 @@ class Student:
         return True
 
     def _try_shadow(self) -> None:
-        """Make the present shadow the candidate, if that is due."""
         trial = self._trial
         if self._steps < _STEPS or (trial is not None and (trial.own < OWN or trial.gains)):
             return
@@ -242,7 +234,6 @@ class Student:
     # ------------------------------------------------------------------------------------- judging
 
     def _score(self) -> bool:
-        """Replay one answer for the compared modules, and act on the result."""
         missing = next(self._missing(), None)
         if missing is None:
             return False
@@ -253,7 +244,6 @@ class Student:
         return True
 
     def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
-        """Answers with candidates that were not replayed on them."""
         fresh, old = self.traffic.answers(self.traffic.held)
         pending: list[tuple[Answered, list[Candidate]]] = []
         if self._winner is not None:
@@ -293,7 +283,7 @@ class Student:
             self._start_over()
 
     def _judge_winner(self, winner: _Winner, answers: Sequence[Answered]) -> None:
-        """Promote a candidate that gains, or a fraction of its change where older answers would lose; or none."""
+        """Promote a candidate, or a fraction of its change where older answers would lose; or none."""
         compared = {each.number for each in (winner.now, self.served, self.origin)}
         *older, newest = winner.among(answers)
         if not all(compared <= answer.scores.keys() for some in (*older, newest) for answer in some):
@@ -328,7 +318,7 @@ class Student:
         self.rollbacks += 1
 
     def _put(self, candidate: Candidate) -> None:
-        """Serve a candidate, then record it as served, so that a disk failure does not stop serving."""
+        """Serve a candidate before it is recorded, so that a disk failure does not stop serving."""
         self._serve(candidate.module)
         _log.info("version %d of the %s is served from now on", candidate.version, self._learnable.plural)
         if self._versions is not None:

@@ -1,8 +1,6 @@
-"""Learned modules on disk: whole versions, and a file that names the served one.
+"""Learned modules on disk: `FOLDER/versions/N`, and `FOLDER/current.json`, which names the served one.
 
-`FOLDER/versions/N` is a folder as `truedraft train` writes it, and `FOLDER/current.json` names N. A version is written
-under another name and renamed when it is complete, and only then named as served, so a process that is killed leaves a
-version that loads. No text is written.
+A version is complete before it is named as served, so a process that is killed leaves one that loads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Let a target write the text that heads are trained on (self-distillation, Medusa 2401.10774, section 2.3.2).
 
-Our own engine writes the answers, in batches. The hidden states are kept as it samples from them, so no second pass
-over the text is needed.
+The hidden states are kept as the engine samples from them, so no second pass over the text is needed.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ class Watch:
         written: the kind of text, as "answers".
         share: of the budget at which the writing ends.
         begun: whether a training on the written text has begun, so that nothing is added.
-        on_forecast: called once, after the first steps, with an upper limit of the remaining seconds; None reports the
-            lower of that and the budget's remaining time.
+        on_forecast: called once with an upper limit of the remaining seconds; None reports it as a note.
     """
 
     what: str = "writing text"
@@ -126,8 +124,7 @@ def write_answers(
     Args:
         prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
         name: of the files, see `AnswerFiles`.
-        watch: for progress and the stopping time, when running answers are cut and the written ones are returned; None
-            reports nothing and never stops.
+        watch: at its stopping time running answers are cut and the written ones returned; None never stops.
         width: entries of each vector that are kept; None keeps all that heads read, 0 none.
         least: answers written even if the time is up; None is one at each temperature.
         least_tokens: of each of these, unless it ends before.
@@ -172,7 +169,7 @@ def _write_elsewhere(
     width: int,
     watch: Watch,
 ) -> None:
-    """Let other machines answer the remaining prompts until it must stop; the vectors are recomputed here."""
+    """Let other machines answer the remaining prompts; the vectors are recomputed here."""
     remaining = [(prompt, config.params(number)) for number, prompt in enumerate(prompts)][len(files.records) :]
     if not remaining or watch.over():
         return
@@ -193,11 +190,10 @@ def hidden_of(target: LanguageModel, record: WrittenAnswer) -> Tensor:
 
 
 class ThreadTrial:
-    """Runs the steps of a loop alternately on all of torch's threads and on one, then on whichever was faster; only on
-    the CPU.
+    """Runs steps on all of torch's threads and on one, then on whichever was faster; only on the CPU.
 
-    A step of a small model takes a few hundred microseconds in many parts, and threads synchronise after each. Where
-    they share a processor core, or wait for one, a second thread makes it slower.
+    A step of a small model has many short parts, and threads synchronise after each. Where they share a processor core,
+    or wait for one, a second thread makes it slower.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -298,6 +294,5 @@ def _written(
 
 
 def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: WritingConfig) -> list[list[int]]:
-    """The prompts, cut at the front to leave room for the answer."""
     most = max(1, target.context_length - config.answer_tokens)
     return [list(prompt)[-most:] for prompt in prompts]

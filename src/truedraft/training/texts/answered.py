@@ -1,7 +1,6 @@
 """Prompts for a target from data files and by itself, and its answers to them.
 
-After only the opening of a user's turn an instruct model writes questions like those of its training data (Magpie,
-2406.08464).
+After the opening of a user's message an instruct model writes questions like its training data (Magpie, 2406.08464).
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class Writing:
         return ask_itself(model, count, self.folder, seed=how.seed + 2, watch=watch, elsewhere=how.elsewhere)
 
     def answers(self, model: LanguageModel, prompts: Sequence[Sequence[int]], asks: bool) -> list[WrittenAnswer]:
-        """The target's answers to prompts and, with `asks`, to its own questions: as many as are missing, at least half
-        of all."""
+        """Answers to prompts and, with `asks`, to its own questions: the missing ones, at least half of all."""
         count = -(-self.tokens // self.how.answer_tokens)
         if asks:
             prompts = [*prompts, *self.ask(model, max(count // 2, count - len(prompts)))]
@@ -119,7 +117,7 @@ def names_of(data: Iterable[Path]) -> str:
 
 
 def opening_of(tokenizer: Tokenizer) -> list[int]:
-    """The ids of an empty user's turn: what the chat template has before the message.
+    """The ids of an empty user's message: what the chat template has before the text.
 
     Raises:
         DataError: there is no chat template, or it does not contain the message unchanged.
@@ -143,8 +141,7 @@ def ask_itself(
     watch: Watch | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> list[list[int]]:
-    """Let an instruct model write up to `count` questions, or resume after an interruption; returns prompts in its chat
-    template.
+    """Let an instruct model write up to `count` questions, or resume; returns prompts in its chat template.
 
     Raises:
         DataError: the target has no chat template.
@@ -176,10 +173,7 @@ def ask_itself(
 
 
 def distinct(questions: Iterable[str]) -> list[str]:
-    """Questions without near duplicates, which share most of their trigrams of words with an earlier one.
-
-    Surrounding spaces are removed, and so are questions of a few characters.
-    """
+    """Questions of more than a few characters without near duplicates, which share most trigrams of words."""
     kept: list[str] = []
     first: dict[tuple[str, ...], int] = {}  # the first question with a run
     for text in map(str.strip, questions):

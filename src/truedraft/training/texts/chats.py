@@ -42,8 +42,7 @@ class ChatTexts:
         """The text of one chat; `place` is for errors.
 
         Args:
-            record: its messages, or an object that has them as "messages" or "conversations", optionally with "system"
-                and "tools".
+            record: its messages, or an object that has them as "messages" or "conversations", and "system" and "tools".
 
         Raises:
             DataError: it is no chat, there is no template, or the template refuses it.
@@ -146,7 +145,6 @@ def _call(call: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """The value of a JSON text; anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -50,7 +50,6 @@ def read_data(paths: Iterable[Path], tokenizer: Any, *, empty: bool = False) -> 
         paths: as in `read_texts`. An object with "prompt", or a chat with a last message that is not the assistant's,
             is a prompt.
         tokenizer: from transformers; its chat template formats chats, and prompts as a user's message where it has one.
-        empty: whether there may be no texts and prompts.
 
     Raises:
         DataError: as `read_texts`, or a prompt is neither a text nor token ids.
@@ -150,8 +149,7 @@ class Encoder(Protocol):
 
     eos_token_id: int
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of the text."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 def as_stream(texts: Iterable[str], tokenizer: Encoder, answers: Iterable[Sequence[int]] = ()) -> NDArray[np.uint32]:
@@ -189,8 +187,8 @@ def stream_hash(stream: NDArray[np.uint32]) -> str:
 class BlockSampler:
     """Blocks of one length from a stream: a pure function of an index, so that resuming needs no state.
 
-    In each epoch the stream is cut at a new random offset and the blocks are visited in a new random order. A block has
-    one token more than the model reads: inputs are `block[:-1]`, labels `block[1:]`.
+    In each epoch the stream is cut at a new random offset and the blocks are in a new random order. Inputs are
+    `block[:-1]`, labels `block[1:]`.
     """
 
     stream: NDArray[np.uint32]
@@ -230,8 +228,7 @@ class BlockSampler:
 class Curriculum:
     """Lengths of sequences and sizes of batches, in tokens.
 
-    Attention costs less in short sequences, so most of the training uses them; the decay uses long ones, so that every
-    position of the context has been trained.
+    Training uses short sequences, where attention costs less; the decay long ones, so that it trains every position.
     """
 
     stable_length: int = 512

@@ -1,8 +1,7 @@
 """Prompts cut from texts for the target to continue, so that drafters learn from its own answers.
 
-The embedded target continues Python, so its prompts come from the standard library of the running interpreter. The
-files from which the shipped held-out prompts were cut are not used for training: the tree is chosen on other places of
-those files, and acceptance is measured on the shipped prompts themselves.
+For the embedded target they come from the standard library of the running interpreter, except from the files of the
+shipped held-out prompts.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class PromptSets:
     """Prompts as token ids, in three parts that share no text.
 
     Attributes:
-        train: the target's answers to these are for training.
-        tree: the target's answers to these are for choosing trees and for measuring accuracy during training.
+        train: for training.
+        tree: for choosing trees and for measuring accuracy during training.
         text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
         apart: approximate number of `train` that share no text; None is all of them.
         source: a description of what the held-out prompts were cut from; empty where unknown.
@@ -51,16 +50,12 @@ class PromptSets:
 
     @property
     def promised_on(self) -> str:
-        """A description of the text of the predictions, which hold for similar text."""
         source = f" from {self.source}" if self.source else ""
         return f"the target's answers to {len(self.tree)} held-out prompts{source}"
 
     def __post_init__(self) -> None:
-        """Refuse empty parts.
-
-        Raises:
-            DataError: one is empty.
-        """
+        """Raises:
+        DataError: a part is empty."""
         for name in ("train", "tree", "test"):
             if not any(len(prompt) for prompt in getattr(self, name)):
                 raise DataError(f"there are no prompts to {_USES[name]}: give more text")
@@ -181,7 +176,7 @@ def keep_back(texts: Sequence[str], share: float) -> tuple[list[str], list[str]]
 
 
 def _divide(texts: Sequence[str], place: int) -> tuple[list[str], list[str]]:
-    """Texts before and after a character of all of them; the text with it is cut at the start of a line."""
+    """Texts before and after a character of all of them, cut at the start of a line."""
     before: list[str] = []
     after: list[str] = []
     for text in texts:
@@ -234,7 +229,6 @@ def standard_library_texts() -> tuple[list[str], list[str]]:
 
 
 def _others(library: Mapping[str, str], shipped: Sequence[Mapping[str, object]]) -> list[str]:
-    """The files of a library that no shipped prompt was cut from."""
     names = {str(record["file"]) for record in shipped}
     texts = [text for name, text in library.items() if name not in names]
     if not texts:

@@ -1,8 +1,8 @@
-"""Self-distillation data: a target's answers, with the vector from which each token was drawn, and batches of them.
+"""Self-distillation data: a target's answers, with the vector from which each token was drawn.
 
-Answers are appended one by one on disk. `NAME.jsonl` holds one JSON object a line: {"prompt": [...], "answer": [...],
-"temperature": t, "stopped": b}. `NAME.hidden` holds the vectors that entered the LM head as bfloat16, one for each
-token of each answer, in the order of the lines. `NAME.json` records the target and the configuration.
+`NAME.jsonl` holds one JSON object a line: {"prompt": [...], "answer": [...], "temperature": t, "stopped": b};
+`NAME.hidden` the vectors that entered the LM head as bfloat16, one for each token, in the order of the lines;
+`NAME.json` the target and the configuration.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class SelfDistillationData:
     """Answers of a target and their vectors.
 
     Attributes:
-        bits: uint16 `[tokens, width]`: the vectors as the bits of bfloat16, mapped from disk; token i of all
-            concatenated answers was drawn from row i.
+        bits: uint16 `[tokens, width]`: bits of bfloat16 vectors, mapped from disk; row i gave token i of all answers.
     """
 
     records: list[WrittenAnswer]
@@ -74,8 +73,7 @@ class SelfDistillationData:
         return torch.from_numpy(np.array(self.bits[rows]).view(np.int16)).view(torch.bfloat16)
 
     def beginnings(self, tokens: int) -> SelfDistillationData:
-        """The beginnings of answers, about `tokens` in all: parts of many answers are more informative than a few whole
-        ones.
+        """The beginnings of answers, about `tokens` in all, more informative than a few whole ones.
 
         They are taken in pairs, one for each kind of trees, and each has at least its first `_BEGINNING` tokens.
         """
@@ -100,10 +98,7 @@ class SelfDistillationData:
 
 
 class AnswerFiles:
-    """The files of a `SelfDistillationData` while it is being written.
-
-    A kill leaves only whole answers: a vector is written before its line, and anything without a whole line is cut off
-    when the files are opened again.
+    """The files of a `SelfDistillationData` while it is being written; a kill leaves only whole answers.
 
     Args:
         identity: what decides the answers: target, prompts, temperatures, seed.
@@ -211,8 +206,7 @@ class CollatedBatch:
     Attributes:
         hidden: `[rows, width]`: the vectors of all positions of the windows, and of those that heads reach from them.
         tokens: `[rows]`, int64: the token that was drawn from each.
-        places: `[positions]`, int64, ascending: the rows at which heads guess; after each there are as many rows of the
-            same answer as heads reach.
+        places: `[positions]`, int64, ascending: the rows at which heads guess, each followed by rows that they reach.
         rows: `[rows]`: the rows of the text.
     """
 
@@ -226,12 +220,8 @@ class CollatedBatch:
 class WindowSampler:
     """Windows of up to `length` positions, in a new random order in each epoch: a pure function of an index.
 
-    Neighbouring positions share the distributions of their targets, so a window costs far less than its positions one
-    by one.
-
-    Attributes:
-        reach: number of tokens after the next that are guessed.
-        length: positions of a window; the last of an answer has fewer.
+    Neighbouring positions share the distributions of their targets, so a window costs less than scattered positions.
+    `reach` is the number of tokens after the next that are guessed.
 
     Raises:
         DataError: no answer is longer than the heads reach.

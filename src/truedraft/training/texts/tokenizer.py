@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of an embedded name, a folder (with or without a model) or a hub name; no remote code is run.
+    """The tokenizer of an embedded name, a folder or a hub name; no remote code is run.
 
     Where it has no end-of-text token, it gets the one of the model's configuration.
 
