@@ -46,7 +46,7 @@ _LENGTHS = (2, 4)  # of measured chains, in addition to the trained length
 
 @dataclass(frozen=True)
 class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig):
-    """Configuration for training a head on vectors of several layers, along chains of several steps.
+    """A training of a head on vectors of several layers, along chains of several steps.
 
     Raises:
         OptionError: a value out of its range.
@@ -218,7 +218,7 @@ class Chains(ABC):
         return chains_in(answer, self.head.reach)
 
     def acceptance(self, leaving: Tensor) -> Tensor | None:
-        """The head's logits `[rows]` of the acceptance probabilities; None where it predicts none."""
+        """Logits `[rows]` of acceptance probabilities; None where the head predicts none."""
         return None
 
     def logits(self, vectors: Tensor) -> Tensor:
@@ -285,10 +285,8 @@ class Texts:
 class ChainLoss:
     """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
 
-    Args:
-        loss: between the distributions, over the draft's ids.
-        decay: the weight of each step relative to the one before. None weights each token by the probability that all
-            tokens before it in its chain are accepted, the product of their sum min(p, q), without a gradient.
+    `decay` None weights each token by the probability that all tokens before it in its chain are accepted, the product
+    of their sum min(p, q), without a gradient.
     """
 
     chains: Chains

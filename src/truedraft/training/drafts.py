@@ -100,10 +100,7 @@ class OwnText:
     """Lets a student write the second half of a share of the sequences, at temperature 1, without a gradient.
 
     The samples are a function of the seed, the sequence and the weights, so resumed and distributed trainings agree.
-
-    Args:
-        student: in training; the writer shares its weights.
-        share: in [0, 1], the probability of each sequence.
+    `student` is in training, and shares its weights; `share` is the probability of each sequence.
     """
 
     def __init__(self, student: PreTrainedModel, share: float, seed: int) -> None:
@@ -152,7 +149,7 @@ class StreamObjective:
     def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over the batch `[sequences, length + 1]`.
 
-        Returns the mean loss and, with a target, `alpha` of the batch's first chunk, of each process's part.
+        Returns the mean loss and, with a target, `alpha` of the first chunk of each process's part.
         """
         whole, batch = len(batch), batch if own is None else batch[own]
         share = len(batch) / whole
@@ -330,7 +327,6 @@ def _planned(
     budget: TimeBudget,
     callbacks: Callbacks,
 ) -> DraftConfig:
-    """The configuration with as many steps as there is time for; a resumed training keeps its number."""
     before = checkpoint_of(work)
     if before is not None:
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
@@ -429,15 +425,9 @@ def stream_loop(
     stream: NDArray[np.uint32],
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains the draft along the stream.
+    """The loop that trains the draft along the stream; `target` may be None where the loss needs only the text.
 
-    The folder may hold the checkpoint of another run's stable phase that is not longer than this one's: the run then
-    branches from there.
-
-    Args:
-        config: its sizes are not read.
-        target: the teacher; None where the loss needs only the text.
-        draft: the starting model, on the configured device.
+    The folder may hold the checkpoint of another run's stable phase, not longer than this one's, to branch from.
 
     Raises:
         DataError: the stream is shorter than a sequence.
@@ -476,7 +466,6 @@ def _identity(config: DraftConfig, **more: str) -> Identity:
 def _fitting(
     config: DraftConfig, target: PreTrainedModel, draft: PreTrainedModel, on_note: Callable[[str], None]
 ) -> DraftConfig:
-    """The configuration with sequences that fit the context of both models."""
     context = min(context_of(target), context_of(draft))
     fitted = config.curriculum.fitting(context)
     if fitted != config.curriculum:

@@ -176,10 +176,7 @@ def measure_in_engine(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     budget: TimeBudget | None = None,
 ) -> list[EngineEvaluation]:
-    """Answer the prompts in every round.
-
-    Args:
-        budget: its remaining time is divided equally among the rounds; None sets no limit.
+    """Answer the prompts in every round; the remaining budget is divided equally among the rounds.
 
     Raises:
         TrainingError: the engine failed.

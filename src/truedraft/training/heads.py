@@ -339,7 +339,6 @@ def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Pat
 
 
 def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> HeadTrainingConfig:
-    """As many steps as there is time for; a resumed training keeps its number."""
     config = job.config
     if not job.budget.limited:
         return config
@@ -449,7 +448,6 @@ def judge(
 
 
 def _repeats(text: SelfDistillationData) -> str:
-    """A remark on answers that repeat themselves, whose predictions hold only for such text."""
     shares = [share for each in text.records if (share := repeated_ngrams(each.answer)) is not None]
     mean = sum(shares) / len(shares) if shares else 0.0
     if mean < _REPEATS:
@@ -460,10 +458,9 @@ def _repeats(text: SelfDistillationData) -> str:
 def _promised(
     job: HeadJob, target: LanguageModel, text: SelfDistillationData, number: int, engine_round: EngineRound
 ) -> EngineRound:
-    """A round with what held-out answers predict, where its kind of heads did not predict it."""
     if "promised" in engine_round.about:
         return engine_round
-    job.follow("foretelling", number, number + 1)
+    job.follow("predicting", number, number + 1)
     found = predicted(target, text, engine_round.temperature, engine_round.new_drafter())
     return replace(engine_round, about={**engine_round.about, "promised": None if found is None else found.value})
 
@@ -510,10 +507,7 @@ def forecast(job: HeadJob, work: Path) -> HeadJob:
 
 
 def _tried(job: HeadJob, lm_head: LmHead) -> tuple[HeadJob, int]:
-    """The job with the seconds of a step, and the bytes of a checkpoint.
-
-    Steps read fewer positions where few would fit: many small steps teach more than a few large ones.
-    """
+    """The job with the seconds of a step, of fewer positions where few would fit, and the bytes of a checkpoint."""
     config, whole = job.config, job.config.positions_per_step
     size = min(whole, _LEAST_POSITIONS) if job.budget.limited else whole
     step_s, checkpoint = _trial(replace(job, config=replace(config, positions_per_step=size)), lm_head)

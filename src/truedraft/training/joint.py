@@ -69,7 +69,7 @@ def check_adapters() -> None:
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError(
             "training a large target needs LoRA adapters by peft, which is not installed; "
-            "`pip install 'truedraft[train]'` brings it, or train all weights with a LoRA rank of 0"
+            "`pip install 'truedraft[train]'` installs it, or train all weights with a LoRA rank of 0"
         )
 
 
@@ -121,7 +121,7 @@ class Backbone:
 
 @dataclass(frozen=True)
 class JointObjective:
-    """KL(p0 || p) plus `heads_share` (lambda_0) times the heads' loss towards p0; both gradients reach the target."""
+    """KL(p0 || p) plus `heads_share` (lambda_0) times the heads' loss towards p0; both train the target."""
 
     backbone: Backbone
     head: VectorHead

@@ -197,7 +197,7 @@ def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Pa
     """
     if any(len(str(before.get(name, ""))) == _OLDER_DIGITS for name in _WEIGHTS):
         raise TrainingError(
-            f"the training in {str(folder)!r} was begun by an older version of truedraft, which told models apart by a "
+            f"the training in {str(folder)!r} was begun by an older version of truedraft, which identified models by a "
             "few of their weights: go on with that version, or begin again in another folder"
         )
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -209,7 +209,6 @@ def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Pa
 
 
 def _flat(value: object, name: str) -> list[tuple[str, Any]]:
-    """The leaves of a dataclass; a value that is not plain, such as a loss, as its repr."""
     if is_dataclass(value) and not isinstance(value, type) and fields(value):
         prefix = f"{name}." if name else ""
         deciding = [each for each in fields(value) if each.compare]
@@ -300,7 +299,7 @@ class RunFolder:
         return state
 
     def _cut_log(self, step: int) -> None:
-        """Drop the lines of steps that will run again, and a last line cut short by a full disk or a kill."""
+        """Drop the lines of steps that will run again, and an incomplete last line."""
         log = self.path / LOG
         if not step:
             log.unlink(missing_ok=True)
@@ -312,13 +311,8 @@ class RunFolder:
 class TrainingLoop:
     """Runs phases one after another in a folder, and resumes from the folder's checkpoint.
 
-    Args:
-        schedule: maps a step to the multiplier of the peak rates.
-
-    Attributes:
-        autocast: whether products are in bfloat16; by default where the device has instructions for them.
-        clock: returns seconds, for the time between checkpoints.
-        processes: that train together; only the main one measures.
+    `schedule` maps a step to the multiplier of the peak rates; `autocast` (products in bfloat16) is by default on where
+    the device has instructions for it; `clock` returns seconds, for the time between checkpoints.
     """
 
     def __init__(
@@ -436,7 +430,7 @@ class TrainingLoop:
             if step < phase.steps:
                 return phase, step
             step -= phase.steps
-        raise TrainingError(f"step {step} lies behind the last phase")
+        raise TrainingError(f"step {step} is after the last phase")
 
     def _save(self) -> None:
         self.folder.save(

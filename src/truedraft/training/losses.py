@@ -200,12 +200,10 @@ def distill(student_logits: Tensor, target_log_probs: Tensor | None, labels: Ten
 
 
 def gradient_in_chunks(x: Tensor, losses: Callable[[list[Tensor], slice], Iterable[Tensor]]) -> Tensor:
-    """The gradient in x of a sum of losses over its rows, some rows at a time, to save memory.
+    """The gradient in x `[places, rows, width]` of a sum of losses, some rows at a time, to save memory.
 
-    Args:
-        x: `[places, rows, width]`.
-        losses: yields scalars for one tensor `[some, width]` per place and the slice of these rows; each scalar's
-            backward runs before the next is requested.
+    `losses` yields scalars for one tensor `[some, width]` per place and the slice of these rows; each scalar's backward
+    runs before the next is requested.
     """
     gradient = torch.empty_like(x)
     chunk = _CHUNK if x.device.type == "cpu" else _CHUNK_ON_GPU
@@ -224,15 +222,9 @@ def gradient_in_chunks(x: Tensor, losses: Callable[[list[Tensor], slice], Iterab
 def distillation_gradient(
     logits: Tensor, target_logits: Tensor | None, labels: Tensor, loss: DistillationLoss, scale: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The gradient in a model's logits of `scale` times the mean loss.
+    """The gradient in logits `[tokens, vocab]` of `scale` times the mean loss.
 
-    Args:
-        logits: `[tokens, vocab]`, of the model in training.
-        target_logits: `[tokens, vocab]`; None where the loss needs only the labels.
-        labels: `[tokens]`.
-
-    Returns:
-        The gradient, as `logits`; the mean loss and, with a target, `alpha` of the first chunk.
+    Returns the gradient, and the mean loss and, with a target, `alpha` of the first chunk.
     """
     total = torch.zeros((), device=logits.device)  # read once, since each reading waits for the device
     values = {}

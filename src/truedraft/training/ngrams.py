@@ -48,10 +48,7 @@ _ALWAYS_KEPT = 2  # tokens of n-grams that are never left out, because longer n-
 
 @dataclass(frozen=True)
 class NgramConfig(NgramSizeOptions, TextOptions):
-    """What decides a table in addition to the target and the data.
-
-    Attributes:
-        answers: how the target writes the answers to count; None counts the data.
+    """What decides a table in addition to the target and the data; without `answers` the data is counted.
 
     Raises:
         OptionError: a value out of its range.
@@ -71,13 +68,7 @@ class NgramConfig(NgramSizeOptions, TextOptions):
 
 @dataclass(frozen=True)
 class NgramResult:
-    """A counted table.
-
-    Attributes:
-        source: a description of the counted text.
-        elapsed_s: seconds from the first token read to the table on disk.
-        evaluations: in the engine, on held-out text; empty where there is none.
-    """
+    """A counted table; `elapsed_s` is from the first token read to the table on disk."""
 
     folder: Path
     table: NgramTable
@@ -126,7 +117,7 @@ def train_ngrams(
     tokenizer = load_tokenizer(target)
     source, words = _source(data, held_out, tokenizer)
     if source.has_prompts and config.answers is None:
-        raise DataError("the data holds prompts, which the target answers first: add --answers, or give texts alone")
+        raise DataError("the data holds prompts, which the target answers first: add --answers, or give only texts")
     tests = cut_prompts(source.held_out, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
     with exclusive_access(out / WORK):
         model, began = load_model(target, device=config.device), time.perf_counter()
@@ -195,7 +186,6 @@ def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) 
 def _encoded(
     texts: Sequence[str], tokenizer: Encoder, vocab_size: int, most: int, callbacks: Callbacks
 ) -> list[NDArray[np.int32]]:
-    """Each text's token ids, with the id that ends it; cut after `most` tokens, which is reported."""
     documents: list[NDArray[np.int32]] = []
     characters, done, kept, left_out = sum(map(len, texts)), 0, 0, False
     with quiet_transformers():  # it warns of texts longer than the context
@@ -252,7 +242,7 @@ def _counted(
     longest = max(map(len, documents), default=0)
     if longest < config.order or longest < 2:
         raise DataError(
-            f"the longest text has {longest} tokens, its end included, and n-grams of {config.order} are asked for; "
+            f"the longest text has {longest} tokens, its end included, and n-grams of {config.order} are requested; "
             "give more text, or a smaller --order"
         )
     most, vocabulary = read_bytes("max_bytes", config.max_bytes), model.tokenizer
@@ -277,7 +267,7 @@ def _measured(
     table: NgramTable, model: LanguageModel, prompts: Sequence[Sequence[int]], callbacks: Callbacks, budget: TimeBudget
 ) -> list[EngineEvaluation]:
     if not prompts:
-        callbacks.on_note("the text is too short to keep some of it back, so what the table brings was not measured")
+        callbacks.on_note("the text is too short to keep some of it back, so the gain of the table was not measured")
         return []
     drafter = NgramDrafter(table)
     about = {"num_speculative_tokens": drafter.limits.depth, "nodes": drafter.limits.nodes}
@@ -296,11 +286,7 @@ def _measured(
 class _Counted:
     """The n-grams of one length in a text, sorted by their tokens, each `[n-grams]`.
 
-    Attributes:
-        tokens: their last tokens.
-        prefixes: the index of each n-gram without its last token.
-        suffixes: the index of each n-gram without its first token.
-        weights: c of the formula.
+    `prefixes` and `suffixes` are the indices without the last and the first token, `weights` c of the formula.
     """
 
     times: NDArray[np.int64]
@@ -371,7 +357,6 @@ def count_ngrams(
 
 
 def _fitting(counted: Sequence[_Counted], min_count: int, max_bytes: int | None) -> int:
-    """The smallest count, at least `min_count`, with which the table fits."""
     if max_bytes is None:
         return min_count
     times = [np.sort(own.times) for own in counted]
@@ -387,7 +372,7 @@ def _fitting(counted: Sequence[_Counted], min_count: int, max_bytes: int | None)
     none_left = max(min_count, *(int(own[-1]) for own in times)) + 1
     if size(none_left) > max_bytes:
         raise DataError(
-            f"n-grams of up to {min(_ALWAYS_KEPT, len(counted))} tokens alone take {size(none_left):,} bytes, and "
+            f"n-grams of up to {min(_ALWAYS_KEPT, len(counted))} tokens take {size(none_left):,} bytes, and "
             f"{max_bytes:,} are allowed; allow more, or give less text"
         )
     return bisect_left(range(none_left + 1), True, lo=min_count, key=lambda least: size(least) <= max_bytes)
@@ -478,12 +463,7 @@ def _best(
     """The top-1 token after each context, and its probability.
 
     It is the top-1 token in the table, or else that after the shorter context: if that one were in the table, too, its
-    probability would be higher than what is backed off to it.
-
-    Args:
-        shorter: the result for contexts that are one token shorter.
-        suffixes: indices of the shorter contexts.
-        longer: the n-grams of these contexts and one token.
+    probability would be higher than what is backed off to it. `suffixes` are indices of the shorter contexts.
     """
     tokens, likely = shorter[0][suffixes], backoff * shorter[1][suffixes]
     prefixes, own_tokens, own_probs = longer.prefixes[keep], longer.tokens[keep], probs[keep]

@@ -71,7 +71,7 @@ class MixedOptimizer:
 
 
 class SeparateOptimizers:
-    """Disjoint parts of a model that are updated together, each at its own rates and clipped by its own norm."""
+    """Disjoint parts of a model updated together, each at its own rates and clipped by its own norm."""
 
     def __init__(self, *parts: MixedOptimizer) -> None:
         self._parts = parts
@@ -102,7 +102,6 @@ class WarmupStableDecay:
 
     @classmethod
     def of(cls, steps: int, decay_share: float) -> WarmupStableDecay:
-        """A short warm-up, a constant phase, and a decay over a share of the steps."""
         decay = min(steps - 1, round(steps * decay_share))
         return cls(min(_WARMUP_STEPS, steps - decay), steps - decay, decay)
 

@@ -119,8 +119,8 @@ def joined(device: str) -> Iterator[str]:
     if all(int(os.environ.get(name, "1")) < 2 for name in _COUNTS):
         if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
             raise OptionError(
-                "`accelerate launch` was asked for several processes and began one, as it does on CPUs: give it "
-                "--multi_gpu, which begins several on CPUs, too"
+                "`accelerate launch` was to launch several processes and launched one, as it does on CPUs: give it "
+                "--multi_gpu, which launches several on CPUs, too"
             )
         yield device
         return

@@ -75,9 +75,7 @@ class HeadReport:
 class JointReport:
     """The results of stage 2; losses are means over `loss_tokens` held-out tokens, in nats.
 
-    Attributes:
-        lora_rank: of the merged adapters; 0 where all weights were trained.
-        before: the old heads with the old target.
+    `lora_rank` is 0 where all weights were trained; `before` is the old heads with the old target.
     """
 
     target: Path
@@ -179,10 +177,10 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
         TrainingError: it cannot be written.
     """
     known, effort = KINDS.get(kind), result.effort
-    own = "" if result.joint is None else " The target was trained with them: it lies in `target`."
+    own = "" if result.joint is None else " The target was trained with them: it is in `target`."
     rows = training_facts(
         parameters=sum(map(parameters_in, result.folder.glob("*.safetensors"))),
-        data=f"{effort.written_tokens:,} tokens that the target wrote, asked with {data}",
+        data=f"{effort.written_tokens:,} tokens that the target wrote, prompted with {data}",
         steps=effort.steps,
         tokens=effort.positions,
         elapsed_s=effort.elapsed_s,
@@ -295,13 +293,12 @@ class Tracker:
             raise MissingExtraError(f"--tracker {name} needs its package, which is not installed: pip install {name}")
         self._name, self._folder, self._on_cpu = name, folder / FOLDER, device.startswith("cpu")
         self._accelerator: Any = None
-        self._behind, self._last = 0, -1
+        self._offset, self._last = 0, -1
 
     def step(self, record: StepRecord) -> None:
-        """Report a step; steps of a second stage follow those of the first."""
-        if record.step <= self._last - self._behind:
-            self._behind = self._last + 1
-        self._last = record.step + self._behind
+        if record.step <= self._last - self._offset:
+            self._offset = self._last + 1
+        self._last = record.step + self._offset
         values = {"learning_rate": record.learning_rate, "gradient_norm": record.gradient_norm}
         self._log(values | {"tokens": record.tokens} | record.values, self._last)
 

@@ -49,13 +49,9 @@ class TargetRows:
     ids: Tensor | None = None
 
     def losses(self, student_logits: Tensor, rows: Tensor, loss: DistillationLoss) -> Tensor:
-        """The loss of each guess, `[guesses]`.
+        """The loss of each guess, `[guesses]`, for logits `[guesses, vocab]` and the row of each guess, from 0.
 
         The student's rest is log sum exp of its logits there; its tokens share the gradient by their probability.
-
-        Args:
-            student_logits: `[guesses, vocab]`.
-            rows: `[guesses]`: the row of each guess, from 0.
         """
         if self.ids is not None:
             here = self.ids[rows]
@@ -92,10 +88,8 @@ class ComputedTarget:
 class KeptTarget:
     """The target's distributions stored with its vectors: its top tokens, and the rest as one bucket.
 
-    A label outside of the top tokens counts as the rest.
-
     Attributes:
-        ids: int32 `[rows, kept]`: the top tokens of each row of the text, the first the likeliest; mapped from disk.
+        ids: int32 `[rows, kept]`: the top tokens of each row of the text, in descending order; mapped from disk.
         logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of all others together.
     """
 
@@ -124,11 +118,7 @@ def keep_target(
     kept: int = KEPT,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> KeptTarget:
-    """Write the distributions of a text into its folder, or resume after an interruption.
-
-    Args:
-        text: written by the target; its files never change once they are written.
-        kept: ids of each row; fewer where the vocabulary has no more.
+    """Write the top `kept` ids of the distributions of a text into its folder, or resume after an interruption.
 
     Raises:
         TrainingError: the files cannot be written.

@@ -59,10 +59,7 @@ class Learnable(ABC, Generic[ModuleT]):
     def learn(
         self, shadow: ModuleT, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random
     ) -> int:
-        """Add the gradient of a step to `shadow` (float32); returns the number of learned positions.
-
-        `known` are all answers kept for training.
-        """
+        """Add the gradient of a step to `shadow`; returns the number of learned positions."""
 
     @abstractmethod
     def replayed(self, modules: Sequence[ModuleT], answer: Answered) -> list[Score]:

@@ -116,7 +116,7 @@ class Learner:
             OptionError: the folder holds versions of another drafter, or for another target.
         """
         if self._able:
-            raise CompositionError("this learner learns beside another engine already; make one for each")
+            raise CompositionError("this learner belongs to another engine already; make one for each")
         if self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)

@@ -43,10 +43,7 @@ _numbers = itertools.count()
 
 
 class Candidate:
-    """A module in evaluation mode and its served dtype, with a unique number for its replays of answers.
-
-    `version` is its number as a served module, 0 for the original.
-    """
+    """A module in evaluation mode, with a unique number for its replays; `version` is 0 for the original."""
 
     def __init__(self, module: nn.Module, version: int = 0) -> None:
         self.module = module
@@ -88,7 +85,6 @@ class GainTest:
         self._squares = _MEMORY * self._squares + cut * cut
 
     def sure(self, level: float) -> bool:
-        """Whether the evidence was ever enough for an error of probability `level`."""
         return self.most >= -math.log(level)
 
 
@@ -131,21 +127,14 @@ class Comparison:
 
     @property
     def loses(self) -> bool:
-        """Whether they are surely worse."""
         return self._loss.sure(self._level)
 
 
 class Student:
     """Learns from one stream of answers, in one thread, in small parts.
 
-    Args:
-        learnable: how it learns; no module may be worse than its origin on older answers.
-        serve: called with each module that is to be served from now on.
-        version: of the served module; 0 is the origin.
-
-    Attributes:
-        unwritten: number of failures to write the served version.
-        gain: tokens per call by replay, before and after the last promotion; None without a promotion.
+    `serve` is called with each module to be served. `gain` is the tokens per call by replay, before and after the last
+    promotion. No module may be worse than its origin on older answers.
     """
 
     def __init__(
@@ -193,7 +182,6 @@ class Student:
     # ------------------------------------------------------------------------------------ training
 
     def _train(self) -> bool:
-        """A step of the shadow, half of it on the newest answers and half on older ones."""
         if self._learned >= _PASSES * self.traffic.positions:
             return False
         least, pools = self._learnable.least, self.traffic.answers(self.traffic.trained)

@@ -24,12 +24,7 @@ _ID_BYTES = 8
 
 
 class Score(NamedTuple):
-    """The result of replaying an answer.
-
-    Attributes:
-        tokens: replayed tokens, without the answer's first.
-        kept: guesses that agree with the answer, over chains from every token: more informative than the calls.
-    """
+    """The result of replaying an answer: its tokens but the first, and guesses kept of chains from every token."""
 
     tokens: int
     calls: int
@@ -79,7 +74,6 @@ class Pool:
         self.old: list[Answered] = []
 
     def add(self, answer: Answered) -> None:
-        """Add an answer, and drop those that there is no room for."""
         self.fresh.append(answer)
         while len(self.fresh) > self._most_fresh or (self.fresh and self._too_many(self.fresh)):
             self._sample(self.fresh.popleft())
@@ -165,13 +159,9 @@ class _Open:
 
 
 class Recorder(NoDrafter):
-    """Never drafts; records tokens and vectors of each answer, and hands them over at its end.
+    """Records tokens and vectors of each answer, never drafts; `prompts` records the last tokens of prompts.
 
     Answers to prompts with more than tokens, such as pictures, are left out, and so are rehearsals.
-
-    Args:
-        layers: numbers of further layers of the target with recorded outputs.
-        prompts: whether the last tokens of prompts are recorded.
     """
 
     name: ClassVar[str] = "learner"

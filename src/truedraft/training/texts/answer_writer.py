@@ -34,9 +34,9 @@ _TRIED_ROUNDS = 3
 _LEAST_CUT = 16  # least tokens of an answer that is cut
 _PACED = 32  # steps before the remaining time is reported
 
-Wanted: TypeAlias = tuple[list[int], SamplingParams]
+PromptToAnswer: TypeAlias = tuple[list[int], SamplingParams]
 """A prompt, and the sampling parameters of its answer."""
-Elsewhere: TypeAlias = Callable[[Sequence[Wanted]], Iterator[tuple[list[int], bool]]]
+Elsewhere: TypeAlias = Callable[[Sequence[PromptToAnswer]], Iterator[tuple[list[int], bool]]]
 """Lets other machines answer prompts: yields in order the ids of each answer, and whether the target ended it."""
 
 
@@ -200,22 +200,22 @@ class ThreadTrial:
         self._all = torch.get_num_threads()
         self._clock = clock
         self._times: dict[int, list[float]] = {self._all: [], 1: []}
-        self._turns = [self._all, 1] * _TRIED_ROUNDS if device.type == "cpu" and self._all > 1 else []
+        self._trials = [self._all, 1] * _TRIED_ROUNDS if device.type == "cpu" and self._all > 1 else []
         self._spent = 0.0
         self._steps = 0
 
     def run(self, step: Callable[[], int]) -> int:
-        if not self._turns:
+        if not self._trials:
             return step()
-        torch.set_num_threads(self._turns[0])
+        torch.set_num_threads(self._trials[0])
         began = self._clock()
         found = step()
         self._spent += self._clock() - began
         self._steps += 1
         if self._steps == _TRIED_STEPS:
-            self._times[self._turns.pop(0)].append(self._spent)
+            self._times[self._trials.pop(0)].append(self._spent)
             self._spent, self._steps = 0.0, 0
-            if not self._turns:
+            if not self._trials:
                 # The best time of each: the first one includes the warm-up, and other processes may disturb any.
                 torch.set_num_threads(min(self._times, key=lambda threads: min(self._times[threads])))
         return found
@@ -279,7 +279,6 @@ class _Answering:
 def _written(
     request: Request, shown: Sequence[StepOutcome], width: int, stop_ids: Sequence[int]
 ) -> tuple[WrittenAnswer, Tensor]:
-    """An answer, and the vectors `[tokens, width]` that gave its tokens."""
     if request.error is not None:
         raise TrainingError(f"the target failed while it wrote text to train on: {request.error}") from request.error
     if request.warnings:

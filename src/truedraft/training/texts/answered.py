@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SELF = Path("self")
 """Takes the place of a data file: the target writes the prompts."""
-ASKED = "questions"
+QUESTIONS = "questions"
 """Name of the files of questions."""
 LONGEST = 160
 """Most tokens of a question; longer ones rarely end."""
@@ -43,13 +43,7 @@ _SHORT = 0.95  # share of the requested prompts that counts as all
 
 @dataclass(frozen=True)
 class Source:
-    """The contents of the data files.
-
-    Attributes:
-        prompts: token ids, for the target to answer.
-        held_out: texts to measure on; empty where a part of `texts` is held out.
-        asks: whether the target also writes prompts of its own.
-    """
+    """The contents of the data files; `asks`: whether the target also writes prompts of its own."""
 
     texts: Sequence[str]
     prompts: Sequence[Sequence[int]]
@@ -73,12 +67,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Writing:
-    """How a target answers prompts.
+    """How a target answers prompts: about `tokens`, until the share `WRITTEN` of the budget is spent.
 
-    Attributes:
-        tokens: approximate number to write.
-        budget: the target writes until the share `WRITTEN` of it is spent.
-        begun: whether a training on the written text has begun, so that nothing is added.
+    `begun` is whether a training on the written text has begun, so that nothing is added.
     """
 
     tokens: int
@@ -150,12 +141,12 @@ def ask_itself(
     """
     tokenizer = target.tokenizer
     if tokenizer is None:
-        raise DataError("the model has no tokenizer, and asks nothing without one")
+        raise DataError("the model has no tokenizer, and writes no questions without one")
     written = write_answers(
         target,
         [opening_of(tokenizer)] * math.ceil(_SPARE * count),
         folder,
-        ASKED,
+        QUESTIONS,
         WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), batch=batch, seed=seed, elsewhere=elsewhere),
         watch=watch,
         width=0,
@@ -166,7 +157,7 @@ def ask_itself(
     found = distinct(ended)[:count]
     if not found:
         raise TrainingError(
-            f"{target.name} asked itself nothing: no question of {len(written.records):,} had an end within {LONGEST} "
+            f"{target.name} wrote no question: none of {len(written.records):,} had an end within {LONGEST} "
             "tokens; name prompts of your own with --data FILE"
         )
     return [tokenizer.chat([{"role": "user", "content": text}]) for text in found]

@@ -68,7 +68,7 @@ class ChatTexts:
             if self._tokenizer is not None and not self._tokenizer.chat_template:
                 return self._tokenizer.encode(content)
             record = [{"role": "user", "content": content}]
-        messages = _turns(record)
+        messages = _messages_of(record)
         last = messages[-1] if isinstance(messages, list) and messages else None
         role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
         if not isinstance(role, str) or ROLES.get(role, "assistant") == "assistant":
@@ -81,14 +81,13 @@ class ChatTexts:
         place: str,
         write: Callable[[Tokenizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], _Written],
     ) -> _Written:
-        """Call `write` with a chat's messages in the form that the template takes, and with its tools."""
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise DataError(
                 f"{place}: a chat, and there is no chat template to write it by; give texts, or train for a model that "
                 "has one"
             )
         more: Mapping[str, Any] = record if isinstance(record, Mapping) else {}
-        given = _turns(record)
+        given = _messages_of(record)
         if not isinstance(given, list) or not given:
             raise DataError(f"{place}: the messages of a chat are a list of at least one, got {_shown(given)}")
         try:
@@ -106,12 +105,11 @@ class ChatTexts:
             raise DataError(f'{place}: its tools or "tool_calls" are not in OpenAI\'s form ({error!r})') from error
 
 
-def _turns(record: Any) -> Any:
+def _messages_of(record: Any) -> Any:
     return next((record[name] for name in FIELDS if name in record), record) if isinstance(record, Mapping) else record
 
 
 def _message(turn: object, place: str) -> dict[str, Any]:
-    """A message in OpenAI's form, from that or ShareGPT's."""
     if not isinstance(turn, Mapping):
         raise DataError(f'{place}: an object with "role" and "content", or "from" and "value", got {_shown(turn)}')
     role = turn.get("role", turn.get("from"))
@@ -127,7 +125,6 @@ def _message(turn: object, place: str) -> dict[str, Any]:
 
 
 def _content(content: object, place: str) -> str | None:
-    """A text, or the joined texts of parts; None where it is neither."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
@@ -137,7 +134,6 @@ def _content(content: object, place: str) -> str | None:
 
 
 def _call(call: Any) -> Any:
-    """A tool call with arguments as an object, also where they are JSON text."""
     function = call["function"] if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

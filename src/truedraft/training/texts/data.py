@@ -208,7 +208,7 @@ class BlockSampler:
         return max(0, (len(self.stream) - self.sequence_length - 1) // self.sequence_length)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Blocks `first` to `first + count - 1` of the run: int64 [count, sequence_length + 1]."""
+        """Int64 `[count, sequence_length + 1]`."""
         rows = [self._block(index) for index in range(first, first + count)]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
@@ -226,10 +226,7 @@ class BlockSampler:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Lengths of sequences and sizes of batches, in tokens.
-
-    Training uses short sequences, where attention costs less; the decay long ones, so that it trains every position.
-    """
+    """Lengths of sequences (short ones in the stable phase, long ones in the decay) and sizes of batches, in tokens."""
 
     stable_length: int = 512
     decay_length: int = 2048
@@ -254,7 +251,6 @@ class Curriculum:
         )
 
     def phases(self, stream: NDArray[np.uint32], schedule: WarmupStableDecay, *, seed: int) -> list[Phase]:
-        """The stable phase and the decay; each draws its blocks from a seed of its own."""
         parts = [
             (schedule.stable_steps, self.stable_length, 2 * seed),
             (schedule.decay_steps, self.decay_length, 2 * seed + 1),

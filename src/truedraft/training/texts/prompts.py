@@ -34,11 +34,13 @@ class PromptSets:
     """Prompts as token ids, in three parts that share no text.
 
     Attributes:
-        train: for training.
         tree: for choosing trees and for measuring accuracy during training.
         text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
         apart: approximate number of `train` that share no text; None is all of them.
         source: a description of what the held-out prompts were cut from; empty where unknown.
+
+    Raises:
+        DataError: a part is empty.
     """
 
     train: Sequence[Sequence[int]]
@@ -54,8 +56,6 @@ class PromptSets:
         return f"the target's answers to {len(self.tree)} held-out prompts{source}"
 
     def __post_init__(self) -> None:
-        """Raises:
-        DataError: a part is empty."""
         for name in ("train", "tree", "test"):
             if not any(len(prompt) for prompt in getattr(self, name)):
                 raise DataError(f"there are no prompts to {_USES[name]}: give more text")
@@ -120,7 +120,7 @@ def split_prompts(
         [*tree, *held_out_prompts[:middle][: counts.tree - len(tree)]],
         [*test, *held_out_prompts[middle:][: counts.test - len(test)]],
         np.concatenate([as_stream(held_out, tokenizer), *(np.array(ids, np.uint32) for ids in held_out_prompts)]),
-        _apart(train, texts, tokenizer) + len(whole) - len(train),
+        _separate(train, texts, tokenizer) + len(whole) - len(train),
     )
 
 
@@ -158,7 +158,7 @@ def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
     return digest.hexdigest()
 
 
-def _apart(prompts: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Encoder) -> int:
+def _separate(prompts: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Encoder) -> int:
     """The approximate number of prompts that share no text; fewer than all where the texts are short."""
     together = sum(map(len, prompts))
     if _characters(texts) >= _CHARACTERS_PER_TOKEN * together:
@@ -219,7 +219,7 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
 
 
 def standard_library_texts() -> tuple[list[str], list[str]]:
-    """The training texts for drafters of the embedded target, and the shipped prompts, cut from other files.
+    """The training texts for drafters of the embedded target, and the shipped prompts.
 
     Raises:
         DataError: this interpreter comes without the sources of its standard library.
@@ -245,7 +245,6 @@ def shipped_prompts() -> list[dict[str, object]]:
 
 
 def _library() -> dict[str, str]:
-    """The sources of the running interpreter's standard library by their path in it; generated ones left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):

@@ -47,8 +47,7 @@ class WrittenAnswer:
 class SelfDistillationData:
     """Answers of a target and their vectors.
 
-    Attributes:
-        bits: uint16 `[tokens, width]`: bits of bfloat16 vectors, mapped from disk; row i gave token i of all answers.
+    `bits`, uint16 `[tokens, width]`, are bfloat16 vectors, mapped from disk; row i gave token i of all answers.
     """
 
     records: list[WrittenAnswer]
@@ -89,7 +88,6 @@ class SelfDistillationData:
         return SelfDistillationData(records, self.bits[np.concatenate([np.zeros(0, np.int64), *rows])])
 
     def traces(self, temperature: float) -> list[Trace]:
-        """The answers drawn at one temperature, as traces."""
         return [
             Trace(torch.tensor(record.answer), self.hidden(slice(first, end)), record.stopped)
             for record, (first, end) in zip(self.records, itertools.pairwise(self.starts), strict=True)
@@ -100,11 +98,7 @@ class SelfDistillationData:
 class AnswerFiles:
     """The files of a `SelfDistillationData` while it is being written; a kill leaves only whole answers.
 
-    Args:
-        identity: what decides the answers: target, prompts, temperatures, seed.
-
-    Attributes:
-        covered: how many of them have their vectors; fewer than there are where `NAME.hidden` was lost.
+    `identity` is what decides the answers; `covered` is how many have vectors, fewer where `NAME.hidden` was lost.
 
     Raises:
         OptionError: the files have another identity; names the differences.
@@ -152,7 +146,6 @@ class AnswerFiles:
         return SelfDistillationData(self.records, bits)
 
     def _whole_lines(self) -> list[WrittenAnswer]:
-        """The answers in whole lines; an incomplete last line is cut off."""
         if not self._lines.is_file():
             return []
         content = self._lines.read_bytes()
@@ -257,7 +250,6 @@ class WindowSampler:
 
     @property
     def sequence_length(self) -> int:
-        """Mean number of positions of a window."""
         return round(self.positions / len(self.windows))
 
     def batch(self, first: int, count: int) -> Tensor:
