@@ -46,11 +46,7 @@ _LENGTHS = (2, 4)  # of measured chains, in addition to the trained length
 
 @dataclass(frozen=True)
 class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig):
-    """A training of a head on vectors of several layers, along chains of several steps.
-
-    Raises:
-        OptionError: a value out of its range.
-    """
+    """A training of a head on several layers' vectors, along chains; OptionError for a value out of range."""
 
     drafter: ClassVar[type[LevelDrafter[Any, Any]]]
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
@@ -385,11 +381,7 @@ def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[lis
 
 @torch.no_grad()
 def accuracies(unrolled: Chains, text: SelfDistillationData, positions: int) -> Mapping[str, float]:
-    """`step_K_top_1` of each step, K from 1: the accuracy on about `positions` of a text's tokens.
-
-    Raises:
-        DataError: no answer is long enough.
-    """
+    """`step_K_top_1` of each step, K from 1, on about `positions` tokens; DataError if no answer is long enough."""
     head = unrolled.head
     right, seen = [0] * head.reach, [0] * head.reach
     every = max(1, len(text.tokens) // positions)

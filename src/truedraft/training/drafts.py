@@ -110,11 +110,7 @@ class OwnText:
 
     @torch.no_grad()
     def __call__(self, batch: Tensor) -> Tensor:
-        """The sequences `[sequences, length + 1]`; the last token is never read, and stays.
-
-        Raises:
-            TrainingError: the student failed.
-        """
+        """The sequences `[sequences, length + 1]`; the last token stays. TrainingError if the student fails."""
         length = batch.shape[1] - 1
         kept = (length + 1) // 2
         keys = {place: zlib.crc32(str(row).encode()) for place, row in enumerate(batch.tolist())}
@@ -408,11 +404,7 @@ def record_draft(
     report: PairReport,
     evaluations: Sequence[EngineEvaluation],
 ) -> None:
-    """Write the draft's target and its measured quality into its folder, see `drafters.registry`.
-
-    Raises:
-        ModelError: the target has no fingerprint, or the file cannot be written.
-    """
+    """Write the draft's target and measured quality into its folder; ModelError without a fingerprint or on failure."""
     figures: dict[str, Any] = {"alpha": report.alpha, "greedy_agreement": report.greedy_agreement}
     figures["served"] = [each.as_dict() for each in evaluations]
     write_record(folder, "draft", target, fingerprint_of(target_model), figures, sample_of(target_model))
@@ -427,11 +419,8 @@ def stream_loop(
 ) -> TrainingLoop:
     """The loop that trains the draft along the stream; `target` may be None where the loss needs only the text.
 
-    The folder may hold the checkpoint of another run's stable phase, not longer than this one's, to branch from.
-
-    Raises:
-        DataError: the stream is shorter than a sequence.
-        OptionError: the folder holds a training with another configuration.
+    The folder may hold the checkpoint of another run's stable phase, not longer than this one's, to branch from. Raises
+    DataError for less than a sequence, OptionError for a folder with another training.
     """
     more = {"data_sha256": stream_hash(stream)}
     if target is not None:

@@ -178,9 +178,7 @@ def measure_in_engine(
 ) -> list[EngineEvaluation]:
     """Answer the prompts in every round; the remaining budget is divided equally among the rounds.
 
-    Raises:
-        TrainingError: the engine failed.
-        CompositionError: a drafter does not fit the target.
+    Raises TrainingError if the engine fails, CompositionError if a drafter does not fit the target.
     """
     found, budget = [], budget or TimeBudget()
     for number, each in enumerate(rounds):
@@ -198,11 +196,8 @@ def predicted(
 ) -> Interval | None:
     """Tokens per target call along the answers at a temperature; None where none has a second token.
 
-    The drafter must not run elsewhere during the call.
-
-    Raises:
-        CompositionError: the drafter does not fit the target.
-        OptionError: the acceptance of the drafter along a text cannot be predicted.
+    The drafter must not run elsewhere during the call. Raises CompositionError if it does not fit the target,
+    OptionError if its acceptance cannot be predicted.
     """
     drafter.check(target)
     chosen = [
@@ -236,9 +231,7 @@ def count_answers(
         time_is_up: called after each step, except the first few; True stops and counts the answers as they are.
         at_once: prompts answered together; None is all.
 
-    Raises:
-        TrainingError: the engine failed.
-        CompositionError: the drafter does not fit the target.
+    Raises TrainingError if the engine fails, CompositionError if a drafter does not fit the target.
     """
     max_tokens = min(_TOKENS, target.context_length // 2)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)

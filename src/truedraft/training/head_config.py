@@ -141,11 +141,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @classmethod
     def from_options(cls, common: Mapping[str, Any], more: Any = None) -> Self:
-        """A training from values of the fields of all kinds, and options of this kind (`Trains.more`).
-
-        Raises:
-            OptionError: a value out of its range.
-        """
+        """A training from values of all kinds' fields and `Trains.more`; OptionError out of a range."""
         return cls(**common)
 
     @classmethod
@@ -169,11 +165,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @abstractmethod
     def sizes(self, width: int, vocab_size: int) -> HeadConfig:
-        """The sizes of heads for a target.
-
-        Raises:
-            OptionError: they are invalid.
-        """
+        """The sizes of heads for a target; OptionError if they are invalid."""
 
     @property
     @abstractmethod
@@ -229,9 +221,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     ) -> TrainingLoop:
         """The loop that trains heads, by default on stored vectors; `texts` are for training and held out.
 
-        Raises:
-            DataError: the answers are shorter than the heads reach.
-            OptionError: the folder holds a training with another configuration.
+        Raises DataError for answers shorter than the heads reach, OptionError for a folder with another training.
         """
         text, held_out = texts
         learned = self.target(lm_head, text, folder, on_progress)
@@ -306,10 +296,7 @@ def heads_optimizer(head: VectorHead, config: OptimizerConfig) -> MixedOptimizer
 class HeadLoss:
     """sum_k decay^k loss_k, with loss_k the mean over positions at place k (from 0), the k + 2nd token after a vector.
 
-    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k.
-
-    Raises:
-        OptionError: decay out of (0, 1].
+    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k. Raises OptionError for a decay out of (0, 1].
     """
 
     head: VectorHead
@@ -401,11 +388,7 @@ class HeldOutAccuracy:
 
     @classmethod
     def on(cls, head: VectorHead, lm_head: LmHead, text: SelfDistillationData, positions: int) -> HeldOutAccuracy:
-        """On answers of about `positions` tokens, evenly over the text.
-
-        Raises:
-            DataError: there are no answers longer than the heads reach.
-        """
+        """On answers of about `positions` tokens, evenly over the text; DataError if none is long enough."""
         reach = head.reach
         spans = zip(text.records, itertools.pairwise(text.starts), strict=True)
         by_temperature = sorted(spans, key=lambda span: span[0].temperature)

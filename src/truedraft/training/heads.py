@@ -272,9 +272,7 @@ def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
 def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
     """Let the target answer all prompts for training and for choosing trees.
 
-    Raises:
-        OptionError: the folder holds answers to other prompts, of another target, or of another configuration.
-        TrainingError: the target failed, or the files cannot be written.
+    Raises OptionError for a folder with other answers, TrainingError if the target or writing the files fails.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -317,11 +315,7 @@ def _watch(job: HeadJob, folder: Path, share: float) -> Watch:
 
 
 def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:
-    """Train heads of a frozen target on its text, in `work` or a folder above it; save and measure them.
-
-    Raises:
-        TruedraftError: as `train_heads`.
-    """
+    """Train, save and measure heads of a frozen target on its text, in `work` or above; errors of `train_heads`."""
     lm_head = lm_head_of(job.target, job.config.device)
     head = starting_head(job, lm_head, text.fingerprint)
     job = replace(job, config=_within_budget(job, text, head.reach, work))
@@ -365,21 +359,12 @@ def _fitting(
 
 
 def lm_head_of(target: str, device: str) -> LmHead:
-    """The target's LM head in bfloat16; the rest of the model is freed.
-
-    Raises:
-        UnsupportedModelError: heads cannot share it.
-    """
+    """The target's LM head in bfloat16, without the rest of the model; UnsupportedModelError if it cannot be shared."""
     return LmHead.of(load_causal_lm(target, dtype="auto", device=device).eval())
 
 
 def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
-    """New heads, or those to start from.
-
-    Raises:
-        CompositionError: those to start from were trained for another target, or have other sizes.
-        ModelError: they cannot be read.
-    """
+    """New heads, or those to start from; CompositionError if these do not fit, ModelError if unreadable."""
     head, folder = job.config.new_head(lm_head), job.config.start_from
     if folder is None:
         return head
@@ -480,11 +465,7 @@ def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:
 
 
 def forecast(job: HeadJob, work: Path) -> HeadJob:
-    """Report the disk space and the time that a training will take; returns the job with the seconds of a step.
-
-    Raises:
-        UnsupportedModelError: heads cannot share the target's LM head.
-    """
+    """The job with the seconds of a step; reports disk space and time. UnsupportedModelError as `lm_head_of`."""
     lm_head = lm_head_of(job.target, job.config.device)
     job, checkpoint = _tried(job, lm_head)
     config, step_s = job.config, job.step_s or 0.0

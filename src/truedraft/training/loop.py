@@ -191,9 +191,8 @@ def identity_of(config: object, **more: object) -> dict[str, str | int | float |
 def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Path) -> None:
     """Refuse another configuration; lengths of the schedule may differ until a decay has begun.
 
-    Raises:
-        ChangedOptionsError: names the fields that differ, with both values.
-        TrainingError: an older version made it, with weight hashes that do not cover most of the weights.
+    Raises ChangedOptionsError with the fields and both values; TrainingError for an older version's checkpoint, with
+    weight hashes that do not cover most of the weights.
     """
     if any(len(str(before.get(name, ""))) == _OLDER_DIGITS for name in _WEIGHTS):
         raise TrainingError(
@@ -233,11 +232,7 @@ def checkpoint_of(folder: Path) -> tuple[int, Identity] | None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint, mapped from disk.
-
-    Raises:
-        TrainingError: it cannot be read.
-    """
+    """A checkpoint, mapped from disk; TrainingError if it cannot be read."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -248,9 +243,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 class RunFolder:
     """The folder of one training, written only by the main process.
 
-    Raises:
-        OptionError: the folder holds a training with another configuration.
-        TrainingError: a checkpoint cannot be read, or the folder cannot be written.
+    Raises OptionError for another training's folder, TrainingError if reading a checkpoint or writing fails.
     """
 
     def __init__(
@@ -483,11 +476,7 @@ class Interrupts:
         self.waiting = True
 
     def let_through(self) -> None:
-        """Do what the interruption would have done, if there was one.
-
-        Raises:
-            KeyboardInterrupt: with the default handler.
-        """
+        """Do what the interruption would have done, by default KeyboardInterrupt, if there was one."""
         if self.waiting:
             self.waiting = False
             self._before(signal.SIGINT, None)

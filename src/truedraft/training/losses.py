@@ -105,7 +105,7 @@ class NegativeLogAcceptance(DistillationLoss):
 
 @dataclass(frozen=True)
 class AdaptiveVariation(DistillationLoss):
-    """w KL(p || q) + (1 - w) TV(p, q), w = exp(-eta alpha) of each position: the second LK loss (2602.23881).
+    """w KL(p || q) + (1 - w) TV(p, q), w = exp(-eta alpha) per position: the second LK loss (2602.23881).
 
     No gradient flows through w. As the student improves, it moves to the total variation, which decides acceptance.
     """

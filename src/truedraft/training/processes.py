@@ -83,11 +83,7 @@ class Processes:
                     distributed.all_reduce(weight.grad)
 
     def refuse_several(self, what: str) -> None:
-        """Raise if there are several.
-
-        Raises:
-            OptionError: there are several.
-        """
+        """Raise OptionError if there are several."""
         if self.count > 1:
             raise OptionError(f"{what} in one process, and {self.count} were launched: start it without a launcher")
 
@@ -110,11 +106,9 @@ def _talking() -> Iterator[None]:
 
 @contextmanager
 def joined(device: str) -> Iterator[str]:
-    """Join the launched group of processes inside the block (gloo on CPUs, NCCL on GPUs); yields this process's device.
+    """Join the launched processes in the block (gloo on CPUs, NCCL on GPUs); yields this process's device.
 
-    Raises:
-        MissingExtraError: there are several, and accelerate is not installed.
-        OptionError: several were requested, and one was launched.
+    Raises MissingExtraError if accelerate is needed, OptionError if several were requested and one was launched.
     """
     if all(int(os.environ.get(name, "1")) < 2 for name in _COUNTS):
         if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:

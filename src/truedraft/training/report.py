@@ -132,11 +132,7 @@ class Card:
         return f"{head}\n\n| | |\n|---|---|\n{rows}\n{notes}"
 
     def write(self, folder: Path) -> None:
-        """Write README.md into the folder.
-
-        Raises:
-            TrainingError: it cannot be written.
-        """
+        """Write README.md into the folder; TrainingError if that fails."""
         write_whole(folder / "README.md", self.text())
 
 
@@ -152,11 +148,7 @@ def write_card(
     library: str = "truedraft",
     notes: str = "",
 ) -> None:
-    """Write the card of a drafter that was trained for a target.
-
-    Raises:
-        TrainingError: it cannot be written.
-    """
+    """Write the card of a drafter that was trained for a target; TrainingError if that fails."""
     name = base_name(target)
     Card(
         title=f"{title} for {name}",
@@ -171,11 +163,7 @@ def write_card(
 
 
 def write_head_card(result: HeadResult, kind: str, target: str, data: str, device: str) -> None:
-    """Write the card of trained heads; `data` describes what the prompts were cut from.
-
-    Raises:
-        TrainingError: it cannot be written.
-    """
+    """Write the card of trained heads, with `data` for the source of prompts; TrainingError if that fails."""
     known, effort = KINDS.get(kind), result.effort
     own = "" if result.joint is None else " The target was trained with them: it is in `target`."
     rows = training_facts(
@@ -276,9 +264,7 @@ def pair_facts(report: PairReport) -> dict[str, str]:
 class Tracker:
     """Reports the steps of a training, and the predicted and measured lengths, to a tracker.
 
-    Raises:
-        MissingExtraError: accelerate is not installed, or the tracker's package.
-        UnknownOptionError: accelerate has no such tracker.
+    Raises MissingExtraError without accelerate or the tracker's package, UnknownOptionError for an unknown tracker.
     """
 
     def __init__(self, name: str, folder: Path, device: str) -> None:

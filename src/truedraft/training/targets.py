@@ -118,11 +118,7 @@ def keep_target(
     kept: int = KEPT,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> KeptTarget:
-    """Write the top `kept` ids of the distributions of a text into its folder, or resume after an interruption.
-
-    Raises:
-        TrainingError: the files cannot be written.
-    """
+    """Write the top `kept` ids of a text's distributions into its folder, or resume; TrainingError on failure."""
     rows, kept = len(text.tokens), min(kept, lm_head.weight.shape[0] - 1)
     files = [(folder / f"{name}.law_ids", np.int32, kept), (folder / f"{name}.laws", np.float16, kept + 1)]
     done = min(_whole_rows(path, np.dtype(kind).itemsize * width) for path, kind, width in files)

@@ -34,9 +34,7 @@ class Learnable(ABC, Generic[ModuleT]):
         answers: number of answers in a training step, each with a span of tokens.
         least: least tokens of an answer to learn from.
 
-    Raises:
-        CompositionError: these cannot learn; says why.
-        UnsupportedModelError: the target cannot be learned from; says why.
+    Raises CompositionError if these cannot learn, UnsupportedModelError if the target cannot be learned from.
     """
 
     origin: ModuleT
@@ -74,20 +72,11 @@ class Learnable(ABC, Generic[ModuleT]):
 
     @abstractmethod
     def save(self, module: ModuleT, folder: Path) -> None:
-        """Write a folder for `--drafter`.
-
-        Raises:
-            ModelError: it cannot be written.
-        """
+        """Write a folder for `--drafter`; ModelError if that fails."""
 
     @abstractmethod
     def load(self, folder: Path) -> ModuleT:
-        """A saved module, in the dtype in which it is served.
-
-        Raises:
-            ModelError: the folder is damaged, or holds something else.
-            CompositionError: it is for another target.
-        """
+        """A saved module in its served dtype; ModelError if damaged, CompositionError if for another target."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -111,9 +111,8 @@ class Learner:
     def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
         """Start to learn from an engine, see `EngineLearner`.
 
-        Raises:
-            CompositionError: no drafter can learn this way, or the learner has an engine already.
-            OptionError: the folder holds versions of another drafter, or for another target.
+        Raises CompositionError if no drafter can learn or the learner has an engine already, OptionError for a folder
+        of another drafter or target.
         """
         if self._able:
             raise CompositionError("this learner belongs to another engine already; make one for each")

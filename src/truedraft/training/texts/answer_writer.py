@@ -126,8 +126,7 @@ def write_answers(
         name: of the files, see `AnswerFiles`.
         watch: at its stopping time running answers are cut and the written ones returned; None never stops.
         width: entries of each vector that are kept; None keeps all that heads read, 0 none.
-        least: answers written even if the time is up; None is one at each temperature.
-        least_tokens: of each of these, unless it ends before.
+        least: answers written even if the time is up, with `least_tokens` each; None is one at each temperature.
 
     Raises:
         OptionError: the folder holds answers to other prompts, of another target, or of another configuration.

@@ -52,11 +52,7 @@ class Source:
 
     @classmethod
     def read(cls, data: Sequence[Path], held_out: Sequence[Path], tokenizer: Any) -> Source:
-        """Read all files; with `SELF` among them the target writes prompts of its own.
-
-        Raises:
-            DataError: one cannot be read, or they are empty.
-        """
+        """Read all files; with `SELF` the target writes prompts. DataError for an unreadable file or no data."""
         texts, prompts = read_data([path for path in data if path != SELF], tokenizer, empty=SELF in data)
         return cls(texts, prompts, read_texts(held_out, tokenizer) if held_out else [], SELF in data)
 
@@ -108,11 +104,7 @@ def names_of(data: Iterable[Path]) -> str:
 
 
 def opening_of(tokenizer: Tokenizer) -> list[int]:
-    """The ids of an empty user's message: what the chat template has before the text.
-
-    Raises:
-        DataError: there is no chat template, or it does not contain the message unchanged.
-    """
+    """The ids before the text of a user's message; DataError without a chat template that keeps it unchanged."""
     try:
         before, mark, _ = tokenizer.conversation_text([{"role": "user", "content": _MARK}]).partition(_MARK)
     except PromptError as error:
@@ -134,10 +126,8 @@ def ask_itself(
 ) -> list[list[int]]:
     """Let an instruct model write up to `count` questions, or resume; returns prompts in its chat template.
 
-    Raises:
-        DataError: the target has no chat template.
-        OptionError: the folder holds questions of another configuration.
-        TrainingError: the target failed, no question ended, or the files cannot be written.
+    Raises DataError without a chat template, OptionError for a folder of another configuration, TrainingError if the
+    target or writing the files fails, or no question ended.
     """
     tokenizer = target.tokenizer
     if tokenizer is None:

@@ -39,25 +39,19 @@ class ChatTexts:
         return HistoryForm.of(self._tokenizer.conversation_text)
 
     def text(self, record: Sequence[Any] | Mapping[str, Any], place: str) -> str:
-        """The text of one chat; `place` is for errors.
+        """The text of a chat at `place`: messages, or an object with them as "messages" or "conversations".
 
-        Args:
-            record: its messages, or an object that has them as "messages" or "conversations", and "system" and "tools".
-
-        Raises:
-            DataError: it is no chat, there is no template, or the template refuses it.
+        The object may have "system" and "tools". DataError if it is no chat, or without a template that takes it.
         """
         return self._written(
             record, place, lambda tokenizer, messages, tools: tokenizer.conversation_text(messages, tools)
         )
 
     def prompt(self, record: object, place: str) -> list[int] | None:
-        """The token ids of a prompt: an object with "prompt", or a chat that ends with a question; None for a document.
+        """Ids of a prompt: an object with "prompt", or a chat that ends with a question; None for a document.
 
         "prompt" is a user's message where there is a chat template, otherwise a text to continue; or token ids.
-
-        Raises:
-            DataError: as in `text`, or the prompt is empty, or neither a text nor token ids.
+        DataError as in `text`, or for an empty or other prompt.
         """
         if isinstance(record, Mapping) and "prompt" in record and "text" not in record:
             content = record["prompt"]

@@ -46,13 +46,8 @@ def read_texts(paths: Iterable[Path], tokenizer: Any | None = None) -> list[str]
 def read_data(paths: Iterable[Path], tokenizer: Any, *, empty: bool = False) -> tuple[list[str], list[list[int]]]:
     """Texts, and prompts for the target to answer, of all files, in order.
 
-    Args:
-        paths: as in `read_texts`. An object with "prompt", or a chat with a last message that is not the assistant's,
-            is a prompt.
-        tokenizer: from transformers; its chat template formats chats, and prompts as a user's message where it has one.
-
-    Raises:
-        DataError: as `read_texts`, or a prompt is neither a text nor token ids.
+    Prompts are objects with "prompt", as a user's message where the tokenizer has a chat template, and chats with a
+    last message that is not the assistant's. Raises DataError as `read_texts`, or for another prompt.
     """
     chats, texts, prompts = ChatTexts(tokenizer), [], []
     for entry, place in (each for path in paths for each in _entries_of(path)):

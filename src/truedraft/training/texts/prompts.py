@@ -95,8 +95,7 @@ def split_prompts(
         prompts: token ids, for training as they are.
         held_out_prompts: token ids, for tree and test; without any held-out data, the first of `prompts`.
 
-    Raises:
-        DataError: there is too little text.
+    Raises DataError for too little text.
     """
     if not held_out and not held_out_prompts:
         share = min(_MOST_HELD_OUT, counts.held_out / (counts.train + counts.held_out))
@@ -197,11 +196,7 @@ def _characters(texts: Sequence[str]) -> int:
 
 
 def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: int) -> PromptSets:
-    """Prompts for training, tree and test of drafters of the embedded target.
-
-    Raises:
-        DataError: this interpreter comes without the sources of its standard library.
-    """
+    """All prompts of the embedded target; DataError without the sources of the standard library."""
     shipped, library = shipped_prompts(), _library()
     texts, names = _others(library, shipped), {str(record["file"]) for record in shipped}
     pieces = [str(record["text"]) for record in shipped]
@@ -219,11 +214,7 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
 
 
 def standard_library_texts() -> tuple[list[str], list[str]]:
-    """The training texts for drafters of the embedded target, and the shipped prompts.
-
-    Raises:
-        DataError: this interpreter comes without the sources of its standard library.
-    """
+    """Training texts of the embedded target, and the shipped prompts; DataError without sources."""
     shipped = shipped_prompts()
     return _others(_library(), shipped), [str(record["text"]) for record in shipped]
 

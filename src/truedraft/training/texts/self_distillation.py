@@ -98,12 +98,8 @@ class SelfDistillationData:
 class AnswerFiles:
     """The files of a `SelfDistillationData` while it is being written; a kill leaves only whole answers.
 
-    `identity` is what decides the answers; `covered` is how many have vectors, fewer where `NAME.hidden` was lost.
-
-    Raises:
-        OptionError: the files have another identity; names the differences.
-        DataError: a line is invalid.
-        TrainingError: they cannot be written.
+    `identity` is what decides the answers; `covered` counts those with vectors, not all if `NAME.hidden` was lost.
+    Raises OptionError for files of another identity, DataError for an invalid line, TrainingError if writing fails.
     """
 
     def __init__(self, folder: Path, name: str, width: int, identity: Identity) -> None:
@@ -121,11 +117,7 @@ class AnswerFiles:
             self.covered = self._whole_vectors()
 
     def append(self, record: WrittenAnswer, hidden: Tensor) -> None:
-        """Add an answer and its vectors `[tokens, width]`.
-
-        Raises:
-            TrainingError: it cannot be written, as on a full disk; earlier answers stay whole.
-        """
+        """Add an answer and its vectors `[tokens, width]`; TrainingError if that fails, with earlier ones whole."""
         self.append_vectors(hidden)
         with writing(self._lines), self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(record)) + "\n")
@@ -214,10 +206,7 @@ class WindowSampler:
     """Windows of up to `length` positions, in a new random order in each epoch: a pure function of an index.
 
     Neighbouring positions share the distributions of their targets, so a window costs less than scattered positions.
-    `reach` is the number of tokens after the next that are guessed.
-
-    Raises:
-        DataError: no answer is longer than the heads reach.
+    `reach` is the number of tokens after the next that are guessed. DataError if no answer is longer.
     """
 
     text: SelfDistillationData
