@@ -76,7 +76,7 @@ _MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
 
 @dataclass(frozen=True)
 class HeadJob:
-    """A training of heads; `step_s` is the seconds of a training step, None before it was measured."""
+    """A training of heads; `step_s` is the seconds of a step, None before it was measured."""
 
     target: str
     prompts: PromptSets
@@ -198,7 +198,7 @@ def _with_questions(
 ) -> HeadJob:
     begun = job.budget.limited and (folder / f"{TRAIN_TEXT}.json").is_file()
     pen = Writing(job.config.tokens, job.config.writing, folder, job.callbacks, job.budget, begun)
-    prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.ask(model, count))
+    prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.questions(model, count))
     if not job.budget.limited:  # otherwise it wrote as many as there was time for
         _check_amount(prompts, job.config, job.callbacks.on_note)
     return replace(job, prompts=_in_time(prompts, job.config, job.budget))

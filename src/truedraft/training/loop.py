@@ -342,7 +342,7 @@ class TrainingLoop:
         on_checkpoint: Callable[[Saved], None] | None = None,
         time_is_up: Callable[[], bool] = lambda: False,
     ) -> Progress:
-        """Train to step `until` (default: to the end), from the checkpoint if there is one, to the same bits.
+        """Train to step `until` (default: the end), or resume from a checkpoint, with the same result to the bit.
 
         Ctrl-C, or `time_is_up`, writes a checkpoint after the step, because a half-done step cannot be saved; a second
         Ctrl-C interrupts at once.

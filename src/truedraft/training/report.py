@@ -194,7 +194,7 @@ def base_name(target: str) -> str:
 
 
 def licence_of(target: str) -> str | None:
-    """The licence in a target's own files, as hubs name it."""
+    """The licence in a target's own files, as hubs name it; None where they name none."""
     from huggingface_hub import try_to_load_from_cache
 
     try:

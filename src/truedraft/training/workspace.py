@@ -185,15 +185,16 @@ class TimeBudget:
         left_s = min(self.left_s(until), (until - begin) * self._work_s)
         return max(1, min(most, int(_MARGIN * left_s / max(step_s, 1e-9))))
 
-    def buys(self, steps: int, asked: int, words: str, on_note: Callable[[str], None]) -> None:
+    def buys(self, steps: int, requested: int, words: str, on_note: Callable[[str], None]) -> None:
         """Report the effect of few steps beforehand; TrainingError if they are too few for a useful drafter."""
-        if self.minutes is None or steps >= min(asked, _FEW_STEPS):
+        if self.minutes is None or steps >= min(requested, _FEW_STEPS):
             return
         needed = {
-            least: f"{math.ceil(self.minutes * min(least, asked) / steps):,}" for least in (_LEAST_STEPS, _FEW_STEPS)
+            least: f"{math.ceil(self.minutes * min(least, requested) / steps):,}"
+            for least in (_LEAST_STEPS, _FEW_STEPS)
         }
         got = f"in {self.minutes:g} minutes there is time for {words}"
-        if steps < min(asked, _LEAST_STEPS):
+        if steps < min(requested, _LEAST_STEPS):
             raise TrainingError(
                 f"{got}, from which a drafter learns next to nothing: give it --minutes {needed[_LEAST_STEPS]} for the "
                 f"least, some {needed[_FEW_STEPS]} for one that helps, a faster machine, or a smaller drafter"

@@ -121,7 +121,7 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
 
 @torch.no_grad()
 def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> list[Score]:
-    """Scores of greedy chains of heads of one size, together, which takes fewer passes over a large LM head."""
+    """Scores of greedy chains of heads of one size, which together take fewer passes over a large LM head."""
     tokens = answer.tokens[: PLACES + 1]
     places, reach = len(tokens) - 1, heads[0].reach
     if places < 1:
@@ -222,7 +222,7 @@ class LearnableLayerHeads(LearnableHeads[Head]):
 
 
 def _pairs(answer: Answered, places: Sequence[int], end: int, reach: int) -> dict[int, int]:
-    """Pairs with chains that begin at `places`, with their steps up to the token before `end`, as `chains_in`.
+    """Pairs with chains after the answer's tokens at `places`, with steps up to the token before `end`, as `chains_in`.
 
     Worked example: after a prompt of 4 the answer's token 0 is at 4, so its pair is 3, which is about the token at 5;
     with an answer of 3 and a reach of 3 the pairs are 3 with two steps and 4 with one.

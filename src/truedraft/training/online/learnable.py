@@ -101,7 +101,7 @@ def agrees(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def scored(kept: Tensor) -> Score:
-    """The score of an answer, from the number of kept guesses at each place, each after a target's token.
+    """The score of an answer, from the number of kept guesses at each place, for chains after the target's token.
 
     Worked example: after token 0 two guesses of three agree, so tokens 1 and 2 are kept and the call gives token 3.
     """

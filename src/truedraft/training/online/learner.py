@@ -53,7 +53,8 @@ class Learner:
 
     As OSD (2310.07177), with tests: a quarter of the answers is never trained on, and a trained copy is promoted where
     replay of these shows more tokens per call, by bets that are wrong with probability `level`, and where it is no
-    worse on older ones. It is rolled back where later answers show the opposite. One learner is for one engine.
+    worse on older ones. It is rolled back where later answers show the opposite. Answers stay only in memory. One
+    learner is for one engine.
 
     Args:
         folder: of promoted versions; the last is loaded at the start. None writes nothing.
@@ -115,7 +116,7 @@ class Learner:
         of another drafter or target.
         """
         if self._able:
-            raise CompositionError("this learner belongs to another engine already; make one for each")
+            raise CompositionError("this learner learns beside another engine already; make one for each")
         if self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)

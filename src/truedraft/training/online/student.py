@@ -85,6 +85,7 @@ class GainTest:
         self._squares = _MEMORY * self._squares + cut * cut
 
     def sure(self, level: float) -> bool:
+        """Whether the evidence was ever enough for an error of probability `level`."""
         return self.most >= -math.log(level)
 
 

@@ -39,7 +39,7 @@ class Answered:
         tokens: `[tokens]`, int64.
         vectors: `[tokens, width]`: the input of the target's LM head for each token.
         prompt: the end of the prompt; empty where the learning module reads no prompts.
-        layers: by layer number, `[prompt + tokens - 1, width]`: the layer's output at each token but the last.
+        layers: by layer number, `[prompt + tokens - 1, width]`: outputs at each token of both but the last.
         scores: of replays, by the numbers of the candidates.
     """
 

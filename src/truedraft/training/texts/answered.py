@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SELF = Path("self")
 """Takes the place of a data file: the target writes the prompts."""
-QUESTIONS = "questions"
+ASKED = "questions"
 """Name of the files of questions."""
 LONGEST = 160
 """Most tokens of a question; longer ones rarely end."""
@@ -75,7 +75,7 @@ class Writing:
     budget: TimeBudget
     begun: bool = False
 
-    def ask(self, model: LanguageModel, count: int) -> list[list[int]]:
+    def questions(self, model: LanguageModel, count: int) -> list[list[int]]:
         """Questions that the target writes itself; none are added once answers are written."""
         begun = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
         watch = Watch("asking", "questions", self.callbacks, self.budget, _QUESTIONS_WRITTEN, begun)
@@ -86,7 +86,7 @@ class Writing:
         """Answers to prompts and, with `asks`, to its own questions: the missing ones, at least half of all."""
         count = -(-self.tokens // self.how.answer_tokens)
         if asks:
-            prompts = [*prompts, *self.ask(model, max(count // 2, count - len(prompts)))]
+            prompts = [*prompts, *self.questions(model, max(count // 2, count - len(prompts)))]
         prompts = shuffled(prompts, self.how.seed)[:count] if asks or self.budget.limited else prompts[:count]
         if len(prompts) < _SHORT * count:
             self.callbacks.on_note(f"there are {len(prompts):,} prompts, and {count:,} are asked for with --tokens")
@@ -136,7 +136,7 @@ def ask_itself(
         target,
         [opening_of(tokenizer)] * math.ceil(_SPARE * count),
         folder,
-        QUESTIONS,
+        ASKED,
         WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), batch=batch, seed=seed, elsewhere=elsewhere),
         watch=watch,
         width=0,
