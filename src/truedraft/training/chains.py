@@ -46,11 +46,7 @@ _LENGTHS = (2, 4)  # of measured chains, in addition to the trained length
 
 @dataclass(frozen=True)
 class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig):
-    """Configuration for training a head on vectors of several layers, along chains of several steps.
-
-    Raises:
-        OptionError: a value out of its range.
-    """
+    """A training of a head on several layers' vectors, along chains; OptionError for a value out of range."""
 
     drafter: ClassVar[type[LevelDrafter[Any, Any]]]
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
@@ -98,7 +94,8 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         }
 
     @abstractmethod
-    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains: ...
+    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains:
+        """The head along texts, in training."""
 
     def loop(
         self,
@@ -153,6 +150,8 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
 
 
 class _NumberedAnswers(WindowSampler):
+    """Whole answers, each with its number in the run: `[count, 3]`."""
+
     def batch(self, first: int, count: int) -> Tensor:
         return torch.cat([super().batch(first, count), torch.arange(first, first + count)[:, None]], 1)
 
@@ -215,7 +214,7 @@ class Chains(ABC):
         return chains_in(answer, self.head.reach)
 
     def acceptance(self, leaving: Tensor) -> Tensor | None:
-        """The head's logits `[rows]` of the acceptance probabilities; None where it predicts none."""
+        """Logits `[rows]` of acceptance probabilities; None where the head predicts none."""
         return None
 
     def logits(self, vectors: Tensor) -> Tensor:
@@ -256,8 +255,10 @@ class Texts:
     """Concatenated texts that the target has read.
 
     Attributes:
+        starts: the start of each text, and the end of the last.
         vectors: `[tokens, width]` of each layer.
         known: `[places, ids]`: the target's log probabilities of the draft's ids at the places of chains.
+        rows: the row in `known` of each token.
     """
 
     tokens: Tensor
@@ -280,10 +281,8 @@ class Texts:
 class ChainLoss:
     """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
 
-    Args:
-        loss: between the distributions, over the draft's ids.
-        decay: the weight of each step relative to the one before. None weights each token by the probability that all
-            tokens before it in its chain are accepted, the product of their sum min(p, q), without a gradient.
+    `decay` None weights each token by the probability that all tokens before it in its chain are accepted, the product
+    of their sum min(p, q), without a gradient.
     """
 
     chains: Chains
@@ -309,6 +308,7 @@ class ChainLoss:
         return sums
 
     def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of weighted losses in `leaving`, sum of losses, acceptance probabilities `[rows]` or 1."""
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
@@ -381,11 +381,7 @@ def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[lis
 
 @torch.no_grad()
 def accuracies(unrolled: Chains, text: SelfDistillationData, positions: int) -> Mapping[str, float]:
-    """`step_K_top_1` of each step, K from 1: the accuracy on about `positions` of a text's tokens.
-
-    Raises:
-        DataError: no answer is long enough.
-    """
+    """`step_K_top_1` of each step, K from 1, on about `positions` tokens; DataError if no answer is long enough."""
     head = unrolled.head
     right, seen = [0] * head.reach, [0] * head.reach
     every = max(1, len(text.tokens) // positions)

@@ -99,11 +99,8 @@ _PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, for measuring in the engi
 class OwnText:
     """Lets a student write the second half of a share of the sequences, at temperature 1, without a gradient.
 
-    A function of the seed, the sequence and the weights, so that resumed and distributed trainings have the same text.
-
-    Args:
-        student: in training; the writer shares its weights.
-        share: in [0, 1], the probability of each sequence.
+    The samples are a function of the seed, the sequence and the weights, so resumed and distributed trainings agree.
+    `student` is in training, and shares its weights; `share` is the probability of each sequence.
     """
 
     def __init__(self, student: PreTrainedModel, share: float, seed: int) -> None:
@@ -113,7 +110,7 @@ class OwnText:
 
     @torch.no_grad()
     def __call__(self, batch: Tensor) -> Tensor:
-        """The sequences `[sequences, length + 1]`; the last token is never read, and stays."""
+        """The sequences `[sequences, length + 1]`; the last token stays. TrainingError if the student fails."""
         length = batch.shape[1] - 1
         kept = (length + 1) // 2
         keys = {place: zlib.crc32(str(row).encode()) for place, row in enumerate(batch.tolist())}
@@ -148,7 +145,7 @@ class StreamObjective:
     def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over the batch `[sequences, length + 1]`.
 
-        Returns the mean loss and, with a target, `alpha` of the batch's first chunk, of each process's part.
+        Returns the mean loss and, with a target, `alpha` of the first chunk of each process's part.
         """
         whole, batch = len(batch), batch if own is None else batch[own]
         share = len(batch) / whole
@@ -170,7 +167,7 @@ class DraftConfig(DraftSizeOptions):
     """What decides the draft in addition to the target and the data.
 
     The default loss is half forward KL, which learns all of the target's distribution, and half total variation, which
-    decides the acceptance rate.
+    decides the acceptance rate. `tokens` and `writing` are for prompts that the target answers.
     """
 
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
@@ -232,7 +229,7 @@ def train_draft(
     callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> DraftResult:
-    """Distil a draft for the target into the folder `out`, or resume; an ordinary model folder.
+    """Distil a draft for the target into the model folder `out`, or resume an interrupted training there.
 
     Of several processes (`Processes`) all return the main one's result.
 
@@ -326,7 +323,6 @@ def _planned(
     budget: TimeBudget,
     callbacks: Callbacks,
 ) -> DraftConfig:
-    """The configuration with as many steps as there is time for; a resumed training keeps its number."""
     before = checkpoint_of(work)
     if before is not None:
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
@@ -350,7 +346,10 @@ def _planned(
 
 
 def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Callable[[str], None]) -> None:
-    """Repeating a text four times is nearly as good as new text; from forty times it adds nothing (2305.16264)."""
+    """Report a text that is read several times, and refuse one that is read too often to teach more.
+
+    Text repeated up to four times is nearly as good as new; from forty times on it adds nothing (2305.16264).
+    """
     config.curriculum.phases(stream, config.schedule, seed=config.seed)  # raises if it is too short
     total = config.schedule.total_steps * config.curriculum.tokens_per_step
     times = total / len(stream)
@@ -405,11 +404,7 @@ def record_draft(
     report: PairReport,
     evaluations: Sequence[EngineEvaluation],
 ) -> None:
-    """Write the draft's target and its measured quality into its folder, see `drafters.registry`.
-
-    Raises:
-        ModelError: the target has no fingerprint, or the file cannot be written.
-    """
+    """Write the draft's target and measured quality into its folder; ModelError without a fingerprint or on failure."""
     figures: dict[str, Any] = {"alpha": report.alpha, "greedy_agreement": report.greedy_agreement}
     figures["served"] = [each.as_dict() for each in evaluations]
     write_record(folder, "draft", target, fingerprint_of(target_model), figures, sample_of(target_model))
@@ -422,19 +417,10 @@ def stream_loop(
     stream: NDArray[np.uint32],
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains the draft along the stream.
+    """The loop that trains the draft along the stream; `target` may be None where the loss needs only the text.
 
-    The folder may hold the checkpoint of another run's stable phase that is not longer than this one's: the run then
-    branches from there.
-
-    Args:
-        config: its sizes are not read.
-        target: the teacher; None where the loss needs only the text.
-        draft: the starting model, on the configured device.
-
-    Raises:
-        DataError: the stream is shorter than a sequence.
-        OptionError: the folder holds a training with another configuration.
+    The folder may hold the checkpoint of another run's stable phase, not longer than this one's, to branch from. Raises
+    DataError for less than a sequence, OptionError for a folder with another training.
     """
     more = {"data_sha256": stream_hash(stream)}
     if target is not None:
@@ -469,7 +455,6 @@ def _identity(config: DraftConfig, **more: str) -> Identity:
 def _fitting(
     config: DraftConfig, target: PreTrainedModel, draft: PreTrainedModel, on_note: Callable[[str], None]
 ) -> DraftConfig:
-    """The configuration with sequences that fit the context of both models."""
     context = min(context_of(target), context_of(draft))
     fitted = config.curriculum.fitting(context)
     if fitted != config.curriculum:

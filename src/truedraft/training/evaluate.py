@@ -150,8 +150,8 @@ class EngineEvaluation:
     def departs(self, tokens: int, rounds: int) -> bool:
         """Whether prediction and measurement differ by more than a twentieth and than chance explains.
 
-        Some round does so in one of a hundred sound trainings, with `rounds` compared rounds. The prediction from `tokens`
-        tokens is assumed to vary as the measurement does, and at least as a count of so many accepted tokens.
+        Some of `rounds` compared rounds does in one of a hundred sound trainings. A prediction from `tokens` is
+        assumed to vary as the measurement does, and at least as a count of so many accepted tokens.
         """
         promised, served = self.about.get("promised"), self.tokens_per_call
         if promised is None or served is None or len(self.answers) < _FEWEST:
@@ -176,14 +176,9 @@ def measure_in_engine(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     budget: TimeBudget | None = None,
 ) -> list[EngineEvaluation]:
-    """Answer the prompts in every round.
+    """Answer the prompts in every round; the remaining budget is divided equally among the rounds.
 
-    Args:
-        budget: its remaining time is divided equally among the rounds; None sets no limit.
-
-    Raises:
-        TrainingError: the engine failed.
-        CompositionError: a drafter does not fit the target.
+    Raises TrainingError if the engine fails, CompositionError if a drafter does not fit the target.
     """
     found, budget = [], budget or TimeBudget()
     for number, each in enumerate(rounds):
@@ -201,11 +196,8 @@ def predicted(
 ) -> Interval | None:
     """Tokens per target call along the answers at a temperature; None where none has a second token.
 
-    The drafter must not run elsewhere during the call.
-
-    Raises:
-        CompositionError: the drafter does not fit the target.
-        OptionError: the acceptance of the drafter along a text cannot be predicted.
+    The drafter must not run elsewhere during the call. Raises CompositionError if it does not fit the target,
+    OptionError if its acceptance cannot be predicted.
     """
     drafter.check(target)
     chosen = [
@@ -239,9 +231,7 @@ def count_answers(
         time_is_up: called after each step, except the first few; True stops and counts the answers as they are.
         at_once: prompts answered together; None is all.
 
-    Raises:
-        TrainingError: the engine failed.
-        CompositionError: the drafter does not fit the target.
+    Raises TrainingError if the engine fails, CompositionError if a drafter does not fit the target.
     """
     max_tokens = min(_TOKENS, target.context_length // 2)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)

@@ -70,7 +70,6 @@ class JointConfig:
 
     Attributes:
         length: tokens of a sequence.
-        backbone: rates of the target, smaller.
         heads_share: weight of the heads' loss relative to the target's own, lambda_0 of the paper.
         decay_share: of the steps, at the end, in which the rates decay.
         lora_rank: of adapters, merged when saved; 0 trains all weights; None decides by the number of weights.
@@ -96,12 +95,7 @@ class JointConfig:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The calibration of trained heads on held-out text, and the rounds to measure.
-
-    Attributes:
-        facts: saved with the heads, for JSON, including the sizes and calibration of their drafter.
-        trees: trees of ranks, saved with the heads.
-    """
+    """Calibrated heads and the rounds to measure; `facts` (JSON) and `trees` are saved with the heads."""
 
     facts: Mapping[str, Any]
     rounds: Sequence[EngineRound]
@@ -147,11 +141,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @classmethod
     def from_options(cls, common: Mapping[str, Any], more: Any = None) -> Self:
-        """A training from values of the fields of all kinds, and options of this kind (`Trains.more`).
-
-        Raises:
-            OptionError: a value out of its range.
-        """
+        """A training from values of all kinds' fields and `Trains.more`; OptionError out of a range."""
         return cls(**common)
 
     @classmethod
@@ -174,7 +164,8 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
             raise OptionError(f"must be 1 (heads alone) or 2 (heads and target), got {self.stage}", field="stage")
 
     @abstractmethod
-    def sizes(self, width: int, vocab_size: int) -> HeadConfig: ...
+    def sizes(self, width: int, vocab_size: int) -> HeadConfig:
+        """The sizes of heads for a target; OptionError if they are invalid."""
 
     @property
     @abstractmethod
@@ -189,10 +180,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """Calibrate trained heads, in evaluation mode, on held-out text, and return the rounds to measure.
-
-        The target wrote the text at both of `TREE_TEMPERATURES`.
-        """
+        """Calibrate trained heads on held-out text, written at both of `TREE_TEMPERATURES`."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -231,14 +219,9 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         folder: Path,
         on_progress: Callable[[str, int, int], None],
     ) -> TrainingLoop:
-        """The loop that trains heads: by default on stored vectors.
+        """The loop that trains heads, by default on stored vectors; `texts` are for training and held out.
 
-        Args:
-            texts: answers for training, and held-out ones for measuring accuracy.
-
-        Raises:
-            DataError: the answers are shorter than the heads reach.
-            OptionError: the folder holds a training with another configuration.
+        Raises DataError for answers shorter than the heads reach, OptionError for a folder with another training.
         """
         text, held_out = texts
         learned = self.target(lm_head, text, folder, on_progress)
@@ -313,10 +296,7 @@ def heads_optimizer(head: VectorHead, config: OptimizerConfig) -> MixedOptimizer
 class HeadLoss:
     """sum_k decay^k loss_k, with loss_k the mean over positions at place k (from 0), the k + 2nd token after a vector.
 
-    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k.
-
-    Raises:
-        OptionError: decay out of (0, 1].
+    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k. Raises OptionError for a decay out of (0, 1].
     """
 
     head: VectorHead
@@ -339,7 +319,7 @@ class HeadLoss:
         """The gradient of `scale` times the loss in `vectors`; gradients of the heads' own outputs are added to theirs.
 
         Args:
-            vectors: `[reach, positions, exit_width]`: the heads' vectors for `places`.
+            vectors: `[reach, positions, exit_width]`.
             places: `[positions]`, ascending rows; place k is about row `place + 1 + k`.
             of: number of positions for the mean, where `places` are only a part of them.
 
@@ -398,9 +378,7 @@ class HeadsObjective:
 class HeldOutAccuracy:
     """Accuracy of each place on whole held-out answers, with the text's tokens at the places before it.
 
-    Attributes:
-        windows: int64 `[answers, 2]`: first row, and number of positions with a token at every place. The last token of
-            an answer is never drafted.
+    `windows`, int64 `[answers, 2]`, are first rows and numbers of positions with a drafted token at every place.
     """
 
     head: VectorHead
@@ -410,11 +388,7 @@ class HeldOutAccuracy:
 
     @classmethod
     def on(cls, head: VectorHead, lm_head: LmHead, text: SelfDistillationData, positions: int) -> HeldOutAccuracy:
-        """On answers of about `positions` tokens, evenly over the text.
-
-        Raises:
-            DataError: there are no answers longer than the heads reach.
-        """
+        """On answers of about `positions` tokens, evenly over the text; DataError if none is long enough."""
         reach = head.reach
         spans = zip(text.records, itertools.pairwise(text.starts), strict=True)
         by_temperature = sorted(spans, key=lambda span: span[0].temperature)
@@ -455,6 +429,5 @@ class HeldOutAccuracy:
 
 
 def _hits(logits: Tensor, labels: Tensor, top: int) -> Tensor:
-    """Counts of labels `[rows]` that are the first, and among the first `top`, by logits `[rows, vocab]`: `[2]`."""
     same = stable_topk(logits, top) == labels[:, None]
     return torch.stack([same[:, 0].sum(), same.sum()]).cpu()

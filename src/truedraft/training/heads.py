@@ -76,7 +76,7 @@ _MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
 
 @dataclass(frozen=True)
 class HeadJob:
-    """A training of heads; `step_s` is the seconds of a training step, None before it was measured."""
+    """A training of heads; `step_s` is the seconds of a step, None before it was measured."""
 
     target: str
     prompts: PromptSets
@@ -198,7 +198,7 @@ def _with_questions(
 ) -> HeadJob:
     begun = job.budget.limited and (folder / f"{TRAIN_TEXT}.json").is_file()
     pen = Writing(job.config.tokens, job.config.writing, folder, job.callbacks, job.budget, begun)
-    prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.ask(model, count))
+    prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.questions(model, count))
     if not job.budget.limited:  # otherwise it wrote as many as there was time for
         _check_amount(prompts, job.config, job.callbacks.on_note)
     return replace(job, prompts=_in_time(prompts, job.config, job.budget))
@@ -272,9 +272,7 @@ def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
 def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
     """Let the target answer all prompts for training and for choosing trees.
 
-    Raises:
-        OptionError: the folder holds answers to other prompts, of another target, or of another configuration.
-        TrainingError: the target failed, or the files cannot be written.
+    Raises OptionError for a folder with other answers, TrainingError if the target or writing the files fails.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -317,11 +315,7 @@ def _watch(job: HeadJob, folder: Path, share: float) -> Watch:
 
 
 def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:
-    """Train heads of a frozen target on its text, in `work` or a folder above it; save and measure them.
-
-    Raises:
-        TruedraftError: as `train_heads`.
-    """
+    """Train, save and measure heads of a frozen target on its text, in `work` or above; errors of `train_heads`."""
     lm_head = lm_head_of(job.target, job.config.device)
     head = starting_head(job, lm_head, text.fingerprint)
     job = replace(job, config=_within_budget(job, text, head.reach, work))
@@ -339,7 +333,6 @@ def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Pat
 
 
 def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> HeadTrainingConfig:
-    """As many steps as there is time for; a resumed training keeps its number."""
     config = job.config
     if not job.budget.limited:
         return config
@@ -366,21 +359,12 @@ def _fitting(
 
 
 def lm_head_of(target: str, device: str) -> LmHead:
-    """The target's LM head in bfloat16; the rest of the model is freed.
-
-    Raises:
-        UnsupportedModelError: heads cannot share it.
-    """
+    """The target's LM head in bfloat16, without the rest of the model; UnsupportedModelError if it cannot be shared."""
     return LmHead.of(load_causal_lm(target, dtype="auto", device=device).eval())
 
 
 def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
-    """New heads, or those to start from.
-
-    Raises:
-        CompositionError: those to start from were trained for another target, or have other sizes.
-        ModelError: they cannot be read.
-    """
+    """New heads, or those to start from; CompositionError if these do not fit, ModelError if unreadable."""
     head, folder = job.config.new_head(lm_head), job.config.start_from
     if folder is None:
         return head
@@ -449,7 +433,6 @@ def judge(
 
 
 def _repeats(text: SelfDistillationData) -> str:
-    """A remark on answers that repeat themselves, whose predictions hold only for such text."""
     shares = [share for each in text.records if (share := repeated_ngrams(each.answer)) is not None]
     mean = sum(shares) / len(shares) if shares else 0.0
     if mean < _REPEATS:
@@ -460,10 +443,9 @@ def _repeats(text: SelfDistillationData) -> str:
 def _promised(
     job: HeadJob, target: LanguageModel, text: SelfDistillationData, number: int, engine_round: EngineRound
 ) -> EngineRound:
-    """A round with what held-out answers predict, where its kind of heads did not predict it."""
     if "promised" in engine_round.about:
         return engine_round
-    job.follow("foretelling", number, number + 1)
+    job.follow("predicting", number, number + 1)
     found = predicted(target, text, engine_round.temperature, engine_round.new_drafter())
     return replace(engine_round, about={**engine_round.about, "promised": None if found is None else found.value})
 
@@ -483,11 +465,7 @@ def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:
 
 
 def forecast(job: HeadJob, work: Path) -> HeadJob:
-    """Report the disk space and the time that a training will take; returns the job with the seconds of a step.
-
-    Raises:
-        UnsupportedModelError: heads cannot share the target's LM head.
-    """
+    """The job with the seconds of a step; reports disk space and time. UnsupportedModelError as `lm_head_of`."""
     lm_head = lm_head_of(job.target, job.config.device)
     job, checkpoint = _tried(job, lm_head)
     config, step_s = job.config, job.step_s or 0.0
@@ -510,10 +488,7 @@ def forecast(job: HeadJob, work: Path) -> HeadJob:
 
 
 def _tried(job: HeadJob, lm_head: LmHead) -> tuple[HeadJob, int]:
-    """The job with the seconds of a step, and the bytes of a checkpoint.
-
-    Steps read fewer positions where few would fit: many small steps teach more than a few large ones.
-    """
+    """The job with the seconds of a step, of fewer positions where few would fit, and the bytes of a checkpoint."""
     config, whole = job.config, job.config.positions_per_step
     size = min(whole, _LEAST_POSITIONS) if job.budget.limited else whole
     step_s, checkpoint = _trial(replace(job, config=replace(config, positions_per_step=size)), lm_head)

@@ -61,15 +61,11 @@ def rank_for(parameters: int) -> int:
 
 
 def check_adapters() -> None:
-    """Raise unless peft is installed.
-
-    Raises:
-        MissingExtraError: peft is not installed.
-    """
+    """Raise MissingExtraError unless peft is installed."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError(
             "training a large target needs LoRA adapters by peft, which is not installed; "
-            "`pip install 'truedraft[train]'` brings it, or train all weights with a LoRA rank of 0"
+            "`pip install 'truedraft[train]'` installs it, or train all weights with a LoRA rank of 0"
         )
 
 
@@ -121,7 +117,7 @@ class Backbone:
 
 @dataclass(frozen=True)
 class JointObjective:
-    """KL(p0 || p) plus `heads_share` (lambda_0) times the heads' loss; gradients of both reach the target."""
+    """KL(p0 || p) plus `heads_share` (lambda_0) times the heads' loss towards p0; both train the target."""
 
     backbone: Backbone
     head: VectorHead
@@ -164,12 +160,7 @@ def joint_loop(
     stream: NDArray[np.uint32],
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains both, starting with heads from stage 1.
-
-    Raises:
-        DataError: the stream is shorter than a sequence.
-        OptionError: the folder holds a training with another configuration.
-    """
+    """The loop that trains both, starting with heads from stage 1; errors as `stream_loop`."""
     joint, lm_head = config.joint, backbone.lm_head
     schedule = WarmupStableDecay.of(joint.steps, joint.decay_share)
     more = {"target": fingerprint, "data_sha256": stream_hash(stream), "start_from": weights_hash(head)}
@@ -197,11 +188,9 @@ _STAGE_1_ONLY = frozenset({"reads_token", "optimizer", "positions_per_step", "wi
 
 
 def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
-    """Train heads (skipped with `start_from`), then heads and target; write `out/target`, and heads in `out`.
+    """Train heads, or take `start_from`, then heads and target; write `out/target`, and heads for it in `out`.
 
-    Raises:
-        MissingExtraError: adapters are needed, and peft is not installed.
-        TruedraftError: as `train_heads`.
+    Raises MissingExtraError if adapters need peft, and the errors of `train_heads`.
     """
     warm, before = _warm_heads(job, text, out)
     target = str(out / _TARGET)

@@ -71,7 +71,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement every `every` steps and after the last, for the log; it changes no weight and no random state."""
+    """Runs every `every` steps and after the last, for the log; it changes no weight and no random state."""
 
     every: int
     values: Callable[[], Mapping[str, float]]
@@ -191,13 +191,12 @@ def identity_of(config: object, **more: object) -> dict[str, str | int | float |
 def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Path) -> None:
     """Refuse another configuration; lengths of the schedule may differ until a decay has begun.
 
-    Raises:
-        ChangedOptionsError: names the fields that differ, with both values.
-        TrainingError: an older version made it, with weight hashes that do not cover most of the weights.
+    Raises ChangedOptionsError with the fields and both values; TrainingError for an older version's checkpoint, with
+    weight hashes that do not cover most of the weights.
     """
     if any(len(str(before.get(name, ""))) == _OLDER_DIGITS for name in _WEIGHTS):
         raise TrainingError(
-            f"the training in {str(folder)!r} was begun by an older version of truedraft, which told models apart by a "
+            f"the training in {str(folder)!r} was begun by an older version of truedraft, which identified models by a "
             "few of their weights: go on with that version, or begin again in another folder"
         )
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -209,7 +208,6 @@ def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Pa
 
 
 def _flat(value: object, name: str) -> list[tuple[str, Any]]:
-    """The leaves of a dataclass; a value that is not plain, such as a loss, as its repr."""
     if is_dataclass(value) and not isinstance(value, type) and fields(value):
         prefix = f"{name}." if name else ""
         deciding = [each for each in fields(value) if each.compare]
@@ -234,11 +232,7 @@ def checkpoint_of(folder: Path) -> tuple[int, Identity] | None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint, mapped from disk.
-
-    Raises:
-        TrainingError: it cannot be read.
-    """
+    """A checkpoint, mapped from disk; TrainingError if it cannot be read."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -247,11 +241,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The folder of one training: its checkpoint, log and run record. Only the main process writes it.
+    """The folder of one training, written only by the main process.
 
-    Raises:
-        OptionError: the folder holds a training with another configuration.
-        TrainingError: a checkpoint cannot be read, or the folder cannot be written.
+    Raises OptionError for another training's folder, TrainingError if reading a checkpoint or writing fails.
     """
 
     def __init__(
@@ -300,7 +292,7 @@ class RunFolder:
         return state
 
     def _cut_log(self, step: int) -> None:
-        """Drop the lines of steps that will run again, and a last line cut short by a full disk or a kill."""
+        """Drop the lines of steps that will run again, and an incomplete last line."""
         log = self.path / LOG
         if not step:
             log.unlink(missing_ok=True)
@@ -312,13 +304,8 @@ class RunFolder:
 class TrainingLoop:
     """Runs phases one after another in a folder, and resumes from the folder's checkpoint.
 
-    Args:
-        schedule: maps a step to the multiplier of the peak rates.
-
-    Attributes:
-        autocast: whether products are in bfloat16; by default where the device has instructions for them.
-        clock: returns seconds, for the time between checkpoints.
-        processes: that train together; only the main one measures.
+    `schedule` maps a step to the multiplier of the peak rates; `autocast` (products in bfloat16) is by default on where
+    the device has instructions for it; `clock` returns seconds, for the time between checkpoints.
     """
 
     def __init__(
@@ -355,9 +342,10 @@ class TrainingLoop:
         on_checkpoint: Callable[[Saved], None] | None = None,
         time_is_up: Callable[[], bool] = lambda: False,
     ) -> Progress:
-        """Train to step `until` (default: to the end), from the checkpoint if there is one, to the same bits.
+        """Train to step `until` (default: the end), or resume from a checkpoint, with the same result to the bit.
 
-        Ctrl-C, or `time_is_up`, writes a checkpoint after the step; a second Ctrl-C interrupts at once.
+        Ctrl-C, or `time_is_up`, writes a checkpoint after the step, because a half-done step cannot be saved; a second
+        Ctrl-C interrupts at once.
         """
         last = self.total_steps if until is None else min(until, self.total_steps)
         self._resume()
@@ -435,7 +423,7 @@ class TrainingLoop:
             if step < phase.steps:
                 return phase, step
             step -= phase.steps
-        raise TrainingError(f"step {step} lies behind the last phase")
+        raise TrainingError(f"step {step} is after the last phase")
 
     def _save(self) -> None:
         self.folder.save(
@@ -488,7 +476,7 @@ class Interrupts:
         self.waiting = True
 
     def let_through(self) -> None:
-        """Do what the interruption would have done, if there was one."""
+        """Do what the interruption would have done, by default KeyboardInterrupt, if there was one."""
         if self.waiting:
             self.waiting = False
             self._before(signal.SIGINT, None)
