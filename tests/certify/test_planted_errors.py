@@ -1,4 +1,4 @@
-"""What a certificate says of errors planted in drafted rows' logits: the table of docs/certify.md, row by row.
+"""What a certificate says of errors planted in drafted rows' logits: docs/certify.md names them.
 
 Where plain rows are equal bit for bit drafted rows are allowed nothing, elsewhere what plain rows show, here some 1e-6.
 """

@@ -216,7 +216,7 @@ def test_a_device_asks_for_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None
     probs = [SHAPES["steep"](1, 9_000, seed) for seed in range(4)] + [SHAPES["steep"](2, 50, 1)]
     here = [coupled_choices(probs[:4], places(4)), coupled_choices(probs[4:], places(2))]
     monkeypatch.setattr(C.transfers, "waits", lambda device: True)
-    monkeypatch.setattr(C, "_choose_here", None)
+    monkeypatch.setattr(C, "_choose_on_cpu", None)
     monkeypatch.setattr(Tensor, "numpy", None)
     for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
         monkeypatch.setattr(Tensor, name, None)

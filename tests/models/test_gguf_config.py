@@ -15,7 +15,7 @@ from support.gguf_files import write
 from truedraft import load_model
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.gguf import without_weights
-from truedraft.models.gguf_config import FAMILIES, Said, hold_positions, read_config
+from truedraft.models.gguf_config import FAMILIES, ModelKeys, check_positions, read_config
 
 IDS = torch.arange(1, 30) * 37 % 256
 RMS, NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def said_by(architecture: str, values: dict[str, Any], *tensors: str) -> Said:
+def said_by(architecture: str, values: dict[str, Any], *tensors: str) -> ModelKeys:
     """What a file of two layers says, with and without some keys; None leaves one out."""
     said = {
         "context_length": 128,
@@ -49,13 +49,13 @@ def said_by(architecture: str, values: dict[str, Any], *tensors: str) -> Said:
     fields = {f"{architecture}.{key}": value for key, value in said.items() if value is not None}
     names = ["token_embd.weight", "position_embd.weight", "blk.0.a", "blk.1.a", *tensors]
     shapes = {name: (128 if "position" in name else 300, 64) for name in names}
-    return Said("file", {"general.architecture": architecture, **fields}, shapes)
+    return ModelKeys("file", {"general.architecture": architecture, **fields}, shapes)
 
 
 def config_of(architecture: str, values: dict[str, Any], *tensors: str) -> PreTrainedConfig:
     said = said_by(architecture, values, *tensors)
     config = read_config(said, 300, {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None})
-    hold_positions(said, without_weights(config, torch.float32))
+    check_positions(said, without_weights(config, torch.float32))
     return config
 
 
@@ -204,7 +204,7 @@ def test_what_a_model_needs_is_missed_by_name(key: str) -> None:
 def test_other_architectures_are_refused() -> None:
     for architecture in ("granite", "gemma4", None, 3):
         with pytest.raises(UnsupportedModelError, match="and truedraft reads GGUF files of llama, qwen2"):
-            Said("file", {"general.architecture": architecture}, {})
+            ModelKeys("file", {"general.architecture": architecture}, {})
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "lfm2"])

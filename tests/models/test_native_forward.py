@@ -377,11 +377,11 @@ def test_where_an_entry_of_a_packed_weight_lies(dtype: torch.dtype) -> None:
 def test_gate_and_up_take_turns_of_16() -> None:
     library = built(torch.float32).library
     gate, up = torch.arange(64.0).view(32, 2), -torch.arange(64.0).view(32, 2)
-    turns = packed(library, [[gate, up]], turns=True)
+    turns = packed(library, [[gate, up]], alternate=True)
     assert turns.equal(packed(library, [[torch.cat([gate[:16], up[:16], gate[16:], up[16:]])]]))
     large = torch.randn(1040, 2)  # more than a thread packs at a time
     rows = torch.stack([large.view(-1, 16, 2), -large.view(-1, 16, 2)], dim=1).view(-1, 2)
-    assert packed(library, [[large, -large]], turns=True).equal(packed(library, [[rows]]))
+    assert packed(library, [[large, -large]], alternate=True).equal(packed(library, [[rows]]))
 
 
 def test_biases_are_float32_and_fill_whole_units() -> None:

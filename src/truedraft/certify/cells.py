@@ -1,9 +1,8 @@
 """The verdict distribution of a shipped rule, measured at one noise value in each of its decision cells.
 
-A verdict is a piecewise constant function of the step's uniform numbers. `decision_cells` judges batches with scripted
-noise, finds where each decision flips, and multiplies the widths of the cells. Where the rule's kernels predict a flip,
-it probes just below and just above; only if the flip is not there does it bisect. So the result is what the rule does,
-whatever its kernels predict.
+A verdict is a piecewise constant function of the step's uniform numbers. `decision_cells` finds where each decision
+flips, and multiplies the widths of the cells. Where the kernels predict a flip it probes on both sides; if the flip is
+not there it bisects. So the result is what the rule does, whatever its kernels predict.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ NEAR = 2e-15
 
 
 class ScriptedNoise:
-    """Returns scripted numbers, and records the keys.
-
-    By default, keys outside the script reject whatever may be rejected, so that the verdict itself shows what was
-    accepted.
-    """
+    """Scripted numbers, with a record of the keys. By default, other keys reject whatever may be rejected."""
 
     def __init__(self, script: Script, elsewhere: Callable[[Key], float] | None = None) -> None:
         self.script = dict(script)
@@ -127,20 +122,19 @@ def step_probs(cases: Sequence[Case], probs: Sequence[VerdictProbs]) -> dict[tup
 def completed(
     step: dict[tuple[Prefix, int], float], target: Callable[[Prefix], Tensor], length: int
 ) -> dict[Prefix, float]:
-    """The distribution of `length` tokens if the target continues after the step; the target's own if the step is
-    exact."""
+    """The distribution of `length` tokens if the target continues after the step."""
     found: dict[Prefix, float] = {}
 
-    def go_on(answer: Prefix, mass: float) -> None:
+    def extend(answer: Prefix, mass: float) -> None:
         if len(answer) >= length:
             found[answer[:length]] = found.get(answer[:length], 0.0) + mass
             return
         for token, p in enumerate(target(answer).tolist()):
             if p > 0.0:
-                go_on((*answer, token), mass * p)
+                extend((*answer, token), mass * p)
 
     for (answer, _), mass in step.items():
-        go_on(answer, mass)
+        extend(answer, mass)
     return found
 
 
@@ -149,7 +143,7 @@ def completed(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A box of uniform numbers with a constant verdict: its proposal's number, bounds for each decision, and volume."""
+    """A box of uniform numbers with a constant verdict; `sides` are the bounds of each decision, `mass` the volume."""
 
     case: int
     sides: dict[Key, tuple[float, float]]
@@ -159,8 +153,6 @@ class Cell:
 
 @dataclass(slots=True)
 class _Edge:
-    """One place where a decision flips: False below, True from there on."""
-
     case: int
     script: Script
     key: Key
@@ -170,10 +162,7 @@ class _Edge:
 
 
 def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | None = None) -> list[Cell]:
-    """All cells of some proposals over one vocabulary, judged together in batched calls.
-
-    Each decision of the rule must use one uniform number. `device` is where cases are judged; None keeps theirs.
-    """
+    """All cells of proposals over one vocabulary, judged together on `device` (None keeps theirs)."""
     there = cases if device is None else [case.to(device) for case in cases]
     found: list[Cell] = []
     front = [Cell(i, {}, 1.0, Verdict((), (), Origin.BONUS)) for i in range(len(cases))]
@@ -210,11 +199,7 @@ def probs_of(cells: Sequence[Cell], cases: int) -> list[VerdictProbs]:
 def mass_that_moves(
     rule: Rule, cases: Sequence[Case], cells: Sequence[Cell], device: torch.device | None = None
 ) -> float:
-    """Largest share of a case's noise in cells with a different verdict at a random place than in the middle.
-
-    The share is 0 if verdicts are constant in cells. Otherwise decisions depend on each other, or on numbers that are
-    not theirs.
-    """
+    """Largest share of a case's noise in cells where the verdict varies: 0 if each decision has its own number."""
     chance = random.Random(len(cells))
     there = cases if device is None else [case.to(device) for case in cases]
     noise = []
@@ -305,7 +290,6 @@ class _Predicted:
         self._accepts: dict[tuple[int, int], list[float]] = {}
 
     def edges(self, index: int, script: Script, key: Key, verdict: Verdict) -> list[_Edge]:
-        """Where the decision `key` may flip: accepting flips once, a final draw between any two tokens."""
         purpose, depth, number = key
         if purpose is not Purpose.ACCEPT:
             places = itertools.accumulate(self._final(index, verdict.path)[:-1])
@@ -325,7 +309,6 @@ class _Predicted:
         return [_Edge(index, script, key, lambda verdict: verdict.path[depth : depth + 1] != (child,), guess)]
 
     def _final(self, index: int, path: Prefix) -> list[float]:
-        """The probabilities of the token that ends a walk with this path."""
         if (index, path) not in self._finals:
             if index not in self._probs:
                 self._probs[index] = kernel_probs(self._rule, self._cases[index])
@@ -338,8 +321,7 @@ class _Predicted:
         return self._finals[index, path]
 
     def _accepting(self, index: int, group: tuple[int, ...]) -> list[float]:
-        """The number below which each decision of a group accepts after all earlier ones rejected; later ones may be
-        missing."""
+        """The number below which each decision accepts after all earlier ones rejected; later ones may be missing."""
         if (index, group[0]) not in self._accepts:
             outcomes = outcomes_of(self._rule, self._cases[index], group)
             accepted = [outcome for outcome in outcomes if outcome.accepted]

@@ -48,7 +48,7 @@ def certify(
         seconds: approximate duration; up to four times as long with little evidence. Exact sums take their own time.
         most_seconds: hard limit, except for the computation in progress.
         tell: callback with a part and its completed fraction.
-        announce: callback before the checks with a prediction of what the time can show, from a trial; None skips it.
+        announce: callback before the checks with a prediction of what the time can show; None skips the trial.
         in_float32: compares greedy and seeded answers of the same stack in float32; None skips it.
 
     Raises:
@@ -79,7 +79,6 @@ def certify(
 
 
 def _findings(checks: Sequence[Check], whole: Context, report: Callable[[Part, float], None]) -> list[Finding]:
-    """Run checks one after another; `whole` holds their common time, `report` is the `tell` of `certify`."""
     findings: list[Finding] = []
     for number, check in enumerate(checks):
         own = [each for each in checks if each.part is check.part]
@@ -129,7 +128,7 @@ def _refuse_unusable(stack: Stack, params: SamplingParams) -> None:
     if params.shapes_logits:
         raise OptionError(
             "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
-            "banned tokens, min_tokens and structured, whose exactness docs/options.md shows"
+            "banned tokens, min_tokens and structured (docs/options.md shows that they are exact)"
         )
 
 
@@ -137,8 +136,8 @@ def _notes(findings: Sequence[Finding]) -> list[str]:
     notes = []
     if any(finding.part is Part.STATISTICAL for finding in findings):
         notes.append(
-            f"A correct stack fails the statistical checks with probability {FALSE_ALARM:g} at most; what they would "
-            "have found with probability 0.99 stands in their lines."
+            f"A correct stack fails the statistical checks with probability {FALSE_ALARM:g} at most; their lines "
+            "say what they would have found with probability 0.99."
         )
     if any(finding.part is Part.CONTROLS for finding in findings):
         notes.append("Each negative control plants a fault that the same tests must find, or they are not trusted.")

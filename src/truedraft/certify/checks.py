@@ -120,24 +120,16 @@ def share_of(tell: ReportProgress, number: int, of: int) -> ReportProgress:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Input of a check.
-
-    Attributes:
-        params: the user's options. If they have a seed, requests get consecutive seeds from it on.
-        batch: requests in a step.
-        seconds: time for the check; it may take several times as long if there is little evidence by then.
-        tell: callback with the completed fraction of the check.
-        ends: time of `now` at which the check must end in any case.
-    """
+    """Input of a check; its time may be exceeded several times if there is little evidence by then."""
 
     stack: Stack
     prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    batch: int = 1
+    params: SamplingParams  # with a seed, requests get consecutive seeds from it on
+    batch: int = 1  # requests in a step
     seconds: float = math.inf
-    tell: ReportProgress = field(default=lambda done: None)
+    tell: ReportProgress = field(default=lambda done: None)  # gets the completed fraction
     earlier: Sequence[Finding] = ()
-    ends: float = math.inf
+    ends: float = math.inf  # time of `now` at which the check must end in any case
 
     @property
     def end_s(self) -> float:
@@ -148,7 +140,6 @@ class Context:
         return self.end_s <= 0.0
 
     def left_s(self, times: float = 1.0, leaving: float = 0.0) -> float:
-        """`times` the check's seconds, at most until `leaving` times its seconds before its end."""
         return min(times * self.seconds, self.end_s - leaving * self.seconds)
 
     def deadline(self, times: float = 1.0, leaving: float = 0.0) -> Deadline:
@@ -156,12 +147,7 @@ class Context:
 
 
 class Check(ABC):
-    """One check of a stack.
-
-    Attributes:
-        share: fraction of the certificate's time that it may take.
-        extra_s: seconds that it takes in addition to its share.
-    """
+    """One check of a stack; `extra_s` are seconds in addition to its `share` (a fraction) of the certificate's time."""
 
     part: ClassVar[Part]
     share: float = 0.0
@@ -223,11 +209,6 @@ class Deadline:
         return self.fraction >= 1.0
 
     def step(self, engine: Engine) -> None:
-        """Run one step of an engine.
-
-        Raises:
-            OutOfTimeError: the time is over.
-        """
         if self.over:
             raise OutOfTimeError
         engine.step()
@@ -240,10 +221,7 @@ def one_by_one(
     work: Callable[[_Item, Deadline], None],
     tell: ReportProgress,
 ) -> None:
-    """Process one item after another for a share of the context's time; the first may take several times as long.
-
-    `work` processes an item until a deadline; if it raises `OutOfTimeError`, the loop ends.
-    """
+    """Process items until `work` raises `OutOfTimeError` or the share of time is over; the first may take longer."""
     deadline, patience = context.deadline(share), context.deadline(PATIENCE * share)
     for number, item in enumerate(items):
         try:
@@ -316,6 +294,6 @@ def recovered(stats: Counters, drafter: str) -> list[str]:
     if not stats.recoveries:
         return []
     return [
-        f"with drafter {drafter!r} a step or a proposal failed for several requests together and was asked for again "
-        f"for them apart, {stats.recoveries} times"
+        f"with drafter {drafter!r} a step or a proposal failed for several requests together and was repeated "
+        f"for each separately, {stats.recoveries} times"
     ]

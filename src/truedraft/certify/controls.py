@@ -3,17 +3,15 @@
 A test that never fails proves nothing. Each control plants one fault in the user's own stack and runs the certificate's
 checks on the result.
 
-Faults of sampled answers are given to the tests of tokens. The total variation that each fault causes at each token is
-computed. The tests must find the fault within as many tokens as they had to certify, and it must be at least three
-times as large as the smallest deviation that they would have found there, so that finding it was no luck; otherwise no
-certificate is issued. Only tokens with a noticeably changed distribution count; the size of the change is known before
-the token is. If the user's own drafter leaves a fault little room (it agrees with the target, or its guesses are not
-drawn), a stand-in drafts: the target itself, sharpened or as it is, possibly at a higher temperature.
+Faults of sampled answers: the total variation that the fault causes at each token is computed. The tests must find the
+fault within as many tokens as they had to certify, and it must be at least three times as large as the smallest
+deviation that they would have found there, so that finding it was no luck. Only tokens with a noticeably changed
+distribution count; the size of the change is known before the token is. If the user's own drafter leaves a fault little
+room, a stand-in drafts: the target itself, sharpened or as it is, possibly at a higher temperature.
 
 Faults of greedy and seeded answers are given to the comparison with plain decoding. Given text and noise, a
-distribution is one-hot here: the target's choice. So a fault's total variation is the share of tokens that are not the
-target's choice at their own prefix, and one such token is enough to be found. Noise used twice is no such fault,
-because plain decoding would use it twice as well: the tests of sampled answers find it in the distribution.
+distribution is one-hot here, so a fault's total variation is the share of tokens that are not the target's choice at
+their own prefix. Noise used twice is no such fault, because plain decoding would use it twice as well.
 """
 
 from __future__ import annotations
@@ -191,7 +189,6 @@ class ComparedControls(Check):
         return counted.finding(control)
 
     def _longer(self, stack: Stack, prompt: list[int]) -> list[int]:
-        """A prompt and some of the target's continuation, as long as there is room for an answer."""
         if len(prompt) + 2 * self._tokens >= stack.target.context_length:
             return prompt
         params = SamplingParams(max_tokens=self._tokens, ignore_eos=True)
@@ -220,28 +217,18 @@ class ComparedControls(Check):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Result of the tests on one fault.
-
-    Attributes:
-        tokens: number of tested tokens.
-        total_variation: computed mean total variation of these tokens' distributions.
-        p_value: the smallest, of `test`, after Holm's correction.
-        setting: what was not the user's own, in words.
-        certified: facts of the tests when they certified; here they get no more tokens.
-        over: whether the time is up.
-    """
+    """Result of the tests on one fault."""
 
     tokens: int
-    total_variation: float
-    p_value: float
+    total_variation: float  # computed; the mean over the tested tokens
+    p_value: float  # the smallest, after Holm's correction
     test: str
-    setting: str
-    certified: Mapping[str, Any]
-    over: bool
+    setting: str  # what was not the user's own, in words
+    certified: Mapping[str, Any]  # facts of the tests when they certified; here they get no more tokens
+    over: bool  # the time is up
 
     @classmethod
     def so_far(cls, tests: TokenTests, sizes: Tensor, setting: str, certified: Mapping[str, Any], over: bool) -> Shown:
-        """The result after tests of tokens with these total variations, `[tokens]`."""
         results = tests.results()
         best = min(results, key=lambda result: result.p_value)
         adjusted = min(1.0, len(results) * best.p_value)
@@ -250,7 +237,6 @@ class Shown:
 
     @property
     def strong(self) -> bool:
-        """Whether the fault is as large as a control's must be."""
         return self.total_variation >= TIMES_DETECTABLE * self.certified["smallest_detectable_tv"]
 
     @property
@@ -291,11 +277,7 @@ class Shown:
 
 
 def _sizes(fault: Fault, scored: Scored) -> Tensor:
-    """Total variation that a fault causes at each token of an answer, `[tokens]`; 0 where it causes none.
-
-    It is computed without the tokens. For a fault without a closed form it is read from the distributions that the rule
-    received.
-    """
+    """Total variation `[tokens]` that a fault causes at each token, from its form or from what the rule received."""
     size = torch.zeros(len(scored.tokens))
     if fault.form is None:
         for place, decision in enumerate(scored.decisions):
@@ -317,21 +299,14 @@ def _sizes(fault: Fault, scored: Scored) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Where a fault is shown: the user's own drafter, or a stand-in that leaves it more room.
-
-    Attributes:
-        words: what is not the user's own; "" if all is.
-        rooms: p and q `[tokens, vocab]` where drafts are verified, and whether drafts are drawn from q.
-        share: fraction of tokens with a verified draft.
-        own: whether one of the user's drafters drafts.
-    """
+    """Where a fault is shown: the user's own drafter, or a stand-in that leaves it more room."""
 
     stack: Stack
     params: SamplingParams
-    words: str
-    rooms: Sequence[tuple[Tensor, Tensor, bool]]
-    share: float
-    own: bool = False
+    words: str  # what is not the user's own; "" if all is
+    rooms: Sequence[tuple[Tensor, Tensor, bool]]  # p and q [tokens, vocab], and whether drafts are drawn
+    share: float  # of tokens with a verified draft
+    own: bool = False  # one of the user's drafters drafts
 
     def evidence(self, control: Fault) -> float:
         """Evidence per token about a fault: the mean square of the total variation where it counts."""
@@ -372,7 +347,6 @@ class _Setting:
 
 
 def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[_Setting]:
-    """The user's own drafters, measured in a batch of answers each, and stand-ins with p and q from the target."""
     settings = []
     members = stack.drafter.members
     for name, member in members.items():
@@ -397,7 +371,6 @@ def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Samplin
 
 
 def _best_setting(control: Fault, settings: Sequence[_Setting], stack: Stack, params: SamplingParams) -> _Setting:
-    """The setting with room for a fault: the user's own stack if possible."""
     if control.form is None:
         itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
         return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
@@ -472,6 +445,5 @@ class _Counted:
 
 
 def _target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:
-    """The target's choice at every position of a greedy or seeded answer, by plain forwards over it."""
     (logits,) = plain_logits(stack.target, [(prompt, answer)])
     return [chooser(params, place, row)(row) for place, row in enumerate(logits, len(prompt))]

@@ -1,8 +1,7 @@
 """Seeded and greedy requests: the shipped rule against plain Python, and its distribution in every cell.
 
 Over two tokens a choice depends only on the difference of their Gumbel numbers, which is logistic. So the line of
-differences splits into cells, and the probability of an answer is a sum of products of their widths. The reference here
-is plain Python: it shares only the noise with the rule.
+differences splits into cells, and the probability of an answer is a sum of products of their widths.
 """
 
 from __future__ import annotations
@@ -109,8 +108,7 @@ def wide_cases() -> list[JudgedCase]:
 
 
 def disagreements(rule: Rule, cases: Sequence[JudgedCase], device: torch.device) -> list[tuple[JudgedCase, Verdict]]:
-    """Cases in which the rule (its greedy form for greedy requests) differs from the expected verdict, with its
-    verdicts."""
+    """Cases in which the rule (its greedy form for greedy requests) differs, with its verdicts."""
     found = []
     for judge, greedy in ((rule, False), (rule.greedy_form, True)):
         own = [each for each in cases if each.greedy is greedy]
@@ -125,7 +123,6 @@ def _judged(case: Case, noise: KeyedNoise | None) -> JudgedCase:
 
 
 def _listed() -> list[World]:
-    """Worlds with all their proposals listed; in some many tokens tie."""
     return [
         build(3, [], "dense", "dense"),
         build(3, [_DRAWN[:1], _DRAWN[:1]], "dense", "dense"),
@@ -171,8 +168,6 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
 
 
 class _LineNoise:
-    """Gumbel noise over two tokens with a given difference G1 - G0 at each depth."""
-
     def __init__(self, differences: Sequence[float]) -> None:
         self.differences = differences
 
@@ -196,24 +191,16 @@ class _Interval:
 
 @dataclass(frozen=True, slots=True)
 class CoupledAnswers:
-    """Totals over the answers in all cells.
+    """Totals over the answers in all cells; each cell is probed at three places."""
 
-    Attributes:
-        proposals: all those drafted under the same noise count as one.
-        cells: each is probed at three places.
-        distance: largest total variation of answers from the target's distribution.
-        moved: largest probability of cells in which the answer is not the same everywhere.
-    """
-
-    proposals: int
+    proposals: int  # those drafted under the same noise count as one
     cells: int
-    distance: float
-    moved: float
+    distance: float  # largest total variation of answers from the target's distribution
+    moved: float  # largest probability of cells in which the answer is not constant
 
 
 def answer_probs(rule: Rule, device: torch.device) -> CoupledAnswers:
-    """The distribution of whole answers over two tokens for every proposal, continued by the target under the same
-    noise."""
+    """The distribution of whole answers over two tokens, continued by the target under the same noise."""
     proposals = cells = 0
     worst = moved = 0.0
     for world in _over_two_tokens():
@@ -240,10 +227,7 @@ def _over_two_tokens() -> list[World]:
 def _answers(
     rule: Rule, device: torch.device, world: World, case: Case | None
 ) -> tuple[dict[Prefix, float], float, int]:
-    """The answer's distribution, the probability of cells in which it changes, and the number of cells.
-
-    Without a case a chain is drafted under the noise of each place.
-    """
+    """The answer's distribution, the probability of cells in which it changes, and the number of cells."""
     tables = [world.target] if case is not None else [world.target, world.drafters[0]]
     lines = [
         _intervals([_edge(table.probs(path)) for path in itertools.product(range(2), repeat=depth) for table in tables])
@@ -267,7 +251,6 @@ def _answers(
 
 
 def _continued(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
-    """The answer of full length; after the step the noise's difference chooses each token."""
     answer = verdict.tokens
     while len(answer) < world.length:
         answer = (*answer, int(noise.differences[len(answer)] > _edge(world.target.probs(answer))))

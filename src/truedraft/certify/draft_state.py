@@ -1,8 +1,7 @@
 """Draft state after many steps, compared with that of a fresh drafter on the same text.
 
-A stale draft state (a cache that was not rolled back, a token that was forgotten after full acceptance) never changes
-the distribution of an answer, because the target verifies whatever is proposed. It only lowers acceptance, so it is
-measured and does not fail a certificate.
+A stale draft state (a cache that was not rolled back, a token that was forgotten) only lowers acceptance, because the
+target verifies whatever is proposed. So it is measured and does not fail a certificate.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Guesses:
 
     Attributes:
         of: the proposals of each request, by id, in order.
-        caches: the largest difference of a draft model's cache from a fresh forward, and whether it is more than
-            rounding, after each step in which it had drafted.
+        caches: after each step with a draft, the largest difference of a draft model's cache from a fresh forward, and
+            whether it is more than rounding.
     """
 
     def __init__(self, drafter: Drafter, *, checks_caches: bool = False) -> None:
@@ -104,13 +103,9 @@ class Guesses:
 class DraftState(Check):
     """Compares proposals of a drafter after many steps with those of a fresh drafter on the same text.
 
-    Greedy answers are generated in batches and verified by comparison, whatever the stack's rules are. Then, at some
-    positions of each answer, a new request with the text so far as its prompt must get the same proposed tree. A draft
-    model's cache is also compared with a forward over the same tokens. Members of a portfolio answer together and draft
-    in turn with their full budget; each is then compared with a fresh one that drafts by itself.
-
-    One finding per drafter: HOLDS if all proposals are equal; MEASURED if not, because answers stay exact;
-    DOES_NOT_APPLY if nothing was proposed; NOT_ENOUGH if nothing could be compared in time.
+    Greedy answers are generated in batches. Then, at some positions of each, a new request with the text so far as its
+    prompt must get the same tree, and a draft model's cache must be that of a forward over the same tokens. Members of
+    a portfolio draft in turn with their full budget; each is compared with a fresh one that drafts by itself.
     """
 
     part = Part.DRAFT_STATE
@@ -147,7 +142,6 @@ class DraftState(Check):
 
 
 def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[None]:
-    """Generate answers to the prompts in one batch, then compare one answer after another; yields after each."""
     stack, group, options = context.stack, context.prompts, as_greedy(context.params)
     members = stack.drafter.members
     original = Guesses(members[name], checks_caches=True)
@@ -167,7 +161,6 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
 
 
 def _some(guesses: Sequence[Guess]) -> list[Guess]:
-    """Some proposals of an answer: the last one, and others evenly spaced."""
     count = min(_PLACES, len(guesses))
     return [guesses[len(guesses) - 1 - (i * len(guesses)) // count] for i in range(count)]
 
@@ -180,10 +173,7 @@ def _fresh_guess(
     options: SamplingParams,
     deadline: Deadline,
 ) -> Guess | None:
-    """What a new request proposes for a text; None if its first token is not the last token of the text.
-
-    `limit` is the total length of the original request, near which proposals are cut.
-    """
+    """What a new request of the same `limit` (total length) proposes for a text; None if it did not reach the text."""
     prompt = list(text[:-1])
     request = engine.submit(prompt, replace(options, max_tokens=limit - len(prompt)))
     try:
@@ -198,24 +188,16 @@ def _fresh_guess(
 
 @dataclass
 class _Comparison:
-    """Counts of compared proposals.
-
-    Attributes:
-        skipped: positions where the new request did not reach the same text.
-        nodes: drafted nodes of the (original, fresh) drafters.
-        accepted: nodes on the path of the answer, of the (original, fresh) drafters.
-        examples: the first few unequal pairs.
-        out_of_time: whether the time was over before anything was compared.
-    """
+    """Counts of compared proposals, of the (original, fresh) drafters."""
 
     compared: int = 0
     different: int = 0
-    skipped: int = 0
+    skipped: int = 0  # positions where the new request did not reach the same text
     nodes: list[int] = field(default_factory=lambda: [0, 0])
-    accepted: list[int] = field(default_factory=lambda: [0, 0])
-    examples: list[dict[str, Any]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=lambda: [0, 0])  # nodes on the path of the answer
+    examples: list[dict[str, Any]] = field(default_factory=list)  # the first few unequal pairs
     caches: list[tuple[float, bool]] = field(default_factory=list)
-    out_of_time: bool = False
+    out_of_time: bool = False  # before anything was compared
 
     def add(self, original: Guess, fresh: Guess | None, text: Sequence[int]) -> None:
         """Compare two proposals for one text; `text` is the whole answer with its prompt."""
@@ -235,7 +217,6 @@ class _Comparison:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Draft acceptance rates of the (original, fresh) drafters at these positions."""
         original, fresh = (a / max(n, 1) for a, n in zip(self.accepted, self.nodes, strict=True))
         return original, fresh
 
@@ -268,7 +249,7 @@ class _Comparison:
             return Status.DOES_NOT_APPLY, "Nothing was proposed."
         original, fresh = self.rates
         summary = f"{self.different} of {self.compared} proposals differ from a fresh drafter's"
-        costs = f"acceptance {'falls' if fresh > original else 'goes'} from {fresh:.3f} to {original:.3f}"
+        costs = f"acceptance {'falls' if fresh > original else 'changes'} from {fresh:.3f} to {original:.3f}"
         if stale:
             caches = f", and {self.broken_caches} of {len(self.caches)} caches from a fresh forward's"
             summary = f"Stale: {summary}{caches if self.caches else ''}; answers stay exact, {costs}."
@@ -287,11 +268,7 @@ class _Comparison:
 
 @torch.inference_mode()
 def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Compare a cache with a forward over the tokens that it should hold.
-
-    Entries after the last token but one are not compared, because the next proposal cuts them, nor are states that
-    layers carry beyond it.
-    """
+    """Compare a cache with a forward over its tokens, except for entries that the next proposal cuts."""
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()
     try:

@@ -47,22 +47,15 @@ _MOST_PLACES = 8
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """Result of one test.
-
-    Attributes:
-        expected: sum of the event's probabilities.
-        observed: number of tokens with the event.
-        variance: sum of p_i (1 - p_i).
-        allowance: largest error of a token's distribution by rounding (total variation).
-    """
+    """Result of one test."""
 
     name: str
     tokens: int
-    expected: float
-    observed: int
-    variance: float
+    expected: float  # sum of the event's probabilities
+    observed: int  # tokens with the event
+    variance: float  # sum of p_i (1 - p_i)
     p_value: float
-    allowance: float = 0.0
+    allowance: float = 0.0  # largest error of a token's distribution by rounding (total variation)
 
     @property
     def excess(self) -> float:
@@ -111,7 +104,6 @@ class EProcess:
         )
 
     def see(self, logs: Mapping[str, float], counted: Any) -> None:
-        """Update with the logarithm of each source's e-value, and the current count, such as tokens."""
         self.most = max(self.most, self.mean(logs))
         for level in (ALARM, CERTAIN):
             if self.most >= math.log(level):
@@ -150,11 +142,9 @@ class EventTests:
     def add(self, probs: Tensor, hits: Tensor, lost: float = 0.0) -> None:
         """Update with more tokens.
 
-        Args:
-            probs: `[tokens, tests]`, float64: the target's probability of each token's event; negative if a test does
-                not cover the token.
-            hits: `[tokens, tests]`, bool: whether the event occurred.
-            lost: further error of the distribution here, in addition to rounding.
+        `probs` `[tokens, tests]`, float64, are the target's probabilities of each token's event, negative if a test
+        does not cover the token; `hits`, bool, whether the event occurred; `lost` is a further error of the
+        distribution here.
         """
         self._lost = max(self._lost, lost)
         about = probs >= 0.0
@@ -168,7 +158,6 @@ class EventTests:
         self._sums += torch.stack([about.double().sum(0), p.sum(0), x.sum(0), (p * (1.0 - p)).sum(0)])
 
     def log_evidence(self) -> Tensor:
-        """The logarithm of each test's e-value so far, `[tests]`, float64; 0 for a test without tokens."""
         return torch.logsumexp(self._logs, dim=0) - math.log(len(_TILTS))
 
     def results(self) -> list[TestResult]:
@@ -188,12 +177,7 @@ class EventTests:
 
 
 class TokenTests:
-    """Tests of the tokens of answers, one for each of `Events`; `allowance` and `log_ratio` are as in `EventTests`.
-
-    Attributes:
-        impossible: number of tokens with target probability 0.
-        judged: number of tokens at nodes with a draft.
-    """
+    """Tests of the tokens of answers, one for each of `Events`; `allowance` and `log_ratio` are as in `EventTests`."""
 
     def __init__(self, vocab: int, batch: int = 1, allowance: float = 0.0, log_ratio: float = 0.0) -> None:
         self._events = Events(vocab, batch)
@@ -201,11 +185,7 @@ class TokenTests:
         self.tokens = self.impossible = self.judged = 0
 
     def add(self, scored: Scored, where: Tensor | None = None, lost: float = 0.0) -> None:
-        """Test the tokens of one answer.
-
-        `where` `[tokens]`, bool, selects tokens without use of their values; None is all. `lost` is as in
-        `EventTests.add`.
-        """
+        """Test an answer's tokens; `where` `[tokens]`, bool, selects some without use of their values."""
         if not len(scored.tokens):
             return
         chances, hits = self._events.measure(scored)
@@ -232,10 +212,10 @@ class TokenTests:
 class Events:
     """Sets of tokens for tests of a stream of emitted tokens.
 
-    A set may depend on everything before its token (text, distributions, the draft's information), never on the token.
-    It may not depend on what a drafter *drew*; its distributions and deterministic candidates are allowed. Under
-    coupled noise a tree, and so the depth of an accepted path, is cut by the same noise that decides its tokens: then
-    neither is allowed. Each of the first 8 places of a batch is also tested by itself.
+    A set may depend on everything before its token (text, distributions, the draft's information), never on the token
+    or on what a drafter *drew*. Under coupled noise a tree, and so the depth of an accepted path, is cut by the same
+    noise that decides its tokens: then neither is allowed. Each of the first 8 places of a batch is also tested by
+    itself.
     """
 
     def __init__(self, vocab: int, batch: int) -> None:
@@ -266,12 +246,7 @@ class Events:
         return [*self._general, *deep, *(places if self._places > 1 else [])]
 
     def measure(self, scored: Scored) -> tuple[Tensor, Tensor]:
-        """The target's probability of each set, and whether each token is in it.
-
-        Returns:
-            Probabilities `[tokens, tests]`, float64, -1 where a test does not cover a token, and hits `[tokens,
-            tests]`, bool.
-        """
+        """Probabilities `[tokens, tests]`, float64, of each set (-1 where a test covers no token), and hits, bool."""
         probs = scored.probs
         tokens = torch.as_tensor(list(scored.tokens), device=probs.device)
         sets = [*self._fixed(probs, tokens), *self._of_probs(probs, tokens), *self._of_text(scored)]
@@ -326,7 +301,6 @@ class Events:
         return list(zip(chances, hits, strict=True))
 
     def _draft_probs(self, scored: Scored, place: int) -> Tensor | None:
-        """The draft's distribution at a token's node; for candidates, an indicator."""
         decision, p = scored.decisions[place], scored.probs[place]
         if scored.coupled:
             return None
@@ -339,7 +313,6 @@ class Events:
         return chosen
 
     def _with_strata(self, chances: Tensor, hits: Tensor, scored: Scored) -> tuple[Tensor, Tensor]:
-        """Append some of the general tests restricted to parts of the tokens."""
         deep = torch.tensor([decision.depth > 0 for decision in scored.decisions])
         columns = {name: number for number, name in enumerate(self._general)}
         by_depth = [columns[name] for name in self._by_depth]
@@ -373,8 +346,7 @@ def log_dirichlet(counts: Tensor, probs: Tensor) -> float:
 
         Gamma(c) / Gamma(c + n) times the product over i of Gamma(c b_i + n_i) / (Gamma(c b_i) p_i^n_i).
 
-    Where p is 0, `FLOOR` replaces it, which only makes the ratio smaller if p is right: one token from a number that
-    was rounded to 0 is no strong evidence, a few are.
+    Where p is 0, `FLOOR` replaces it, which only makes the ratio smaller if p is right.
     """
     return float(log_dirichlets(counts[None], probs)[0])
 
@@ -405,8 +377,8 @@ def variation_by_chance(rows: int, probs: Tensor) -> float:
 def smallest_detectable(probs: Tensor, rows: int, log_needed: float, power: float = 0.9) -> float:
     """The least total variation that `rows` draws detect with probability about `power`, for any kind of fault.
 
-    Mass is moved from one half of the outcomes to the other, which is the hardest to detect; samples of the result are
-    given to the same test, which needs an e-value of `exp(log_needed)`.
+    Mass is moved from one half of the outcomes to the other, which is the hardest to detect; the same test, which needs
+    an e-value of `exp(log_needed)`, judges samples of the result.
     """
     low, high = 1e-4, 1.0
     for _ in range(_HALVINGS):
@@ -419,7 +391,6 @@ def smallest_detectable(probs: Tensor, rows: int, log_needed: float, power: floa
 
 
 def _found(probs: Tensor, variation: float, rows: int, log_needed: float, samples: int) -> float:
-    """Fraction of samples with a detected deviation."""
     planted = _moved(probs, variation)
     counts = np.random.default_rng(0).multinomial(rows, planted.numpy() / float(planted.sum()), samples)
     return float((log_dirichlets(torch.from_numpy(counts).double(), probs) >= log_needed).double().mean())

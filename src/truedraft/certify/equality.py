@@ -1,10 +1,9 @@
 """Greedy and seeded answers with speculation, compared bitwise with plain decoding.
 
 If two answers that must be equal diverge, that is a near tie, which rounding may decide either way, or a fault. Both
-follow the same text up to that *divergence point*. The logits there are known, and so is the *margin*: how far they
-would have to move for the other token to be chosen. For greedy requests it is the difference of the two logits; for
-seeded ones the difference of log p + G, times the temperature. If rounding moves each logit by at most r, it moves a
-margin by at most 2 r.
+follow the same text up to that *divergence point*. The *margin* there is how far the logits would have to move for the
+other token to be chosen: for greedy requests the difference of the two logits; for seeded ones the difference of log p
++ G, times the temperature. If rounding moves each logit by at most r, it moves a margin by at most 2 r.
 
 Worked example: the logits of the two best tokens are 9.71 and 9.70, so the margin is 0.01. Shapes of plain decoding
 give logits there that differ by up to 0.006. A margin below 0.012 is a near tie, so this is one. With 0.004 in place of
@@ -63,10 +62,9 @@ _HALVINGS = 60
 class Equality(Check):
     """Compares tokens and finish reasons of answers with those of plain decoding, in batches of 1 and of `batch`.
 
-    Greedy answers are always compared, seeded ones if the options have a seed. Every divergence is traced to its first
-    differing token and is a near tie or a fault. Stop texts are left out, because they act on tokens that are already
-    decided. If there are fewer prompts than `batch`, they are repeated from later starts on. The time may be exceeded
-    several times until the first batch of prompts is compared; NOT_ENOUGH if it was not.
+    Greedy answers are always compared, seeded ones if the options have a seed. Stop texts are left out, because they
+    act on tokens that are already decided. If there are fewer prompts than `batch`, they are repeated from later starts
+    on. The time may be exceeded several times until the first batch of prompts is compared; NOT_ENOUGH if it was not.
     """
 
     part = Part.EQUALITY
@@ -102,7 +100,6 @@ class Equality(Check):
         return findings
 
     def _rounding(self, context: Context, texts: Sequence[list[int]], label: str) -> Finding:
-        """The measured rounding; FAILS if drafted rows differ from plain ones by more."""
         rounding = measure_rounding(
             context.stack.target,
             sorted(texts, key=len, reverse=True)[:_ROUNDING_TEXTS],
@@ -120,10 +117,8 @@ class Equality(Check):
 class EqualityInFloat32(Check):
     """The same comparison for the stack in float32, where rounding is smallest; omitted for a float32 stack.
 
-    Args:
-        load: makes that stack.
-        takes_s: estimated seconds of `load`, in addition to the check's share. The check does not apply if they are
-            more than `_MOST_LOADING` of `whole_s`.
+    `load` makes that stack in about `takes_s`; the check does not apply if that is more than `_MOST_LOADING` of
+    `whole_s`.
     """
 
     part = Part.EQUALITY
@@ -150,10 +145,7 @@ def as_greedy(params: SamplingParams) -> SamplingParams:
 
 
 def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """At least `count` prompts: the given ones, then the same from their second token on, and so on.
-
-    Repeated prompts differ, because equal neighbours would hide a mix-up of their rows.
-    """
+    """At least `count` prompts, repeated from later starts: equal neighbours would hide a mix-up of their rows."""
     found = [list(prompt) for prompt in prompts]
     for number in range(count - len(prompts)):
         prompt, later = prompts[number % len(prompts)], 1 + number // len(prompts)
@@ -162,7 +154,6 @@ def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[in
 
 
 def _compared(context: Context, share: float, tell: ReportProgress) -> tuple[dict[int, Comparison], list[list[int]]]:
-    """Answers in batches of 1 and of the context's compared with plain ones, by batch size; and the plain texts."""
     prompts = enough_prompts(context.prompts, context.batch)
     each = [numbered(context.params, number) for number in range(len(prompts))]
     plain = context.stack.plain(1)
@@ -171,8 +162,6 @@ def _compared(context: Context, share: float, tell: ReportProgress) -> tuple[dic
     texts: list[list[int]] = []
 
     def compare_group(group: Sequence[int], deadline: Deadline) -> None:
-        """Compare each prompt by itself, then all of them in one batch."""
-
         def answers(engine: Engine, numbers: Sequence[int]) -> list[Answer]:
             return answers_in_time(engine, [prompts[i] for i in numbers], [each[i] for i in numbers], deadline)
 
@@ -205,33 +194,21 @@ def _count(number: int, what: str) -> str:
 
 @dataclass
 class Comparison:
-    """Answers compared with the references that they must equal.
+    """Answers compared with the references that they must equal."""
 
-    Attributes:
-        compared: tokens of the references.
-        untraced: number of divergences that were not traced, after several faults or because answers have no margins.
-    """
-
-    compared: int = 0
+    compared: int = 0  # tokens of the references
     answers: int = 0
     points: list[DivergencePoint] = field(default_factory=list)
-    untraced: int = 0
+    untraced: int = 0  # divergences after several faults, or without margins
     stats: Counters = field(default_factory=Counters)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def faults(self) -> list[DivergencePoint]:
-        """Divergences that rounding does not explain."""
         return [point for point in self.points if point.fault]
 
     def add(self, expected: Answer, found: Answer, request: Context, number: int, *, has_margins: bool = True) -> None:
-        """Compare an answer with its reference.
-
-        Args:
-            request: the prompt, the request's own options and the batch size of the found answer.
-            number: of the prompt.
-            has_margins: whether the request is greedy or seeded; for others a divergence is only counted.
-        """
+        """Compare an answer to prompt `number` with its reference; without margins a divergence is only counted."""
         self.answers += 1
         self.compared += len(expected.token_ids)
         self.stats += found.stats
@@ -246,13 +223,7 @@ class Comparison:
     def finding(
         self, part: Part, name: str, stack: Stack, others: str, *, least: int = 1, explained: float = 0.0, **facts: Any
     ) -> Finding:
-        """The finding for all comparisons with `others`.
-
-        Args:
-            least: with fewer answers, or no token at all, there is not enough evidence.
-            explained: number of untraced divergences that rounding explains at most, where answers have no margins.
-            facts: further facts.
-        """
+        """The finding for all comparisons; rounding explains up to `explained` divergences without margins."""
         faults, near = self.faults, len(self.points) - len(self.faults)
         failures = [*self.warnings, *recovered(self.stats, stack.drafter.name)]
         too_few = self.answers < least or not self.compared
@@ -296,27 +267,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class DivergencePoint:
-    """The first position where two answers to one request differ.
+    """The first position where two answers to one request differ."""
 
-    Attributes:
-        prompt: number of the request's prompt.
-        position: number of equal tokens before it.
-        expected: token of the reference there; None if it had ended.
-        found: token of the other answer there; None if it had ended.
-        best: the two tokens with the largest logits there, and these logits.
-        margin: how far logits must move for the other token to be chosen; infinite if no move suffices.
-        fault: whether rounding does not explain it.
-    """
-
-    prompt: int
-    position: int
-    expected: int | None
-    found: int | None
+    prompt: int  # its number
+    position: int  # number of equal tokens before it
+    expected: int | None  # the reference's token; None if it had ended
+    found: int | None  # the other answer's token; None if it had ended
     texts: tuple[str, str]
-    best: tuple[tuple[int, float], ...]
-    margin: float
+    best: tuple[tuple[int, float], ...]  # the two tokens with the largest logits there, and these logits
+    margin: float  # how far logits must move for the other token to be chosen; infinite if no move suffices
     rounding: Rounding | None
-    fault: bool
+    fault: bool  # rounding does not explain it
     reason: str
 
     def describe(self) -> str:
@@ -346,10 +307,7 @@ class DivergencePoint:
 
 
 def divergence_point(expected: Answer, found: Answer, request: Context, number: int) -> DivergencePoint:
-    """Find and judge the first position where an answer differs from the reference; they must differ.
-
-    Arguments are those of `Comparison.add`; the target must decode plainly as it did for the reference.
-    """
+    """Find and judge the first difference; the target must decode plainly as it did for the reference."""
     target, params, prompt = request.stack.target, request.params, request.prompts[0]
     answers = expected, found
     shortest = min(len(answer.token_ids) for answer in answers)
@@ -382,8 +340,8 @@ def divergence_point(expected: Answer, found: Answer, request: Context, number: 
 def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection[int]) -> float:
     """The smallest amount that must be added to the logits `[vocab]` of some tokens until one of them is chosen.
 
-    It is found by bisection of `choose`, from logits to a token, so that it is right also if top-k, top-p or min-p
-    removes a token: 0 if one of them is chosen already, infinite if no amount suffices.
+    Found by bisection of `choose`, from logits to a token, so that it is right also if top-k, top-p or min-p removes a
+    token: 0 if one of them is chosen already, infinite if no amount suffices.
     """
     logits = row.double()
     places = torch.tensor(sorted(tokens), dtype=torch.int64, device=row.device)
@@ -420,7 +378,6 @@ def chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Ten
 
 
 def _judged(margin: float, rounding: Rounding) -> tuple[bool, str]:
-    """Whether a divergence with this margin is a fault, and why."""
     if rounding.bitwise or not rounding.is_rounding:
         return True, f"the margin is {margin:.4g}, and {rounding.describe()}"
     allowed = rounding.largest_difference

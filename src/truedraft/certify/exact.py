@@ -1,7 +1,7 @@
 """Exact sums of a rule's output distribution on tiny worlds, compared with the target's.
 
-First the rule's kernels, then the shipped batched code at a noise value in every decision cell. This ties the shipped
-code to the kernels, and both to the target's distribution, up to the rounding of float64.
+First the rule's kernels, then the shipped batched code at a noise value in every decision cell, up to the rounding of
+float64.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Exact(Check):
 
 
 def _kernel(rule: Rule, worlds: Sequence[World], report: ReportProgress, prefix: str = "") -> Finding:
-    """Whole answers, step after step, by recursion over the kernels."""
     answers, worst = 0, _Largest()
     for number, world in enumerate(worlds):
         expected = target_dist(world.target.probs, world.length)
@@ -96,8 +95,6 @@ def _kernel(rule: Rule, worlds: Sequence[World], report: ReportProgress, prefix:
 
 @dataclass(slots=True)
 class _Largest:
-    """The largest of some distances, and its world."""
-
     distance: float = 0.0
     world: World | None = None
 
@@ -123,27 +120,19 @@ Listed = tuple[World, list[Case]]
 
 @dataclass(slots=True)
 class _Judged:
-    """Totals of judging proposals in every cell.
-
-    Attributes:
-        kernel: distance of verdicts from the kernels' distributions.
-        target: distance of answers, continued by the target, from its distribution.
-        moved: share of noise in cells in which the verdict changes.
-        compared: number of proposals with a verdict distribution that the kernels determine.
-    """
+    """Totals of judging proposals in every cell."""
 
     rule: Rule
     device: torch.device
     proposals: int = 0
     cells: int = 0
-    kernel: _Largest = field(default_factory=_Largest)
-    target: _Largest = field(default_factory=_Largest)
-    moved: _Largest = field(default_factory=_Largest)
+    kernel: _Largest = field(default_factory=_Largest)  # distance from the kernels' verdicts
+    target: _Largest = field(default_factory=_Largest)  # distance of continued answers from it
+    moved: _Largest = field(default_factory=_Largest)  # share of noise where the verdict changes
     distances: list[float] = field(default_factory=list)
-    compared: int = 0
+    compared: int = 0  # proposals with a verdict distribution that the kernels determine
 
     def worlds(self, worlds: Sequence[World], tell: ReportProgress) -> Iterator[int]:
-        """Judge batch after batch; yields the number of finished worlds."""
         done = 0
         for batch in _batches(worlds):
             self._judge(batch)
@@ -184,7 +173,6 @@ class _Judged:
 
 
 def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, report: ReportProgress) -> Finding:
-    """Compare shipped verdicts with the kernels, and answers with the target's distribution; stops at a failure."""
     name, judged = "batched code, every decision cell", _Judged(rule, device)
     parts = (judged.kernel, judged.target, judged.moved)
     for done in judged.worlds(worlds, report):
@@ -204,7 +192,6 @@ def _what_failed(judged: _Judged) -> str:
 
 
 def _batches(worlds: Sequence[World]) -> Iterator[list[Listed]]:
-    """Batches of worlds over one vocabulary, of several shapes, with some dozens of proposals."""
     for _, group in itertools.groupby(worlds, key=lambda world: world.target.vocab):
         batch: list[Listed] = []
         for world in group:
@@ -228,7 +215,6 @@ def _composes(rule: Rule, case: Case) -> bool:
 
 
 def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: ReportProgress) -> Finding:
-    """Distance of shipped answers from the target's distribution; verdicts must match the kernels."""
     name, judged = "distance on tiny worlds", _Judged(rule, device)
     drafted = [world for world in worlds if world.plans] or worlds
     for _ in judged.worlds(drafted, report):
@@ -250,7 +236,6 @@ def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: Re
 
 
 def _coupled(rule: Rule, device: torch.device, report: ReportProgress) -> list[Finding]:
-    """Compare the rule with argmax(log p + G), case by case and in distribution, and with argmax without noise."""
     cases, otherwise = [], []
     for number, some in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch
         cases += some
@@ -276,7 +261,6 @@ def _coupled(rule: Rule, device: torch.device, report: ReportProgress) -> list[F
 
 
 def _followed(name: str, cases: int, otherwise: Sequence[tuple[JudgedCase, Verdict]]) -> Finding:
-    """The finding on cases, of which some were given another verdict than plain Python's."""
     facts: dict[str, Any] = {"walks": cases, "otherwise": len(otherwise)}
     if not otherwise:
         return Finding(Part.EXACT, name, Status.HOLDS, f"{cases:,} walks, every one as it must be", facts)

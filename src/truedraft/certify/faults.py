@@ -1,8 +1,7 @@
-"""Known faults of samplers: the effect of each on the distribution of a token, by name, and how to plant it.
+"""Known faults of published samplers: the effect of each on the distribution of a token, and how to plant it.
 
-These are faults of published samplers. A fault of verification has a closed form, so that the size of a planted fault
-is known, and a test can bet on it and name it if tokens are most likely under it. Some are planted around the user's
-own rule, drafter or target, each with one change to the part that it breaks.
+A fault of verification has a closed form, so that the size of a planted fault is known, and a test can bet on it and
+name it if tokens are most likely under it.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def one_gumbel(p: Tensor, q: Tensor) -> Masses:
 
 
 def probs_under_shared_noise(p: Tensor, token: int, after: Tensor) -> Tensor:
-    """The distribution of a token chosen under `after` by the Gumbel noise that chose `token` under `p`.
+    """The distribution `[vocab]`, float64, chosen under `after` by the Gumbel noise that chose `token` under `p`.
 
     Gumbel noise is an exponential race: v arrives at E_v / p(v), E_v standard exponential. If x arrived first, at time
     T, the others still need a fresh E_v beyond T p(v), and T is standard exponential. In the second race, in units of
@@ -162,14 +161,6 @@ def probs_under_shared_noise(p: Tensor, token: int, after: Tensor) -> Tensor:
 
     Worked example: p = (1/2, 1/2), after = (1/4, 3/4), token 0: a = 2, s(1) = 2/3, S(2) = 3/4 * 4/3 = 1: it comes again
     with 1/2, and 1 with 3/4 * (4/3) / (1 * 2) = 1/2.
-
-    Args:
-        p: `[vocab]`, with mass at `token`.
-        token: that was chosen.
-        after: `[vocab]`.
-
-    Returns:
-        `[vocab]`, float64.
     """
     p, after = p.double(), after.double()
     possible = after > 0.0
@@ -224,8 +215,6 @@ def coupled_accepts_always() -> Rule:
 
 
 def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
-    """A rule that accepts first paths; `last` gives the token after one, from p `[1, vocab]` there, noise and depth."""
-
     def judged(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
         row = 0
@@ -296,13 +285,7 @@ def given_another(rule: Rule, changed: Callable[[Proposal, Tensor, Noise], Given
 
 
 class _AtOtherKeys:
-    """Noise that reads another noise's numbers at wrong keys.
-
-    Args:
-        recovered: the purpose with the numbers for recovered tokens.
-        gumbel_depths: factor of the depth at which Gumbel noise is read.
-        deeper: is added to that depth.
-    """
+    """Noise read at wrong keys: Gumbel noise at `gumbel_depths` times the depth plus `deeper`."""
 
     def __init__(
         self, inner: Noise, *, recovered: Purpose = Purpose.RECOVERED, gumbel_depths: int = 1, deeper: int = 0
@@ -323,7 +306,6 @@ class _AtOtherKeys:
 
 
 def _drawn(p: Tensor, number: float) -> int:
-    """The token that a number in (0, 1) draws from p `[1, vocab]`."""
     return int(L.draw(p, torch.tensor([number], dtype=torch.float64, device=p.device)))
 
 
@@ -390,28 +372,17 @@ def commits_wrongly(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A known fault.
+    """A known fault."""
 
-    Attributes:
-        name: what is wrong, in a few words; several faults of different size may share it.
-        detail: how, or how much.
-        form: its effect at a node with one draft; None if it is not in verification.
-        plant: makes the broken stack from one that drafts one token a step; None if it cannot be planted.
-        needs_draw: whether it shows only if drafts are drawn from a distribution.
-        following: its effect on the token after an accepted one, from p before that one, its id, and p after it.
-        joint: the probability of each cell of a sampler world `[cells]`, float64; None if `form` determines it.
-    """
-
-    name: str
-    detail: str = ""
-    form: Form | None = None
-    plant: Callable[[Stack], Stack] | None = None
-    needs_draw: bool = False
-    following: Callable[[Tensor, int, Tensor], Tensor] | None = None
-    joint: Callable[[SamplerWorld], Tensor] | None = None
+    name: str  # what is wrong; several faults of different size may share it
+    detail: str = ""  # how, or how much
+    form: Form | None = None  # its effect at a node with one draft; None if it is not in verification
+    plant: Callable[[Stack], Stack] | None = None  # makes the broken stack; None if it cannot be planted
+    needs_draw: bool = False  # it shows only if drafts are drawn from a distribution
+    following: Callable[[Tensor, int, Tensor], Tensor] | None = None  # on the next token: p before, the id, p after
+    joint: Callable[[SamplerWorld], Tensor] | None = None  # [cells], float64; None if `form` determines it
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """The token distributions `[..., vocab]` at nodes with a draft from q, where p is the target's."""
         assert self.form is not None
         kept, recovered = self.form(p, q)
         return kept + recovered

@@ -42,11 +42,12 @@ class Invariance(Check):
     Greedy and seeded answers must also be the same with other budgets. Tokens of a sampled request without a seed may
     change with its budgets, because another draw then decides; its distribution may not, which the statistics test. So
     the budgets of such requests depend only on their own steps, whatever the stack's controller is, and each request
-    gets the first noise of its own engine. Stop texts are left out. Divergences of greedy and seeded requests are near
-    ties or faults. Others depend on many draws and have no margin; if rows are not bitwise equal, their divergences are
-    counted against a bound on the effect of rounding.
+    gets the first noise of its own engine. Divergences of greedy and seeded requests are near ties or faults. Others
+    have no margin; if rows are not bitwise equal, their divergences are counted against a bound on the effect of
+    rounding.
 
-    At least three requests run together. The time may be exceeded several times until one prompt was run in all ways.
+    At least three requests run together, without stop texts. The time may be exceeded several times until one prompt
+    was run in all ways.
     """
 
     part = Part.INVARIANCE
@@ -54,7 +55,7 @@ class Invariance(Check):
 
     def run(self, context: Context) -> list[Finding]:
         together = max(context.batch, _LEAST_TOGETHER)
-        asking = _Asking(
+        repeated = _Repetitions(
             replace(
                 context,
                 prompts=enough_prompts(context.prompts, together),
@@ -62,9 +63,9 @@ class Invariance(Check):
                 batch=together,
             )
         )
-        one_by_one(range(len(context.prompts)), context, 1.0, asking.compare, context.tell)
+        one_by_one(range(len(context.prompts)), context, 1.0, repeated.compare, context.tell)
         context.tell(1.0)
-        return asking.findings()
+        return repeated.findings()
 
 
 class AlternatingBudget(Controller):
@@ -79,7 +80,7 @@ class AlternatingBudget(Controller):
         return decisions
 
 
-class _Asking:
+class _Repetitions:
     def __init__(self, context: Context) -> None:
         self._prompts = [list(prompt) for prompt in context.prompts]
         self._batch, self._params, self._seconds = context.batch, context.params, context.seconds
@@ -106,7 +107,6 @@ class _Asking:
         self._deadline = Deadline(math.inf)
 
     def compare(self, number: int, deadline: Deadline) -> None:
-        """Run one prompt in all ways; if the time is over, earlier results are kept."""
         self._deadline = deadline
         prompt = self._prompts[number]
         own = numbered(self._params, number)
@@ -118,7 +118,6 @@ class _Asking:
             self._comparisons[name].add(expected, found, context, number, has_margins=self._has_margins)
 
     def _engine(self, stack: Stack, batch: int, number: int) -> Engine:
-        """A new engine; a prompt's number fixes the noise of its first request without a seed."""
         return stack.engine(batch, stack.entropy + number)
 
     def _single(self, stack: Stack, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
@@ -194,7 +193,7 @@ class _Asking:
     def _finding(self, name: str, comparison: Comparison) -> Finding:
         counted = comparison.untraced > 0 and not comparison.faults
         explained = self._explained(comparison.compared) if counted else 0.0
-        others = "those of requests alone"
+        others = "those of single requests"
         return comparison.finding(Part.INVARIANCE, name, self._stack, others, explained=explained)
 
     def _explained(self, tokens: int) -> float:

@@ -1,8 +1,8 @@
 """Certification of process runs: e-processes over every step, equal paths, and broken couplings that must be found.
 
 Each step of a run is compared with the target's own distribution after the state before it, by events with a
-probability that is known before the step is drawn (`Process.events`): an e-process (`truedraft.certify.e_process`),
-valid at any stopping time. Under shared noise the path itself must be that of the plain process.
+probability that is known before the step is drawn (`Process.events`). Under shared noise the path itself must be that
+of the plain process.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ class ProcessReport:
 def certify_process(
     process: Process, states: Tensor, steps: int, *, draft: Draft, windows: Sequence[int] = (1, 4), seed: int = 0
 ) -> ProcessReport:
-    """Run a process with drafts, and test every step of it.
+    """Run a process with drafts from initial `states` `[chains, ...]`, and test every step of it.
 
     Args:
-        states: initial states `[chains, ...]`.
         windows: drafted steps per round, one run for each, with its own seed from `seed` on.
 
     Raises:

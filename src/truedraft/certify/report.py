@@ -1,4 +1,4 @@
-"""Results of a certificate: findings with one verdict, as a page, as a JSON record and as JUnit XML."""
+"""Results of a certificate, as a page, as a JSON record and as JUnit XML."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Report:
         notes: sentences on the scope of the result.
         facts: further facts for the record; plain values, lists and dictionaries.
         lossy: whether the rule declares itself lossy; it is only measured, and no certificate can be issued.
-        seconds: duration of the run.
     """
 
     title: str
@@ -56,7 +55,6 @@ class Report:
 
     @property
     def issued(self) -> bool:
-        """Whether a certificate is issued: no lossy rule, no failure, controls included, and nothing undecided."""
         return not self.lossy and not self.failures and not self.undecided
 
     @property
@@ -122,7 +120,6 @@ class Report:
         }
 
     def page(self, circumstances: Mapping[str, Any]) -> str:
-        """A page in Markdown; `circumstances` (model, drafter, rule, machine and so on) are shown as they are."""
         lines = [f"# {self.title}", "", f"**{self.verdict}**", "", *(f"- {note}" for note in self.notes), ""]
         for part, own in by_part(self.findings).items():
             lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]
@@ -132,7 +129,7 @@ class Report:
         return "\n".join([*lines, ""])
 
     def junit(self) -> str:
-        """JUnit XML: a test case for each finding; failures fail, and checks with too little evidence are skipped."""
+        """JUnit XML: a test case for each finding; checks with too little evidence are skipped."""
         skipped = (Status.NOT_ENOUGH, Status.DOES_NOT_APPLY)
         count = sum(finding.status in skipped for finding in self.findings)
         suite = ElementTree.Element(
@@ -152,7 +149,6 @@ class Report:
 
 
 def _names(findings: Sequence[Finding]) -> str:
-    """Marks controls: one that was not found is a fault of the tests, not of the stack."""
     return ", ".join(f"control: {each.name}" if each.part is Part.CONTROLS else each.name for each in findings)
 
 
@@ -185,7 +181,6 @@ def plain_value(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape text for a table."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 

@@ -41,33 +41,21 @@ _LARGEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-11, torch.float16: 2.0
 
 
 def relative_limit(dtype: torch.dtype) -> float:
-    """Largest effect of rounding on a number that a deep model computes, relative to the largest such number.
-
-    With a margin: about 2^12 units in the last place in float32, 2^4 in bfloat16, which sums in float32.
-    """
+    """Largest relative effect of rounding in a deep model: about 2^12 units in the last place in float32."""
     return _LARGEST.get(dtype, 2.0**-3)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Plain decoding of one request compared with one other shape.
-
-    Attributes:
-        positions: compared positions; each has a row of logits.
-        different: rows with any bit that differs.
-        logits: largest absolute difference of two logits.
-        mean_tv: mean total variation of the distributions under the sampling options.
-        off_plain: for a drafted shape, the largest absolute difference of two logits between a row and the nearest one
-            of any plain shape; 0 for a plain shape.
-    """
+    """Plain decoding of one request compared with one other shape."""
 
     name: str
-    positions: int
-    different: int
-    logits: float
-    mean_tv: float
+    positions: int  # compared rows of logits
+    different: int  # rows with any bit that differs
+    logits: float  # largest absolute difference of two logits
+    mean_tv: float  # of the distributions under the sampling options
     largest_tv: float
-    off_plain: float = 0.0
+    off_plain: float = 0.0  # of a drafted shape: largest difference from the nearest row of any plain shape
 
     def __add__(self, other: Spread) -> Spread:
         positions = self.positions + other.positions
@@ -96,12 +84,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Differences between shapes of the same computation on the same texts.
-
-    Attributes:
-        largest_logit: largest absolute value of a finite logit.
-        drafted: speculation's shapes; empty if nothing is drafted.
-    """
+    """Differences between shapes of the same computation on the same texts."""
 
     dtype: torch.dtype
     largest_logit: float
@@ -119,12 +102,10 @@ class Rounding:
 
     @property
     def plain_difference(self) -> float:
-        """Largest difference of two logits between shapes of plain decoding."""
         return max((spread.logits for spread in self.plain), default=0.0)
 
     @property
     def drafted_difference(self) -> float:
-        """Largest difference of two logits between plain decoding and speculation's shapes."""
         return max((spread.logits for spread in self.drafted), default=0.0)
 
     @property
@@ -148,10 +129,7 @@ class Rounding:
 
     @property
     def largest_difference(self) -> float:
-        """Largest difference of two logits that is attributed to rounding; a margin moves by at most twice that.
-
-        Differences of shapes count only if rounding explains them.
-        """
+        """Largest difference of two logits attributed to rounding; a margin moves by at most twice that."""
         if self.is_rounding:
             return max(self.plain_difference, self.drafted_difference)
         return self.plain_difference if self.plain_difference <= self.limit else 0.0
@@ -194,7 +172,7 @@ class Rounding:
             )
         text = (
             f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
-            f"{self.drafted_difference:.3g} in drafted ones, whose rows lie up to {self.off_plain:.3g} from the "
+            f"{self.drafted_difference:.3g} in drafted ones, with rows up to {self.off_plain:.3g} from the "
             f"nearest plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
             f"{self.largest_total_variation:.2g} at most, over {self.positions} places"
         )
@@ -261,13 +239,7 @@ def compare_shapes(
     params: SamplingParams,
     limits: Budget,
 ) -> tuple[Tensor, Rounding]:
-    """Logits `[len(text) - start, vocab]` of one text under plain decoding, and the rounding of other shapes.
-
-    Args:
-        text: token ids; the last is never fed.
-        start: tokens of the prompt, at least 1; plain decoding starts after it.
-        near: other shapes start at this position, from `start` to the last token.
-    """
+    """Logits `[len(text) - start, vocab]` under plain decoding, and the rounding of other shapes from `near` on."""
     baseline = fed_logits(target, text, start, ALONE)
     rows = baseline[near - start :]
     probs = probs_from_logits(rows, params)
@@ -310,38 +282,26 @@ def _differences(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The shape of a forward over a text and its neighbours.
-
-    Attributes:
-        depth: tokens of the text after the last known one in a forward, as if all had been drafted and accepted; 0 is
-            plain decoding.
-        siblings: wrong guesses next to each of them, which make the chain a tree.
-        neighbours: new tokens of each neighbour in the same forward, all with logits.
-        at_once: the whole text is one prompt; nothing is decoded.
-        rejected: wrong guesses in a chain after them. With routed experts, tokens of the same forward may move a row.
-    """
+    """The shape of a forward over a text and its neighbours."""
 
     name: str
-    depth: int = 0
-    siblings: int = 0
-    neighbours: tuple[int, ...] = ()
-    at_once: bool = False
-    rejected: int = 0
+    depth: int = 0  # drafted and accepted tokens of the text in a forward; 0 is plain decoding
+    siblings: int = 0  # wrong guesses next to each of them, which make the chain a tree
+    neighbours: tuple[int, ...] = ()  # new tokens of each neighbour in the same forward, all with logits
+    at_once: bool = False  # the whole text is one prompt; nothing is decoded
+    rejected: int = 0  # wrong guesses in a chain after them; with routed experts these may move a row
 
     @property
     def own_rows(self) -> int:
         return 1 + self.depth * (1 + self.siblings) + self.rejected
 
 
-ALONE = Feeding("one token at a time, alone")
+ALONE = Feeding("one token at a time")
 """Plain decoding of one request: the reference for all other shapes."""
 
 
 def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
-    """Shapes of plain decoding under continuous batching other than `ALONE`, without drafted tokens.
-
-    Their forwards have as many rows as speculation's: that many requests of one token each, or one token and a prompt.
-    """
+    """Shapes of plain decoding under continuous batching other than `ALONE`, with as many rows as speculation has."""
     single = [feeding.own_rows for feeding in drafted_feedings(limits, 1)]
     rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, PIECE)
     return [
@@ -350,7 +310,7 @@ def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
             Feeding(f"one token at a time, {count} requests", neighbours=(1,) * (count - 1))
             for count in sorted({2, *single, max(2, batch)})
         ),
-        Feeding(f"one token at a time beside a prompt of {rows}", neighbours=(rows,)),
+        Feeding(f"one token at a time with a prompt of {rows}", neighbours=(rows,)),
     ]
 
 
@@ -378,19 +338,14 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
 
 @torch.inference_mode()
 def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: Feeding) -> Tensor:
-    """Logits of one text, fed in a given shape from `start` on; the tokens before are a prompt, in pieces as on a CPU.
+    """Logits `[len(text) - start, vocab]` of one text, fed in a given shape from `start` on, after a prompt in pieces.
 
-    Drafted tokens are those of the text, so the path of the text is committed after each forward as an accepted one is.
-    Wrong guesses after it are dropped.
-
-    Returns:
-        `[len(text) - start, vocab]`: row i is the logits that `text[start + i]` is chosen from.
+    Row i is what `text[start + i]` is chosen from. Drafted tokens are those of the text, so its path is committed.
     """
     text = list(text)
     cache, *others = caches = [target.new_cache() for _ in range(1 + len(feeding.neighbours))]
 
     def forward(ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Run one forward with the neighbours, commit the path, and return the logits of some rows."""
         segments = []
         for number, (other, count) in enumerate(zip(others, feeding.neighbours, strict=True), 1):
             other.rollback(0)
@@ -419,8 +374,6 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
 
 
 def _drafted(text: Sequence[int], feeding: Feeding, vocab: int) -> tuple[list[int], TreeShape, list[int]]:
-    """The first token of a text and the tree below it: ids, shape, and the nodes of the text."""
-
     def other(token: int, number: int) -> int:
         return (token + 1 + number) % vocab
 

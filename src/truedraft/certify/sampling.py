@@ -1,7 +1,4 @@
-"""Sampled answers of the whole pipeline, with the target's distribution and the draft's information at each token.
-
-The target's distributions come from plain forwards over the finished text, without drafted tokens.
-"""
+"""Sampled answers of the whole pipeline, with the target's distribution and the draft's information at each token."""
 
 from __future__ import annotations
 
@@ -38,19 +35,12 @@ _ENTRIES = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One emitted token's place in its step.
+    """One emitted token's place in its step."""
 
-    Attributes:
-        depth: tokens that the step emitted before it.
-        q: `[vocab]`: the distribution of the first draw there; None if nothing was drawn.
-        candidates: deterministic candidates there, in order; empty if q is set.
-        used: `[vocab]`: the target's distribution there as the rule received it, if recorded.
-    """
-
-    depth: int
-    q: Tensor | None
-    candidates: tuple[int, ...]
-    used: Tensor | None = None
+    depth: int  # tokens that the step emitted before it
+    q: Tensor | None  # [vocab]: of the first draw there; None if nothing was drawn
+    candidates: tuple[int, ...]  # deterministic ones, in order; empty if q is set
+    used: Tensor | None = None  # [vocab]: p as the rule received it, if recorded
 
 
 class Recorder:
@@ -73,7 +63,6 @@ class Recorder:
         self.rule = None if rule is None else altered(rule, accept=accept)
 
     def taken(self, request: int) -> list[Decision]:
-        """Remove and return the records of a request, one for each of its emitted tokens."""
         return self._decisions.pop(request, [])
 
     def _note(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
@@ -85,7 +74,6 @@ class Recorder:
 
 
 def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
-    """Records of the tokens of one step; `probs` `[rows, vocab]` are the target's."""
     proposal = outcome.proposal
     rows = (0, *(node + 1 for node in outcome.path))
     found = []
@@ -104,23 +92,15 @@ def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Emitted tokens of one request, with the target's distributions at their own prefixes.
+    """Emitted tokens of one request, with the target's distributions at their own prefixes."""
 
-    Attributes:
-        probs: `[tokens, vocab]`: by a plain forward over the text.
-        before: the prompt.
-        place: the request's number in its batch.
-        coupled: whether the drafter may have seen the noise that decides.
-        divergence: for a lossy rule, that of its verdicts.
-    """
-
-    probs: Tensor
+    probs: Tensor  # [tokens, vocab], by a plain forward over the text
     tokens: Sequence[int]
-    before: Sequence[int]
+    before: Sequence[int]  # the prompt
     decisions: Sequence[Decision]
-    place: int
-    coupled: bool
-    divergence: Divergence | None = None
+    place: int  # the request's number in its batch
+    coupled: bool  # the drafter may have seen the noise that decides
+    divergence: Divergence | None = None  # of a lossy rule's verdicts
 
 
 def scored_answers(
@@ -180,10 +160,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 @torch.inference_mode()
 def plain_logits(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
-    """The target's logits after every prefix that ends in a prompt's last token or later, without drafted tokens.
-
-    For each text `[tokens after the prompt, vocab]`: row i is the target's output before token i.
-    """
+    """For each text `[tokens after the prompt, vocab]`: the target's logits before each token, by plain forwards."""
     found: list[Tensor] = []
     for group in _groups(texts, target.vocab_size):
         found.extend(_together(target, group))

@@ -1,9 +1,8 @@
 """Sampled answers of the whole pipeline against the target's distribution: single tokens, and three tokens jointly.
 
-The joint test uses a vocabulary of three tokens of the user's own model: target and draft model are not changed, except
-that all logits outside a few ids become -inf. Then the joint distribution of the second to fourth token of an answer,
-which speculative steps decide, can be summed exactly from forwards over every prefix, and answers are counted against
-it (`counts`).
+The joint test uses a vocabulary of three tokens of the user's own model: all logits outside a few ids become -inf. Then
+the joint distribution of the second to fourth token of an answer, which speculative steps decide, can be summed exactly
+from forwards over every prefix, and answers are counted against it.
 """
 
 from __future__ import annotations
@@ -198,19 +197,12 @@ def _test_facts(test: TestResult, adjusted: float, level: float) -> dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class JointResult:
-    """Counted answers.
+    """Counted answers."""
 
-    Attributes:
-        counts: `[cells]`, float64: answers by their second to fourth token; last, those that the target forbids.
-        probs: `[cells]`, float64: the target's joint distribution.
-        accepted: accepted drafted tokens per target call; shows that drafts were verified.
-        kept: the ids that remain possible.
-    """
-
-    counts: Tensor
-    probs: Tensor
-    accepted: float
-    kept: tuple[int, ...]
+    counts: Tensor  # [cells], float64: by the second to fourth token; last, those that the target forbids
+    probs: Tensor  # [cells], float64: the target's joint distribution
+    accepted: float  # drafted tokens per target call; shows that drafts were verified
+    kept: tuple[int, ...]  # the ids that remain possible
 
     @property
     def answers(self) -> int:
@@ -225,15 +217,11 @@ class JointResult:
         return math.exp(-max(log_dirichlet(self.counts, self.probs), 0.0))
 
     def smallest_detectable(self, false_alarm: float) -> float:
-        """The total variation in any direction that is found with probability `POWER` at this level."""
         return smallest_detectable(self.probs, self.answers, -math.log(false_alarm), POWER)
 
 
 def joint_result(context: Context, deadline: Deadline, tell: ReportProgress) -> JointResult | None:
-    """Count answers over a reduced vocabulary until the time is over; None if no prompt leaves any choice.
-
-    It continues beyond the deadline until there are a few hundred answers, or the context's end is reached.
-    """
+    """Count answers over a reduced vocabulary, a few hundred at least; None if no prompt leaves any choice."""
     stack, params = context.stack, context.params
     found = _best_prompt(stack.target, context.prompts, params)
     if found is None:
@@ -258,7 +246,6 @@ def joint_result(context: Context, deadline: Deadline, tell: ReportProgress) -> 
 
 
 def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
-    """The target and draft models over a few ids; other drafters propose as before, and are accepted less often."""
     members = {
         name: member if member.model is None else altered(member, model=reduced(member.model, kept))
         for name, member in stack.drafter.members.items()
@@ -269,7 +256,6 @@ def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
 def _best_prompt(
     target: LanguageModel, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> tuple[list[int], tuple[int, ...], Tensor] | None:
-    """The prompt and ids with the largest entropy of tokens 2 to 4, and their joint distribution."""
     beginnings = [list(prompt)[:_PROMPT] for prompt in list(prompts)[:_CANDIDATES]]
     logits = [rows[0].float() for rows in plain_logits(target, [(beginning, [0]) for beginning in beginnings])]
     kept = [tuple(sorted(row.topk(min(_KEPT, len(row))).indices.tolist())) for row in logits]
@@ -355,7 +341,6 @@ def _with_margin(found: Interval) -> str:
 
 
 def _outside(tests: TokenTests) -> Finding:
-    """Result of the tests of sampled answers, independent of the rule's own divergence."""
     widest = max(tests.results(), key=lambda test: test.least_excess(_SIGMAS))
     least = widest.least_excess(_SIGMAS)
     summary = (

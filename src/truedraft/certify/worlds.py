@@ -20,10 +20,7 @@ STYLES = ("dense", "sparse", "one-hot", "varied")
 
 
 class Table:
-    """A distribution for every context, of small integers that depend only on (name, vocabulary, style, context).
-
-    `style` is one of `STYLES`; small values of `largest` make ties.
-    """
+    """A distribution of small integers for every context, in one of `STYLES`; small values of `largest` make ties."""
 
     def __init__(self, name: str, vocab: int, style: str, largest: int = 9) -> None:
         self.vocab = vocab
@@ -44,7 +41,6 @@ class Table:
         return self._weights[prefix]
 
     def probs(self, prefix: Prefix) -> Tensor:
-        """The distribution `[vocab]`, float64, of the token after a context."""
         if prefix not in self._probs:
             weights = torch.tensor(self.weights(prefix), dtype=torch.float64)
             self._probs[prefix] = weights / weights.sum()
@@ -53,12 +49,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One planned draw, from the world's drafter of this number.
-
-    Attributes:
-        kind: how its token is chosen; coupled draws depend on noise and are not listed here.
-        rank: a deterministic draw takes the token of this rank, the most likely first.
-    """
+    """One planned draw, from the world's drafter of this number; a deterministic one takes the token of this `rank`."""
 
     drafter: int
     kind: DrawKind
@@ -78,7 +69,6 @@ class Case:
     probs: Tensor
 
     def to(self, device: torch.device) -> Case:
-        """A copy on a device; tokens are on the host, too."""
         if self.probs.device == device:
             return self
         mine = self.proposal
@@ -90,20 +80,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """Tokens drawn at a node, in order, and what was drafted below each distinct one."""
-
     drawn: tuple[tuple[Choice, int], ...]
     below: dict[int, _Drafted]
 
 
 @dataclass(frozen=True)
 class World:
-    """A target, drafters, and one plan for each depth of the tree; the name is for reports.
-
-    Attributes:
-        plans: the draws at each node of each depth.
-        bare: a token without drafts below it, which makes trees uneven; -1 is none.
-    """
+    """A target, drafters, and the draws at each node of each depth; nothing is drafted below `bare` (-1 is none)."""
 
     name: str
     target: Table
@@ -139,7 +122,6 @@ class World:
         return plan
 
     def every_proposal(self) -> list[Case]:
-        """All proposals of a first step, including siblings' subtrees, with their probabilities."""
         return [_case(self, probability, drafted) for probability, drafted in self._drafts(())]
 
     def _fixed_token(self, choice: Choice, prefix: Prefix) -> int:
@@ -147,7 +129,6 @@ class World:
         return sorted(range(len(weights)), key=lambda token: (-weights[token], token))[choice.rank % len(weights)]
 
     def _drafts(self, prefix: Prefix) -> list[tuple[float, _Drafted]]:
-        """Everything that can be drafted at a node, with its probability; the step begins at the empty prefix."""
         found = []
         for probability, drawn in self._draws(self.choices(prefix, prefix), prefix):
             distinct = list(dict.fromkeys(token for _, token in drawn))
@@ -219,12 +200,7 @@ def _case(world: World, probability: float, drafted: _Drafted) -> Case:
 
 
 def build(vocab: int, plans: Sequence[Plan], p: str, q: str, bare: int = -1, largest: int = 9) -> World:
-    """A world of two drafters with plans for each depth.
-
-    Args:
-        p: style of the target's distributions.
-        q: style of the drafters'; "equal" drafts from the target's own.
-    """
+    """A world of two drafters; `p` and `q` are styles, and q "equal" drafts from the target's own distributions."""
     words = [" ".join(f"{choice.kind.value} {'ab'[choice.drafter]}" for choice in plan) for plan in plans]
     name = f"{vocab} tokens, {' then '.join(f'({each})' for each in words) or 'nothing drafted'}, {p} and {q} laws"
     target = Table(f"{name}, target", vocab, p, largest)
@@ -248,10 +224,7 @@ _FEW, _SOME, _ALL = _PAIRS[:1], _PAIRS[:2], _PAIRS
 
 
 def worlds_for(kinds: Set[DrawKind]) -> list[World]:
-    """Worlds with drafters of these draw kinds: chains, nodes of several draws, trees, and nothing drafted.
-
-    Several kinds are also mixed, along a path and at one node. Coupled draws are left out.
-    """
+    """Worlds of chains, nodes of several draws, trees, mixed kinds and no drafts; coupled draws are left out."""
     listed = [kind for kind in DrawKind if kind in kinds and kind is not DrawKind.COUPLED]
     worlds = [build(vocab, (), "dense", "dense") for vocab in (2, 3, 4)]
     for kind in listed:

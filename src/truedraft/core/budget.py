@@ -23,7 +23,7 @@ class Budget:
     Attributes:
         depth: most tokens on one path.
         width: most draws at one inner node.
-        nodes: most nodes in the tree; 0 disables drafting, which makes the step plain decoding.
+        nodes: most nodes in the tree; 0 is plain decoding.
         min_probability: drafting stops after a token with a draft probability below this. The token itself is kept:
             whether a draw exists must not depend on the token that it drew.
         floor: drafting stops after a token with an estimated survival below this, which is kept as well.
@@ -40,19 +40,16 @@ class Budget:
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width, self.nodes) < 0 or not 0.0 <= self.min_probability <= 1.0:
-            raise OptionError(f"a budget's limits are 0 or more and min_probability lies in [0, 1], got {self}")
+            raise OptionError(f"a budget's limits are 0 or more and min_probability is in [0, 1], got {self}")
 
     @property
     def is_zero(self) -> bool:
-        """Whether nothing may be drafted."""
         return self.depth == 0 or self.width == 0 or self.nodes == 0
 
     def cut(self, depth: int) -> Budget:
-        """The same budget with paths of at most `depth` tokens, as near the end of an answer or of the context."""
         return self if self.depth <= depth else replace(self, depth=max(depth, 0))
 
     def within(self, limits: Budget) -> Budget:
-        """The same budget cut to a drafter's own limits."""
         return replace(
             self,
             depth=min(self.depth, limits.depth),
@@ -71,7 +68,6 @@ class Budget:
         return probability >= self.min_probability and survival >= self.floor
 
     def chance(self, probability: float) -> float:
-        """The chance that a token with this draft probability is accepted."""
         q = min(max(probability, _LEAST_PROBABILITY), 1.0 - _LEAST_PROBABILITY)
         return 1.0 / (1.0 + math.exp(-self.odds[0]) * ((1.0 - q) / q) ** self.odds[1])
 
@@ -109,8 +105,7 @@ class Hint:
         behind: committed tokens that it must read before it drafts.
         finds: whether there is anything to propose.
         confident: whether it can estimate the probability of its tokens, and stop by that (`Budget.floor`).
-        guessed: expected fraction of a chain's tokens after the first that take no drafting level, because an inner
-            drafter guesses them.
+        guessed: expected fraction of a chain's tokens after the first that an inner drafter guesses, at no level.
     """
 
     kind: int = 0
@@ -127,12 +122,10 @@ NOTHING_FOUND = Hint(finds=False)
 class RequestView:
     """A controller's view of one request that may be drafted for, before a step.
 
-    No two requests without a seed share noise in an engine, and tokens of a request with a seed do not depend on
-    budgets. So the results of a request's drafts may determine how much is drafted for others (docs/concepts.md,
-    predictable choice).
+    No two requests share noise, and tokens of a seeded request do not depend on budgets. So the results of a request's
+    drafts may determine how much is drafted for others (docs/concepts.md, predictable choice).
 
     Attributes:
-        id: unique in this process.
         context: tokens in the target's cache.
         remaining: tokens that may still be emitted; paths are always cut to this.
         limits: each drafter's own limits, by name, without drafters that failed for the request or lack memory.
@@ -169,17 +162,14 @@ class Decision:
 
     @property
     def is_zero(self) -> bool:
-        """Whether nothing is drafted."""
         return self.budget.is_zero and (not self.merged or all(each.is_zero for each in self.merged))
 
     @property
     def parts(self) -> tuple[Decision, ...]:
-        """One decision for each drafter that drafts, in order."""
         every = (self, *self.merged) if self.merged else (self,)
         return tuple(each for each in every if not each.budget.is_zero)
 
     def cut(self, depth: int) -> Decision:
-        """The same with paths of at most `depth` tokens."""
         if self.budget.depth <= depth and not self.merged:
             return self
         return replace(self, budget=self.budget.cut(depth), merged=tuple(each.cut(depth) for each in self.merged))

@@ -1,17 +1,12 @@
 """The tokens with the largest log p + G of a distribution under keyed noise (docs/concepts.md, coupled sampling).
 
-The definition is `choices_by_definition`: noise for the whole vocabulary, and two logarithms for each token. A device
-does exactly that, for all rows at once. On the CPU it would cost more than a small model's forward, so there
-`coupled_choices` computes it only for tokens that may win, with the same result.
+`choices_by_definition` needs noise for the whole vocabulary. On the CPU that would cost more than a small model's
+forward, so there `coupled_choices` computes it only for tokens that may win, with the same result.
 
 With G = -log E and E = -log U, the largest log p(v) + G(v) is the smallest E(v) / p(v): a race of exponential clocks. E
 >= 1 - U, so once some token has E / p = t, only tokens with p / (1 - U) >= 1 / t can be before it: about t of them, for
-any size of the vocabulary. So the filter needs U to a few digits, which costs the integer arithmetic of the hash and
-one division, in float32.
-
-Roundings never exclude a token that would win in float64; the definition then decides among the tokens left. The filter
-works in blocks that fit the processor's cache, with numpy, because its integer arithmetic is twice as fast as torch's
-on the CPU.
+any size of the vocabulary. The filter needs U to a few digits, in float32; its roundings never exclude a token that
+would win in float64. Integer arithmetic of numpy is twice as fast as torch's on the CPU.
 """
 
 from __future__ import annotations
@@ -67,7 +62,7 @@ def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int
         where fewer tokens have mass, and throughout a row with NaN.
     """
     if not transfers.waits(probs[0].device):
-        return _choose_here(probs, places, count)
+        return _choose_on_cpu(probs, places, count)
     chosen, start = [], 0
     for _, group in itertools.groupby(probs, key=lambda dist: (dist.shape[-1], dist.dtype)):
         own = list(group)
@@ -106,13 +101,8 @@ def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=vocab)
 
 
-# ------------------------------------------------------------------------------- on the CPU
-
-
 @dataclass(slots=True)
 class _Row:
-    """A distribution `[vocab]`, its noise, candidate ids in ascending order, and the output."""
-
     dist: NDArray[Any]
     place: Place
     key: int | None
@@ -120,8 +110,7 @@ class _Row:
     found: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-def _choose_here(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
-    """Find candidates for each row, then compute the scores of all of them at once."""
+def _choose_on_cpu(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
     given = [row for dist in probs for row in dist.detach().numpy()]
     chosen = np.empty((len(given), count), np.int64)
     rows = [_Row(dist, place, gumbel_key(*place), out) for dist, place, out in zip(given, places, chosen, strict=True)]
@@ -143,7 +132,7 @@ def _choose_here(probs: Sequence[Tensor], places: Sequence[Place], count: int) -
 
 
 class _Finder:
-    """Finds tokens that may be among the best of distributions; reuses memory for distributions over one vocabulary."""
+    """Finds tokens that may be among the best; reuses memory for distributions over one vocabulary."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -154,8 +143,7 @@ class _Finder:
         self._sparse: list[tuple[_Row, NDArray[np.int64], NDArray[np.uint64]]] = []
 
     def look(self, row: _Row) -> None:
-        """Find the candidates of a row, or begin to: `finish` does the rest. With NaN in a distribution one is among
-        them."""
+        """Find the candidates of a row; `finish` does the rest. With NaN in a distribution one is among them."""
         dist = row.dist
         if row.key is None:
             row.found = np.arange(len(dist))
@@ -177,7 +165,6 @@ class _Finder:
         self._sparse.append((row, words, self._words[words]))
 
     def finish(self) -> None:
-        """Map words with mass to tokens, for all rows at once."""
         if not self._sparse:
             return
         words = np.concatenate([each for _, each, _ in self._sparse])
@@ -189,7 +176,6 @@ class _Finder:
 
 
 def _settle(rows: Sequence[_Row]) -> None:
-    """Write the best candidates of each row, by the operations of the definition."""
     counts = [len(row.found) for row in rows]
     ends = list(itertools.accumulate(counts))
     ids = np.concatenate([row.found for row in rows])
@@ -205,7 +191,6 @@ def _settle(rows: Sequence[_Row]) -> None:
 
 
 def _best(scores: NDArray[np.float64], ids: NDArray[np.int64], out: NDArray[np.int64]) -> None:
-    """Write the ids of the largest scores above -inf, in descending order; none where there is NaN."""
     first = int(scores.argmax())  # the first NaN, if there is one
     if not scores[first] > -np.inf:
         return
@@ -278,8 +263,7 @@ class LazyGumbelMax:
     def _fill_lead(self, key: int) -> None:
         """Compute -2^64 (1 - U) of all tokens where U >= 1/2, rounded towards 0; positive elsewhere.
 
-        The bits are those of `noise.gumbel_of`, except for the last 33, which are ones: the last step of the finaliser,
-        which only changes those, is left out.
+        The last 33 bits are ones instead of those of `noise.gumbel_of`: the finaliser's last step is left out.
         """
         # The ids of a block differ only in their low bits, so `ids ^ key` differs between blocks by a constant.
         low = self._block - 1
@@ -302,5 +286,4 @@ class LazyGumbelMax:
 
 
 def _exponential(key: int, token: int) -> float:
-    """E of a token: a standard exponential number."""
     return -math.log(open_unit(mix(key, token)))

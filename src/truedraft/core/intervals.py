@@ -33,9 +33,8 @@ class Interval:
 def resampled(numbers: ArrayLike, value: Callable[[Numbers], Numbers], draws: int = _RESAMPLED) -> Interval:
     """A value of sums over samples, with a percentile bootstrap by the same draws at every call.
 
-    Args:
-        numbers: `[kinds, samples]`.
-        value: computes the values from sums `[kinds, ...]`; draws for which it is not finite are left out.
+    `value` computes it from sums `[kinds, ...]` of numbers `[kinds, samples]`; draws without a finite value are left
+    out.
     """
     terms = np.asarray(numbers, np.float64)
     count = terms.shape[1]
@@ -52,12 +51,7 @@ def ratio_over_prompts(above: Sequence[float], below: Sequence[float]) -> Interv
 
 
 def ratio_of_rates(fast: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]) -> Interval:
-    """How many times faster one way was than another on the same prompts: ratio of all tokens over all seconds.
-
-    Args:
-        fast: tokens and seconds of the one, per prompt.
-        plain: tokens and seconds of the other, per prompt.
-    """
+    """How many times faster one way was: ratio of all tokens over all seconds; (tokens, seconds) by prompt."""
     return resampled([*zip(*fast, strict=True), *zip(*plain, strict=True)], lambda n: n[0] / n[1] / (n[2] / n[3]))
 
 
@@ -79,9 +73,8 @@ def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> Interval:
 def sign_flips(differences: Numbers) -> float:
     """Probability that paired differences `[prompts]` have so large a sum if either sign of each is equally likely.
 
-    By random signs; one-sided, and never 0. If two ways are exchangeable on each prompt, the probability of calling one
-    better is at most the level used, however large the differences. Where only their mean is 0 and they are skewed,
-    that holds only for many prompts.
+    By random signs; one-sided, and never 0. It bounds the false alarms if two ways are exchangeable on each prompt;
+    where only their mean is 0 and they are skewed, only for many prompts.
     """
     signs = np.random.default_rng(0).integers(0, 2, (_FLIPS, len(differences))) * 2 - 1
     as_large = (signs @ differences >= differences.sum() - 1e-9).sum()

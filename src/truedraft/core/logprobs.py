@@ -13,12 +13,7 @@ from truedraft.core import transfers
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one token.
-
-    Attributes:
-        rank: 1 for the likeliest.
-        top: the likeliest tokens with log probabilities, in descending order, as many as requested.
-    """
+    """Log probabilities at one token: its own, its `rank` (1 for the likeliest), and the likeliest, descending."""
 
     token: int
     logprob: float

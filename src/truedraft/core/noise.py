@@ -2,8 +2,7 @@
 
 A draw is keyed (seed, sample, position, purpose, level, member, step, index). No key serves two decisions, because
 noise reused after a rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token).
-The generator is 64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the
-CPU and on a GPU.
+The generator is a chain of the splitmix64 finaliser, with the same bits in Python, on the CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -51,17 +50,10 @@ class Noise(Protocol):
         """A number in (0, 1) for one decision; `index` distinguishes decisions of one purpose at one depth."""
         ...
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
-        """Standard Gumbel noise `[vocab]` of a position, float64."""
-        ...
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor: ...
 
     def inside(self, turn: int, depth: int) -> Noise:
-        """The noise one level further down a cascade: other uniform numbers, and the same Gumbel noise.
-
-        Args:
-            turn: sequence number of the inner decision in this step, so that no two share a number.
-            depth: of the first token that it decides, from the first that the step decides.
-        """
+        """The noise of the inner decision number `turn` of a cascade, from `depth` on; the same Gumbel noise."""
         ...
 
 
@@ -75,21 +67,17 @@ class UniformKeys:
 
     @cached_property
     def listed(self) -> list[tuple[int, int, int]]:
-        """Request, depth and index of each."""
         return list(zip(self.requests.tolist(), self.depths.tolist(), self.indices.tolist(), strict=True))
 
 
 class KeyedNoise:
-    """Noise of one request at one step.
+    """Noise of one request at one step; `drew` is whether a draft of this level used a number since `of_member`.
 
     Args:
         position: absolute position of the first token that the step decides.
         step: the request's target calls so far.
         sample: index among several answers to the same prompt.
         member: index of the drafter among several; 0 is also the noise of verdicts.
-
-    Attributes:
-        drew: whether a number for a draft of this level was used since the last call of `of_member`.
     """
 
     drew = False
@@ -104,7 +92,6 @@ class KeyedNoise:
 
     @classmethod
     def of_key(cls, key: NoiseKey) -> KeyedNoise:
-        """The noise with a `key`, for example in another process."""
         root, position, step, member, shared = key
         noise = cls(0, position, step, member=member)
         noise._root, noise._shared_root = root, shared
@@ -112,7 +99,6 @@ class KeyedNoise:
 
     @property
     def key(self) -> NoiseKey:
-        """The key of all its numbers."""
         return self._root, self._position & _MASK, self._step & _MASK, self._member, self._shared_root
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
@@ -139,7 +125,6 @@ class KeyedNoise:
         return own
 
     def inside(self, turn: int, depth: int) -> KeyedNoise:
-        """The noise one level further down; its key includes the levels and sequence numbers above it."""
         own = copy.copy(self)
         own._root = mix(mix(self._root, _LEVEL), turn)
         own._position += depth
@@ -214,11 +199,7 @@ def open_unit_of(bits: Tensor) -> Tensor:
 
 
 def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The numbers of `gumbel_of` on the CPU, for each token `[tokens]` under its own key `[tokens]`.
-
-    For a few tokens call overhead dominates, and numpy's is a third of torch's. The logarithms are torch's, so that all
-    bits agree.
-    """
+    """`gumbel_of` on the CPU for tokens and keys `[tokens]`: numpy, with lower overhead, and torch's logarithms."""
     uniform = open_units(mixed_each(keys, tokens.view(np.uint64)))
     numbers: NDArray[np.float64] = torch.from_numpy(uniform).log_().neg_().log_().neg_().numpy()
     return numbers
@@ -244,8 +225,7 @@ def _finalise_int(z: int) -> int:
 
 
 def _finalise(z: Tensor) -> Tensor:
-    """The splitmix64 finaliser for `z`, in place where possible: temporaries of vocabulary size would cost more than
-    the arithmetic."""
+    """The splitmix64 finaliser for `z`, in place where possible: temporaries cost more than the arithmetic."""
     # int64 products wrap around, as products modulo 2^64 do; only the shifts must fill with zeros.
     z = (z ^ _shift_right(z, 30)).mul_(signed(MIX_1))
     z.bitwise_xor_(_shift_right(z, 27)).mul_(signed(MIX_2))
@@ -253,7 +233,6 @@ def _finalise(z: Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, count: int) -> Tensor:
-    """Logical right shift of int64; torch's own is arithmetic and copies the sign bit."""
     return (z >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 

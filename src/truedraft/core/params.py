@@ -34,8 +34,8 @@ class Structured:
         kind: one of `STRUCTURED`.
         value: for "json_schema" the schema, as JSON or as an object; the answer is on one line, with one space after
             commas and colons, unless the schema's "x-guidance" overrides this. For "regex" a regular expression that
-            the whole answer matches; for "choice" a list of texts, one of which is the answer; for "grammar" a grammar
-            in Lark's notation; for "json_object" nothing.
+            the whole answer matches; for "choice" a list of texts; for "grammar" a grammar in Lark's notation; for
+            "json_object" nothing.
 
     Raises:
         OptionError: there is no such kind, or the value is not of that form.
@@ -45,7 +45,6 @@ class Structured:
     value: Any = True
 
     def __post_init__(self) -> None:
-        """Validate the value; store a schema as text, and choices as a tuple."""
         if self.kind not in STRUCTURED:
             raise UnknownOptionError.nearest("structured", self.kind, STRUCTURED)
         value = self.value
@@ -179,7 +178,6 @@ class SamplingParams:
     adapter: str | None = option(None, "Answer with this adapter.", "NAME")
 
     def __post_init__(self) -> None:
-        """Validate all values; accept one stop text, and lists for tuples."""
         checked = {
             "stop": _texts(self.stop),
             "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids),
@@ -224,7 +222,6 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the distribution of every node is one-hot."""
         return self.temperature == 0.0
 
     @property
@@ -239,7 +236,6 @@ class SamplingParams:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether logits are changed before the distribution is computed: see `truedraft.core.shaping`."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         form = self.structured or (self.reasoning is not None and self.reasoning.budget is not None)
         banned = self.min_tokens or self.bad_words or self.allowed_token_ids or form
@@ -247,7 +243,6 @@ class SamplingParams:
 
 
 def _form(given: object) -> Structured | None:
-    """A form; a mapping is a JSON schema."""
     if given is None or isinstance(given, Structured):
         return given
     if not isinstance(given, Mapping):
@@ -295,7 +290,6 @@ def _count(name: str, given: object) -> int | None:
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:
-    """Ids and what is added to their logits, by ascending id."""
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
         found = {check_whole("logit_bias", int(token), 0): value for token, value in pairs}  # type: ignore[attr-defined]

@@ -2,12 +2,11 @@
 
 A distribution is a tensor `[..., vocab]` of float32 or float64 that sums to 1 along its last axis.
 
-The nucleus (top-p) is the likeliest tokens with mass of at least p, the crossing one included; ties: lowest id first.
-It is defined by the distribution sorted in descending order, equal entries by id: the first n tokens, n the least with
-mass >= p (all of them where rounding leaves less than p). The mass of a prefix is its sum in that order, in float64, so
-it does not depend on the number of tokens after it, and a row's nucleus not on other rows. `nucleus_by_sorting` does
-exactly that. On a CPU, sorting the vocabulary costs more than a small model's forward, so `nucleus_by_candidates`
-computes the same bits from the few tokens above a threshold.
+The nucleus (top-p) is defined by the distribution sorted in descending order, equal entries by id: the first n tokens,
+n the least with mass >= p (all of them where rounding leaves less than p). The mass of a prefix is its sum in that
+order, in float64, so a row's nucleus does not depend on other rows. `nucleus_by_sorting` does exactly that. On a CPU,
+sorting the vocabulary costs more than a small model's forward, so `nucleus_by_candidates` computes the same bits from
+the few tokens above a threshold.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
-    """Logits over the temperature, up to a constant per row."""
     if temperature == 1.0:
         return logits
     # The largest becomes 0 first: a tiny temperature would overflow anything else.
@@ -77,11 +75,7 @@ def _keep(dist: Tensor, scores: Tensor, least: Tensor) -> Tensor:
 
 
 def most_likely(scores: Tensor) -> Tensor:
-    """The token with the largest of scores `[..., vocab]`, the lowest id among equals: ids `[...]`, int64, on their
-    device.
-
-    Any scores in the order of probabilities serve, as logits. In a row with NaN it is the first NaN's token.
-    """
+    """The ids `[...]` of the largest of scores `[..., vocab]`: the lowest of equal ones, the first NaN if any."""
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
     # The same answer as torch's argmax, which is not vectorised: 8 times slower in float32, more in bfloat16.
@@ -90,13 +84,9 @@ def most_likely(scores: Tensor) -> Tensor:
 
 
 def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
-    """Distributions of a packed batch: consecutive groups of rows, each with its own options.
+    """Distributions of logits `[total_rows, vocab]`: consecutive groups of rows, each with its own options.
 
-    Neighbouring groups with equal distributions share one computation.
-
-    Args:
-        logits: `[total_rows, vocab]`, the groups' rows in order.
-        rows: for each group its options and its number of rows; with None its logits are returned unchanged.
+    `rows` has for each group its options and its number of rows; with None its logits are returned unchanged.
     """
     probs: list[Tensor] = []
     start = 0
@@ -129,10 +119,7 @@ def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tu
 
 
 def sound_rows(logits: Tensor) -> Tensor | None:
-    """Which rows of logits `[rows, vocab]` give a distribution, bool `[rows]`; None if all surely do.
-
-    Invalid rows contain NaN or +inf, or only -inf.
-    """
+    """Which rows `[rows, vocab]` have no NaN or +inf, and not only -inf: bool `[rows]`; None if all surely do."""
     # -inf is a valid logit, so where the sum is not finite rows must be checked.
     if not transfers.waits(logits.device) and math.isfinite(logits.sum().item()):
         return None
@@ -191,11 +178,7 @@ def draw(dist: Tensor, uniform: Tensor) -> Tensor:
 
 
 def without_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
-    """Distributions `[..., vocab]` without tokens `[..., tokens]`, renormalised; the token ids are not read by the
-    host.
-
-    Repeated tokens count once. All zeros where nothing else had mass.
-    """
+    """Distributions `[..., vocab]` renormalised without tokens `[..., tokens]`, unread by the host; or all zeros."""
     return _scaled(probs.scatter(-1, tokens, 0.0))
 
 
@@ -204,10 +187,7 @@ _USUAL_COUNT = 2048
 
 
 def keep_nucleus(dist: Tensor, top_p: float) -> Tensor:
-    """Distributions `[..., vocab]`, contiguous, cut to their nucleus and renormalised. May change `dist` in place.
-
-    `top_p` is in (0, 1). A row that is not finite gives one that is not finite.
-    """
+    """Distributions `[..., vocab]`, contiguous, cut to their nucleus and renormalised, maybe in place; top_p < 1."""
     # Elsewhere a sort is fast, and reading numbers would wait for the device.
     return nucleus_by_candidates(dist, top_p) if dist.device.type == "cpu" else nucleus_by_sorting(dist, top_p)
 
@@ -232,9 +212,8 @@ def nucleus_by_candidates(dist: Tensor, top_p: float) -> Tensor:
 def _cut(row: NDArray[Any], top_p: float) -> None:
     """Cut one distribution `[vocab]` to its nucleus.
 
-    All tokens above a threshold, ties included, are a prefix of the sorted distribution, which decides if its mass
-    reaches `top_p`. Tokens below (1 - p) / vocab have less than 1 - p together, so the second threshold can fail only
-    by rounding; then every token is sorted.
+    Tokens above a threshold are a prefix of the sorted distribution. Tokens below (1 - p) / vocab have less than 1 - p
+    together, so the second threshold can fail only by rounding; then every token is sorted.
     """
     for least in ((1.0 - top_p) / _USUAL_COUNT, (1.0 - top_p) / len(row), 0.0):
         ids = (row >= least).nonzero()[0]  # rising

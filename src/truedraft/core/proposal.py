@@ -47,8 +47,8 @@ class Proposal:
     """A drafter's proposal for one request.
 
     Attributes:
-        draws: for each tree row (the root, then each node) its draws, in the order in which they are judged. The order
-            is fixed before anything is drawn.
+        draws: for each tree row (the root, then each node) its draws, in the order in which they are judged, fixed
+            before anything is drawn.
         probs: `[probs, vocab]`: the tensor that was sampled from, or None when every draw is deterministic.
         confidence: the drafter's own probability of each node's token, where computed.
     """
@@ -78,12 +78,10 @@ class Proposal:
 
     @classmethod
     def empty(cls) -> Proposal:
-        """No nodes: the step is plain decoding."""
         return _EMPTY
 
     @classmethod
     def deterministic(cls, tree: TokenTree) -> Proposal:
-        """Candidates that were chosen, not drawn: beams, n-grams, top-k."""
         return cls(tree, deterministic_draws(tree.shape))
 
     @classmethod
@@ -94,11 +92,7 @@ class Proposal:
 
 @lru_cache(maxsize=1024)
 def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> frozenset[DrawKind]:
-    """Check the draws of each tree row against a shape and a number of distributions; returns their kinds.
-
-    Raises:
-        ValueError: a tree row's draws have other nodes than its children, or a distribution that does not exist.
-    """
+    """The kinds of draws; raises ValueError if a tree row's draws do not match its children, or the distributions."""
     for row, own in enumerate(draws):
         if {draw.child for draw in own} != set(shape.children[row]):
             raise ValueError(f"the draws of tree row {row} name other nodes than its children")
@@ -140,11 +134,7 @@ def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozen
 
 
 def check_ids(name: str, tree: TokenTree, vocab: int) -> None:
-    """Refuse ids that do not exist; waits for ids on a device.
-
-    Raises:
-        DrafterError: lists the ids.
-    """
+    """Raise DrafterError for ids that do not exist, which it lists; waits for ids on a device."""
     ids = tree.host_ids
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {vocab - 1}: {ids}")
@@ -172,11 +162,9 @@ _ROUNDING = 1e-4
 class DrawCheck:
     """Checks on a device whether draws could have been made as they claim, which rules rely on.
 
-    Draws of other kinds are judged without a distribution, so theirs is not checked; nor is one without draws. Ids on
-    the host must exist; ids on a device are clamped to the vocabulary, which all proposals share.
-
-    Attributes:
-        wanted: what the host must read: the sums and least entries of the distributions, and the drawn tokens' entries.
+    Only draws that are judged with a distribution are checked. Ids on the host must exist; ids on a device are clamped
+    to the vocabulary. The host must read `wanted`: the sums and least entries of the distributions, and the drawn
+    entries.
     """
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
@@ -206,7 +194,6 @@ class DrawCheck:
             self.wanted = probs.sum(dim=-1, dtype=sum_in), probs.amin(dim=-1), given
 
     def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], probs: Tensor) -> Tensor:
-        """Indices of the drawn tokens' entries in the concatenated, flattened tables."""
         vocab, device = probs.shape[-1], probs.device
         if not any(tree.on_device for tree in trees):
             ids = [token for tree in trees for token in tree.host_ids]
@@ -216,7 +203,7 @@ class DrawCheck:
         return dists * vocab + drafted_tokens(trees, vocab, device)[at]
 
     def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
-        """From the numbers in `wanted`: by proposal, the tree rows with draws that cannot have been made as claimed."""
+        """From the numbers in `wanted`: by proposal, the tree rows with draws that cannot be as claimed."""
         found: dict[int, set[int]] = {}
         if not self._drawn:
             return found
@@ -238,7 +225,6 @@ def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device)
 
 @lru_cache
 def _precision(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """The dtype in which distributions are summed, and the largest distance of a sum from 1."""
     return torch.promote_types(dtype, torch.float32), _ROUNDING + torch.finfo(dtype).eps
 
 
@@ -249,8 +235,7 @@ def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]
     """Merge proposals for one request into one tree; at each tree row the draws of earlier proposals come first.
 
     Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is judged.
-    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Equality of nodes depends
-    on their tokens, so this waits for tokens on a device.
+    Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Waits for a device.
 
     Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name it, and
     its children 1 = 7 and 2 = 8; the nodes of the first became (0, 1) and those of the second (0, 2).

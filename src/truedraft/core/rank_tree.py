@@ -1,12 +1,9 @@
 """Trees of ranks: the guesses of each head that are candidates, fixed in advance or chosen at each step.
 
 A *rank path* (r_1, ..., r_d) is the token of rank r_1 (from 0) of the first head's guesses, below it the token of rank
-r_2 of the second head's, and so on (Medusa 2401.10774, section 2.1.2). A `RankTree` is fixed before a request starts;
-at each step the heads' guesses fill in its tokens.
-
-`likeliest_paths` makes a tree for each step, from the heads' probabilities at that step. A path's score is the sum of
-the log probabilities of its tokens, as if heads erred independently. They do not, but unlike a fixed tree this uses the
-heads' confidence at each step.
+r_2 of the second head's, and so on (Medusa 2401.10774, section 2.1.2). A `RankTree` is fixed before a request starts.
+`likeliest_paths` makes a tree for each step from the heads' probabilities, as if heads erred independently: they do
+not, but unlike a fixed tree this uses the heads' confidence at each step.
 """
 
 from __future__ import annotations
@@ -70,38 +67,28 @@ class RankTree:
     def counted(cls, frequencies: Mapping[RankPath, float]) -> RankTree:
         """Paths in the order of a greedy choice: the most frequent first.
 
-        A path is never more frequent than its parent, so the first n are the tree of n nodes with the most expected
-        tokens (Medusa 2401.10774, section 2.3.3). Among equals the shorter path comes first, then the lower ranks.
+        The first n are the tree of n nodes with the most expected tokens (Medusa 2401.10774, section 2.3.3), because a
+        path is never more frequent than its parent. Among equals the shorter path comes first, then the lower ranks.
         """
         order = sorted(frequencies, key=lambda path: (-frequencies[path], len(path), path))
         return cls(tuple(order), tuple(frequencies[path] for path in order))
 
     @classmethod
     def cartesian(cls, branching: Sequence[int]) -> RankTree:
-        """All paths of `branching[d]` ranks at each depth d, level by level: (2, 3) makes 2 + 6 nodes.
-
-        Raises:
-            OptionError: a width below 1, no widths, or too many nodes.
-        """
+        """All paths of `branching[d]` ranks at each depth d, level by level; raises as `nodes_of`."""
         nodes_of(branching)
         levels = (itertools.product(*map(range, branching[: depth + 1])) for depth in range(len(branching)))
         return cls(tuple(itertools.chain.from_iterable(levels)))
 
     @classmethod
     def listed(cls, paths: Iterable[Sequence[int]]) -> RankTree:
-        """Given paths in any order; their parents must be among them.
-
-        Raises:
-            OptionError: a path is repeated, or its parent is missing.
-        """
+        """Given paths in any order; raises OptionError for a repeated path or a missing parent."""
         return cls(tuple(sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))))
 
     def first(self, nodes: int) -> RankTree:
-        """The tree of the first `nodes` paths."""
         return self if nodes >= len(self) else RankTree(self.paths[:nodes], self.survival[:nodes])
 
     def within(self, depth: int, width: int) -> RankTree:
-        """Only paths of at most `depth` ranks, each below `width`."""
         kept = [i for i, path in enumerate(self.paths) if len(path) <= depth and max(path) < width]
         if len(kept) == len(self):
             return self
@@ -110,13 +97,11 @@ class RankTree:
 
     @cached_property
     def shape(self) -> TreeShape:
-        """The parents of the nodes."""
         node_of = {path: node for node, path in enumerate(self.paths)} | {(): -1}
         return TreeShape(tuple(node_of[path[:-1]] for path in self.paths))
 
     @cached_property
     def depth(self) -> int:
-        """Length of the longest path: the heads that it needs."""
         return max(map(len, self.paths), default=0)
 
     @cached_property
@@ -126,19 +111,16 @@ class RankTree:
 
     @cached_property
     def branching(self) -> tuple[int, ...]:
-        """The most children of a node at depth 0, 1, ..."""
         return tuple(
             max(count for path, count in self.children.items() if len(path) == depth) for depth in range(self.depth)
         )
 
     @cached_property
     def children(self) -> Counter[RankPath]:
-        """The number of children of each path; () is the root."""
         return Counter(path[:-1] for path in self.paths)
 
     def fill(self, guesses: Tensor) -> Tensor:
-        """The nodes' tokens `[nodes]`, on the device of `guesses` `[depth or more, width or more]`, of which row d has
-        the tokens that head d ranks first, second, ..."""
+        """Tokens `[nodes]`; row d of `guesses` `[depth or more, width or more]` has head d's tokens by rank."""
         places = self._places.get(guesses.device)
         if places is None:  # once for each device, because a copy to it would wait
             heads = torch.tensor([len(path) - 1 for path in self.paths], dtype=torch.int64)
@@ -148,7 +130,6 @@ class RankTree:
 
     @cached_property
     def _places(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        """For each device heads `[nodes]` and ranks `[nodes]` of the guesses."""
         return {}
 
     @property
@@ -157,16 +138,11 @@ class RankTree:
         return 1.0 + math.fsum(self.survival) if self.survival or not self.paths else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `RankTree.of` reads it again."""
         return {"paths": [list(path) for path in self.paths], "reach": list(self.survival)}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> RankTree:
-        """Read the result of `as_dict`.
-
-        Raises:
-            OptionError: the record has another form.
-        """
+        """Read the result of `as_dict`; raises OptionError for another form."""
         try:
             paths = tuple(tuple(int(rank) for rank in path) for path in record["paths"])
             return cls(paths, tuple(float(value) for value in record.get("reach", ())))
@@ -176,10 +152,7 @@ class RankTree:
 
 @dataclass(frozen=True, slots=True)
 class ChosenPaths:
-    """A tree for each row, with nodes ordered by depth and then by ranks.
-
-    `places` `[rows, nodes]`, int64, are the indices of the nodes' guesses, head * ranks + rank.
-    """
+    """A tree for each row; `places` `[rows, nodes]`, int64, are indices of guesses, head * ranks + rank."""
 
     places: Numbers
     shapes: list[TreeShape]
@@ -197,7 +170,7 @@ class CandidatePaths:
 
     Attributes:
         nodes: limited to the number of candidates.
-        paths: the candidates: shorter ones first, then those of lower ranks. So a child comes after its parent.
+        paths: shorter ones first, then those of lower ranks. So a child comes after its parent.
         parents: `[candidates]`, int64: index of the parent; -1 for paths of a single rank.
         places: `[candidates]`, int64: index of the last guess, head * ranks + rank.
 
@@ -223,8 +196,7 @@ class CandidatePaths:
     def scores(self, log_probs: Numbers) -> Numbers:
         """Log probabilities of the candidates, heads taken as independent: `[rows, candidates]`, float32.
 
-        Rounding is the same for all, so no candidate scores more than its parent, or than one of lower ranks.
-        `log_probs` are `[depth, rows, ranks]`, float32, descending in each row; NaN counts as 0.
+        No candidate scores more than its parent. `log_probs` `[depth, rows, ranks]` descend in each row; NaN is 0.
         """
         log_probs = np.fmin(log_probs, np.float32(0.0))  # by rounding it may be above 0, and a child above its parent
         found = np.empty((log_probs.shape[1], len(self.paths)), dtype=np.float32)
@@ -245,7 +217,6 @@ class CandidatePaths:
         return kept.nonzero()[1].reshape(rows, self.nodes)
 
     def trees(self, log_probs: Numbers) -> ChosenPaths:
-        """The trees of the likeliest paths; arguments as in `scores`."""
         chosen = self.chosen(self.scores(log_probs))
         rows = np.arange(len(chosen))[:, None]
         node_of = np.empty((len(chosen), len(self.paths) + 1), dtype=np.int64)
@@ -255,8 +226,7 @@ class CandidatePaths:
         return ChosenPaths(self.places[chosen], [shape_of(tuple(each)) for each in parents.tolist()])
 
     def find(self, ranks: Numbers) -> Numbers:
-        """The candidates that are the first 1, 2, ... of the ranks: `[rows, depth]`, int64, like `ranks`; -1 for
-        none."""
+        """The candidates that are the first 1, 2, ... of the ranks: `[rows, depth]`, int64; -1 for none."""
         found = np.full(ranks.shape, -1)
         above = np.zeros(len(ranks), dtype=np.int64)  # indices into `_widths`; the root's is 0
         alive = np.ones(len(ranks), dtype=bool)
@@ -269,7 +239,6 @@ class CandidatePaths:
 
 
 def _candidates(depth: int, ranks: int, nodes: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Paths, the parent of each, and the number of children of the root and of each path."""
     paths: list[tuple[int, ...]] = []
     parents: list[int] = []
     widths: list[int] = []
@@ -298,9 +267,8 @@ def candidate_paths(depth: int, ranks: int, nodes: int) -> CandidatePaths:
 def likeliest_paths(log_probs: Numbers, nodes: int) -> ChosenPaths:
     """For each row the tree of the most probable rank paths, heads taken as independent.
 
-    Of equally probable paths shorter ones come first, then those of lower ranks; so a tree depends only on its row of
-    probabilities, and is closed under parents. Its nodes are ordered by depth and then by rank, not by probability: so
-    few shapes occur, and their derived properties are cached.
+    Of equally probable paths shorter ones come first, then those of lower ranks; so a tree is closed under parents. Its
+    nodes are ordered by depth and then by rank: so few shapes occur, and their derived properties are cached.
 
     Worked example: two heads with probabilities 0.6 and 0.3, and 0.5 and 0.4, of their first two guesses make paths (0)
     of 0.6, (0, 0) and (1) of 0.3 each, (0, 1) of 0.24, (1, 0) of 0.15 and (1, 1) of 0.12. Three nodes are (0), (1), (0,

@@ -1,11 +1,8 @@
 """Changes of logits by a request's options before the distribution is computed: bans, biases and penalties.
 
-All are functions of the text that a row of logits continues. At a node of a token tree that is the committed text and
-the tokens on the node's own path, so a tree is verified with exactly the distributions of plain decoding: the same
-operations on the same numbers give the same bits.
-
-In order: allowed_token_ids, bad_words, min_tokens, the form of a structured answer, logit_bias, then the repetition,
-frequency and presence penalties.
+At a node of a token tree the text is the committed text and the node's own path, so a tree is verified with exactly the
+distributions of plain decoding. In order: allowed_token_ids, bad_words, min_tokens, the form of a structured answer,
+logit_bias, then the repetition, frequency and presence penalties.
 """
 
 from __future__ import annotations
@@ -66,7 +63,6 @@ class Shaping:
         ends: ids that end the answer.
         bad_words: token ids of each forbidden text.
         vocab_size: of the target; logits of further ids of a draft are not changed.
-        form: of a structured answer.
         first: tokens before this one are an encoder's text, which the decoder does not see.
     """
 
@@ -101,7 +97,6 @@ class Shaping:
 
     @property
     def reads_paths(self) -> bool:
-        """Whether it needs the tokens of a path, and not only their number."""
         return bool(self.form is not None or self._words or self._subtracts or self._repetition != 1.0)
 
     def of_paths(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
@@ -133,7 +128,6 @@ class Shaping:
             self._penalise(rows, paths, tables)
 
     def _ban_words(self, rows: Tensor, paths: Sequence[Path]) -> None:
-        """Ban the last token of a bad word after its other tokens."""
         longest = max(map(len, self._words), default=0) - 1
         banned: list[tuple[int, int]] = []
         for row, path in enumerate(paths if self._words else ()):
@@ -220,8 +214,7 @@ def shaped_trees(
         logits: `[rows, vocab]`, of the trees in order: row 0 after the committed text, row i + 1 after node i.
         trees: their tokens are read where necessary, which waits for the device.
         shapings: one per tree; None changes nothing.
-        argmax: one per tree, whether only the likeliest token of a row matters: if the form allows that token, its mask
-            is not computed.
+        argmax: one per tree, whether only the likeliest token of a row matters, which saves its mask.
 
     Returns:
         `[rows, vocab]`, float32, or float64 where the logits are, as a copy; the given tensor if nothing changes.
@@ -254,14 +247,12 @@ def shaped_trees(
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """A copy in float32, or float64 where they are."""
     return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
 
 
 def _forbid(wide: Tensor, allowed: NDArray[np.bool_]) -> None:
     """Set logits not allowed by masks `[rows, ids]` to -inf, in place."""
-    # The minimum of a logit and plus or minus infinity, which differ in the sign bit: torch's masked operations take
-    # twice as long on the CPU.
+    # The minimum with plus or minus infinity (the sign bit): masked operations take twice as long on the CPU.
     known = torch.from_numpy(allowed).to(wide.device, torch.int32)
     bounds = known.sub_(1).bitwise_and_(_SIGN).bitwise_or_(_INFINITY).view(torch.float32).to(wide.dtype)
     rows = wide[:, : allowed.shape[1]]
@@ -271,11 +262,7 @@ def _forbid(wide: Tensor, allowed: NDArray[np.bool_]) -> None:
 class _Tables:
     """The changes that depend only on committed text and options, `[vocab]` each; None where there are none.
 
-    Attributes:
-        banned: bool.
-        bias: to add.
-        lost: to subtract.
-        seen: bool: whether prompt or answer contain it.
+    `banned` is bool, `bias` is added, `lost` is subtracted, and `seen` (bool) is whether prompt or answer contain it.
     """
 
     def __init__(self) -> None:
@@ -285,7 +272,6 @@ class _Tables:
         self.seen: Tensor | None = None
 
     def take(self, tokens: Collection[int], lost: Callable[[int], float]) -> None:
-        """Update for newly committed tokens."""
         if not tokens:
             return
         if self.lost is not None:

@@ -29,7 +29,7 @@ class Settling:
     """Detects whether all forwards of some models and drafters since its creation took as long as repeated ones will.
 
     On a GPU the first forward of a shape runs kernel by kernel, and the second is recorded; only later ones are
-    replays. The time of such a forward predicts no other, so it is not used to measure, to learn or to decide.
+    replays. The time of such a forward is not used to measure, to learn or to decide.
     """
 
     def __init__(self, *parts: WarmsUp) -> None:
@@ -38,7 +38,6 @@ class Settling:
 
     @property
     def settled(self) -> bool:
-        """Whether there was no such forward up to now."""
         return self._warmups() == self._before
 
     def _warmups(self) -> int:
@@ -52,8 +51,7 @@ class DraftShare:
     Attributes:
         depth: length of its longest path.
         path: its nodes on the accepted path, from the root's child down, until the path leaves its proposal.
-        judged: its drafted positions that were verified: accepted ones, and one more where its draws there were
-            rejected.
+        judged: its verified positions: accepted ones, and one more where its draws there were rejected.
         confidence: the drafter's own probabilities of the tokens of a chain, where computed.
     """
 
@@ -67,12 +65,7 @@ class DraftShare:
 
 @dataclass(frozen=True, slots=True)
 class DraftTime:
-    """The time of one drafter in a step.
-
-    Attributes:
-        behind: committed tokens that it read first, of all requests.
-        levels: sequential drafting levels; None where these equal the depth.
-    """
+    """One drafter's time in a step; `behind` counts committed tokens read first, and `levels` None equals the depth."""
 
     drafter: str
     requests: int
@@ -114,7 +107,6 @@ class RequestStep:
 
     @property
     def survival(self) -> tuple[bool, ...]:
-        """For each verified position, whether its token was accepted."""
         return (True,) * self.accepted + (False,) * self.rejected
 
 
@@ -128,8 +120,7 @@ class StepRecord:
         draft_s: drafting, catch-up included.
         total_s: the whole step, with emitting tokens, committing caches and notifying drafters.
         drafting: times of the drafters that were called; empty on a device, where drafting is only queued.
-        settled: whether its forwards took as long as repeated ones will, see `Settling`; else its seconds predict no
-            other step.
+        settled: see `Settling`; if False its seconds predict no other step.
     """
 
     requests: tuple[RequestStep, ...]
@@ -145,7 +136,6 @@ class StepRecord:
 
     @cached_property
     def rows(self) -> int:
-        """Tokens fed to the target's forward."""
         return sum(each.rows for each in self.requests)
 
     @cached_property
@@ -158,18 +148,15 @@ class StepRecord:
 
     @cached_property
     def prefill(self) -> bool:
-        """Whether there was a chunk of a prompt."""
         return any(each.prefill for each in self.requests)
 
     @cached_property
     def numbers(self) -> Mapping[int, int]:
-        """Index in `requests`, by request id."""
         return {each.id: number for number, each in enumerate(self.requests)}
 
     @cached_property
     def seconds_of_each(self) -> tuple[float, ...]:
-        """Seconds by request: a drafter's time is divided among the requests that it drafted for, the rest among
-        all."""
+        """Seconds by request: a drafter's time is shared by the requests that it drafted for, the rest by all."""
         left, each = self.total_s, [0.0] * len(self.requests)
         parts = [() if step.decision is None else step.decision.parts for step in self.requests]
         for spent in self.drafting:
@@ -181,7 +168,6 @@ class StepRecord:
 
     @property
     def counters(self) -> Counters:
-        """The counts of the step over all its requests."""
         counters = Counters()
         for each in self.requests:
             counters.count(each)
@@ -190,12 +176,10 @@ class StepRecord:
 
 @dataclass(slots=True)
 class DrafterCounters:
-    """Counts of one drafter.
+    """Counts of one drafter; target calls are those that verified its proposals.
 
-    Attributes:
-        target_calls: forwards of the target that verified its proposals.
-        accepted_tokens: emitted tokens that it proposed, up to where the accepted path leaves its proposal. A token
-            proposed by two drafters counts for both, so with merged proposals the sum may exceed that of the request.
+    An accepted token proposed by two drafters counts for both, so with merged proposals the sum may exceed that of the
+    request.
     """
 
     target_calls: int = 0
@@ -204,7 +188,6 @@ class DrafterCounters:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted tokens per drafted token; 0 when nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     __add__ = summed
@@ -220,14 +203,13 @@ class Counters:
         prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request, and 1 more for each preemption.
         accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
         tried_per_position: how often a path reached the k-th drafted position.
-        listed_tokens: tokens of all root-to-leaf paths of the proposed trees; `draft_tokens` is smaller because shared
-            prefixes are merged.
+        listed_tokens: tokens of all root-to-leaf paths of the proposed trees, shared prefixes counted once per path.
         recoveries: how often a step or proposal failed for several requests together and was repeated for this one by
             itself or with fewer. Answers are correct, but something is broken and slow; normally 0.
         divergence: distance of the emitted tokens' distributions from the target's under a lossy rule; None where every
             token was emitted losslessly.
-        stop_tokens: tokens of target calls that ended the answer without being part of it: an end-of-text or stop
-            token, or those of a stop text. Drafted tokens after them are not counted.
+        stop_tokens: tokens of target calls that ended the answer without being part of it. Drafted tokens after them
+            are not counted.
         drafted_calls: target calls that verified drafts, except drafts made to measure drafters.
         undrafted: why there were no such calls, or fewer than one in twenty, although there is a drafter; a sentence.
     """
@@ -261,8 +243,7 @@ class Counters:
         """Accepted tokens per drafted token; 0 when nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
-    # Means over emitted tokens, None without lossy rules: of the distance of their distribution from the target's, and
-    # of what greedy decoding would have at the same places, 1 - max p and -log max p; KL in nats.
+    # Means of `Divergence` over emitted tokens; None without lossy rules.
 
     @property
     def mean_total_variation(self) -> float | None:
@@ -285,7 +266,6 @@ class Counters:
         return getattr(sums, name) / sums.tokens if sums is not None and sums.tokens else None
 
     def count(self, step: RequestStep) -> None:
-        """Add the counts of one request in one step."""
         if step.prefill:
             self.prefill_calls += 1
             self.prefill_tokens += step.emitted

@@ -10,8 +10,7 @@ Kind = TypeVar("Kind")
 
 
 def summed(left: Kind, right: Kind) -> Kind:
-    """The sum of two values: of numbers, of lists by index, of counts by name, of dataclasses with slots by field; of
-    texts the first.
+    """The sum of numbers, of lists by index, of counts by name, of dataclasses with slots by field; of texts the first.
 
     None counts as nothing. The sum shares no mutable object with either.
     """

@@ -18,9 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 class TopK:
     """The likeliest token ids of some distributions, the likeliest first; of equal ones the lowest id first.
 
-    Attributes:
-        ids: `[..., count]`, int64.
-        log_probs: `[..., count]`, float32: log probabilities under the whole distribution, at temperature 1.
+    `ids` `[..., count]` are int64, `log_probs` `[..., count]` float32, under the whole distribution at temperature 1.
     """
 
     ids: Tensor
@@ -38,18 +36,15 @@ class TopK:
         return cls(ids, best - total)
 
     def view(self, *shape: int) -> TopK:
-        """The same in another shape `[*shape, count]`."""
         return TopK(self.ids.view(*shape, -1), self.log_probs.view(*shape, -1))
 
 
 def stable_topk(values: Tensor, count: int) -> Tensor:
-    """The columns of the `count` largest values of each row, the largest first; of equal ones the lowest column first.
+    """The columns `[rows, count]` of the `count` largest values of each row, descending; of equal ones the lowest
+    first.
 
     In bfloat16 many logits are equal, and `topk` does not define their order. Values `[rows, n]` are compared in
     float32; NaN counts as the largest.
-
-    Returns:
-        `[rows, count]`, int64.
     """
     rows, width = values.shape
     values = values.float()

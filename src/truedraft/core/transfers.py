@@ -1,8 +1,7 @@
 """Transfers between host and device: uploads do not wait, and a step reads in one transfer.
 
-Reading a number from a device makes the host wait until all queued work is done; it queues nothing during that time,
-and the device is idle afterwards. So a step on a device reads once, at its end. On the CPU reading is free, and reading
-early saves work: there each number is read when it is needed.
+While the host waits for a number from a device it queues nothing, and the device is idle afterwards. So a step on a
+device reads once, at its end. On the CPU reading is free, and each number is read when it is needed.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ def upload(
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Read the numbers of each tensor, flat, in one transfer: the host waits once, or not at all if none is on a
-    device.
+    """Read the numbers of each tensor, flat, in one transfer: the host waits once, or not at all if all are on the CPU.
 
-    Tensors are of floats, bools, or integers below 2^53; the latter come from a device as floats, which represent them
-    exactly. Tensors on several devices are first copied to one.
+    Tensors are of floats, bools, or integers below 2^53, which floats represent exactly. Tensors on several devices are
+    first copied to one.
     """
     there = [each for each in tensors if waits(each.device) and each.numel()]
     numbers: Iterator[float] = iter(())

@@ -44,7 +44,6 @@ class TreeShape:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Depth of each node; a child of the root has depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -52,12 +51,10 @@ class TreeShape:
 
     @cached_property
     def depth(self) -> int:
-        """Length of the longest path."""
         return max(self.depths, default=0)
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node is the only child of the one before it."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @cached_property
@@ -70,16 +67,13 @@ class TreeShape:
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
-        """Nodes without children, in order."""
         return tuple(node for node in range(len(self.parents)) if not self.children[node + 1])
 
     @cached_property
     def listed(self) -> int:
-        """Tokens of all paths from the root to a leaf, without sharing prefixes."""
         return sum(self.depths[leaf] for leaf in self.leaves)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the root's child down to `node`."""
         return path_to(node, self.parents)
 
     @cached_property
@@ -117,17 +111,13 @@ def shape_of(parents: tuple[int, ...]) -> TreeShape:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens `[nodes]`, int64, and their tree shape.
-
-    The tokens may be on a device until the step reads all of them at once, for `keep_host_ids`.
-    """
+    """Drafted tokens `[nodes]`, int64, perhaps on a device until the step reads all at once, and their tree shape."""
 
     tokens: Tensor
     shape: TreeShape
 
     @classmethod
     def chain(cls, tokens: Tensor | Sequence[int]) -> TokenTree:
-        """A tree with one path."""
         ids = torch.as_tensor(tokens, dtype=torch.int64)
         tree = cls(ids, chain_shape(ids.shape[0]))
         if not isinstance(tokens, Tensor):
@@ -136,7 +126,6 @@ class TokenTree:
 
     @classmethod
     def empty(cls) -> TokenTree:
-        """No nodes: plain decoding."""
         return cls.of_ids([], chain_shape(0))
 
     @classmethod
@@ -146,7 +135,6 @@ class TokenTree:
 
     @classmethod
     def of_ids(cls, ids: Sequence[int], shape: TreeShape) -> TokenTree:
-        """A tree of tokens that are on the host."""
         tree = cls(torch.tensor(ids, dtype=torch.int64), shape)
         tree.keep_host_ids(ids)
         return tree
@@ -170,13 +158,11 @@ class TokenTree:
         self.__dict__["host_ids"] = list(ids)  # where cached_property stores it
 
     def first(self, nodes: int) -> TokenTree:
-        """The tree of the first `nodes` nodes."""
         if nodes >= len(self):
             return self
         return TokenTree(self.tokens[:nodes], TreeShape(self.shape.parents[:nodes]))
 
     def along(self, text: Sequence[int]) -> list[int]:
-        """The nodes along a text from the root, as far as the tree has its tokens."""
         ids, row = self.host_ids, 0
         found: list[int] = []
         for token in text:
@@ -188,13 +174,11 @@ class TokenTree:
         return found
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
-        """Tokens from the root's child down to `node`."""
         return tuple(self.host_ids[i] for i in self.shape.path(node))
 
 
 class GrowingTree:
-    """A tree that merges shared prefixes of paths as they are added; -1 is the root. `children` maps parent and token
-    to node."""
+    """Merges shared prefixes of paths as they are added; `children` maps parent (-1: the root) and token to node."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -202,7 +186,6 @@ class GrowingTree:
         self.children: dict[tuple[int, int], int] = {}
 
     def add(self, path: Iterable[int], node: int = -1) -> int:
-        """Add a path below a node, reusing existing nodes; returns its last node."""
         for token in path:
             child = self.children.get((node, token))
             if child is None:
@@ -214,11 +197,7 @@ class GrowingTree:
 
 
 def merged_paths(paths: Sequence[Sequence[int]]) -> tuple[TokenTree, tuple[int, ...]]:
-    """The tree of `TokenTree.from_paths`, and the last node of each path; -1 for an empty path.
-
-    Worked example: the paths 5 6, 5 and 5 7 are the nodes 5, 6 and 7, the last two children of the first; the paths end
-    at nodes 1, 0 and 2.
-    """
+    """The tree of `TokenTree.from_paths`, and the last node of each path; -1 for an empty path."""
     tree = GrowingTree()
     ends = tuple(map(tree.add, paths))
     return TokenTree.of_ids(tree.tokens, TreeShape(tuple(tree.parents))), ends
@@ -240,13 +219,11 @@ def narrowed(tree: TokenTree, width: int) -> TokenTree:
 def likeliest_tree(root: Path, following: Callable[[Path], Sequence[tuple[int, float, Path]]], nodes: int) -> TokenTree:
     """The at most `nodes` likeliest nodes of a tree, in descending order, equally likely ones in order of discovery.
 
+    `following` gives for a path (first `root`) its next tokens in any order, each with the probability of the extended
+    path and that path itself; empty where nothing is drafted below.
+
     Worked example: 5 has 0.6 and 6 has 0.3, and after 5 come 7 with 0.54 and 8 with 0.06. The three likeliest nodes are
     5, 5 7 and 6.
-
-    Args:
-        root: the empty path.
-        following: for a path its next tokens in any order, each with the probability of the extended path and that path
-            itself; empty where nothing is drafted below.
     """
     order = count()
     waiting: list[tuple[float, int, int, int, Path]] = []  # -likely, order, parent, token, path

@@ -41,7 +41,6 @@ class Divergence:
 
     @classmethod
     def of(cls, tokens: Collection[Divergence]) -> Divergence:
-        """The sums over some tokens."""
         measures = cls.__slots__[1:]
         return cls(len(tokens), *(math.fsum(getattr(each, name) for each in tokens) for name in measures))
 
@@ -49,7 +48,6 @@ class Divergence:
 
 
 def _of_a_point(p_x: float) -> tuple[float, float]:
-    """Total variation and KL of a one-hot distribution at a token x against p: 1 - p(x) and -log p(x)."""
     return max(1.0 - p_x, 0.0), max(-math.log(p_x), 0.0)
 
 
@@ -81,7 +79,6 @@ class Verdict:
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Origin of each of `tokens`."""
         return ((Origin.ACCEPTED,) * len(self.path) + (self.final,))[: len(self.tokens)]
 
     def within(self, nodes: Collection[int]) -> Verdict:

@@ -1,7 +1,4 @@
-"""Drafters guess the next tokens; the target decides. Also the parts for a drafter of your own.
-
-Each name loads on first use, so that parsing specifications stays light.
-"""
+"""Drafters guess the next tokens; the target decides. Names load on first use, to keep parsing light."""
 
 from __future__ import annotations
 

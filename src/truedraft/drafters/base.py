@@ -39,8 +39,7 @@ class DraftRequest:
         kept: whether a drafter may keep its text for later requests; False for synthetic requests of measurements.
         cache: the target's cache, while the request runs in an engine, for drafts made by the target itself. They roll
             back what they write after its committed tokens, and never commit.
-        judged: the kinds of draws that its rule verifies, or keeps most of, for drafters that can draft in several
-            ways; None: all.
+        judged: the kinds of draws that its rule verifies, or keeps most of; None: all.
     """
 
     id: int
@@ -63,8 +62,7 @@ class Features:
         rows: "last": the row from which the next token was drawn. "tree": all rows of a tree. "accepted": the rows of
             the last token and of accepted tokens of any drafter. For a part of a prompt these are its last row. "kept":
             as "accepted", and all rows of a part of a prompt. "all": all rows that were fed.
-        logits: whether the logits of these rows are required, too.
-        layers: layers, from 0, with outputs at these rows that are required, too.
+        layers: layers, from 0, with outputs that are required too.
     """
 
     rows: Literal["last", "tree", "accepted", "kept", "all"] = "last"
@@ -151,9 +149,7 @@ class Drafter(ABC):
         features: what `observe` reads of the target's forward; None is the tokens only.
         observes_lazily: whether `observe` may skip steps in which it proposed nothing; of several in a row it then gets
             the last, before the next `propose`.
-        model: the draft model, if it has one of its own.
         held: memory held for requests; nothing for ended ones.
-        trees: the drafter with measured tree statistics, if there is one.
         branching: draws at a node of depth 0, 1, ... of its largest proposal; () if this number is not fixed.
         ranks: the draws of sampled requests, the best ones first; a budget of n nodes gets the first n. None if
             `branching` gives their number.
@@ -201,11 +197,7 @@ class Drafter(ABC):
         return True
 
     def check(self, target: LanguageModel) -> None:  # noqa: B027 - most drafters fit every target
-        """Refuse an incompatible target, before anything runs.
-
-        Raises:
-            CompositionError: the reason.
-        """
+        """Refuse an incompatible target with a `CompositionError`, before anything runs."""
 
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request starts; `request.tokens` has its prompt, followed by the answer so far, if any."""
@@ -229,21 +221,17 @@ class Drafter(ABC):
     def along(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], texts: Sequence[Sequence[int]]
     ) -> Sequence[Tensor]:
-        """Its distributions if its drafts were the given texts: `[depth, vocab]` each, as deep as it would draft.
+        """Its distributions `[depth, vocab]` if its drafts were the given texts, to replay answers.
 
-        Called instead of `propose` to replay a known answer.
+        Called instead of `propose`.
         """
         raise DrafterError(f"drafter {self.name!r} does not say what it draws from along a text")
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional
-        """The step is over; `request.tokens` already holds the emitted tokens. A drafter with a cache commits the
-        accepted `path` and drops the rest.
-        """
+        """The step is over; `request.tokens` has its tokens. Caches commit the accepted `path` and drop the rest."""
 
     def rewind(self, request: DraftRequest) -> None:
-        """The text in `request.tokens` lost tokens at its end, as rejected ones do in a cascade; observations after the
-        cut are void.
-        """
+        """`request.tokens` lost tokens at its end, as in a cascade; observations after the cut are void."""
         self.end(replace(request, kept=False))
         self.begin(request)
 
@@ -275,11 +263,7 @@ class CandidateDrafter(Drafter):
 
     @abstractmethod
     def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
-        """The tree of a request; may be empty.
-
-        Args:
-            budget: of this step, within the drafter's limits; not zero.
-        """
+        """The tree of a request, which may be empty; `budget` is not zero, and within the drafter's limits."""
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]

@@ -32,10 +32,9 @@ _MEMORY, _OWN_MEMORY = 2000.0, 64.0  # in tokens: for all requests, and for one
 
 
 class _Guessed:
-    """The share of the middle model's tokens that come from accepted guesses, without each chain's first, which cannot.
+    """The share of the middle model's tokens that are accepted guesses, except each chain's first.
 
-    The prior is a third, so that the first chains are long enough to measure: a chain of one token has no guess. After
-    `memory` tokens a token's weight is 1 / e.
+    The prior is a third, so that the first chains are long enough to measure. After `memory` tokens a weight is 1 / e.
     """
 
     def __init__(self, memory: float) -> None:
@@ -52,8 +51,6 @@ class _Guessed:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A request as its drafters see it: committed tokens, then what the middle model wrote in this step."""
-
     tokens: list[int]
     request: DraftRequest
     committed: int
@@ -62,9 +59,7 @@ class _Text:
 
 @dataclass(slots=True, eq=False)
 class _Chain:
-    """The chain of one request while it is drafted, after the `first` tokens of its cache; `probs` has per round the
-    distributions `[tokens, vocab]` that its tokens were drawn from.
-    """
+    """A chain while it is drafted; `probs` has each round's distributions of its tokens, `[tokens, vocab]`."""
 
     text: _Text
     cache: RequestCache
@@ -98,17 +93,15 @@ class Cascade(Drafter):
     et al. 2312.11462; TriForce, 2404.11912).
 
     In each step the middle model writes a chain in rounds: the inner drafter guesses, one forward of the middle model
-    verifies, and a lossless rule preserves the middle model's distribution. So the chain is distributed as if the
-    middle model had drawn it token by token, and the target verifies it like any draft. The inner drafter may be a
-    cascade. The chain's length is fixed before the first round; a round guesses at most one token less than are
-    missing. Each round draws with its own noise, one level below that of the step.
+    verifies, and a lossless rule preserves the middle model's distribution, so the target verifies the chain like any
+    draft. The chain's length is fixed before the first round. Each round draws with its own noise.
 
     The share of tokens from guesses is counted per request, and for all requests with `kept`; a controller estimates
     the cost of chains from it (`Hint.guessed`), because measured times depend on the lengths of the measured chains.
 
     Args:
-        middle: a drafter with a model that can verify: a draft model, or the target with fewer bits. Its method
-            `caught_up` returns caches of its model that hold all but the last few tokens of each text, at least one.
+        middle: a draft model, or the target with fewer bits; `caught_up` returns caches that hold all but the last few
+            tokens of each text, at least one.
 
     Raises:
         OptionError: a length out of range.
@@ -288,10 +281,7 @@ class Cascade(Drafter):
         self.levels = turn
 
     def _write_one(self, chain: _Chain, missed: Sequence[int], guess: Proposal, noise: Noise) -> None:
-        """Write the next token in a separate forward, after the middle model failed, maybe because of the guesses.
-
-        Whether the first guess is accepted, and what replaces it, depends only on the tokens before it.
-        """
+        """Write the next token in a separate forward, because the middle model failed, maybe because of the guesses."""
         chain.cache.rollback(chain.cache.length)
         (own,) = self._forward([chain], [missed], [Proposal.empty()])
         first = guess.without_draws(range(1, len(guess.tree) + 1))
@@ -301,14 +291,14 @@ class Cascade(Drafter):
         chain.text.tokens.append(verdict.tokens[0])
 
     def _budget(self, chain: _Chain) -> Budget:
-        """Budget of a round, which adds one token of the middle model; no rows beyond the target's cache."""
+        """Of a round, which adds one token of the middle model; no rows beyond the target's cache."""
         most = self.drafter.limits.cut(chain.left - 1)
         return replace(most, nodes=min(most.nodes, chain.left - 1)) if self.held.in_target else most
 
     def _checked(
         self, chains: Sequence[_Chain], budgets: Sequence[Budget], guesses: Sequence[Proposal]
     ) -> list[Proposal]:
-        """The guesses, without invalid draws, which would bias the middle model's tokens; refuses invalid proposals."""
+        """The guesses without invalid draws, which would bias the middle model's tokens."""
         if len(guesses) != len(chains):
             raise DrafterError(
                 f"drafter {self.drafter.name!r} made {len(guesses)} proposals for {len(chains)} requests"
@@ -325,9 +315,9 @@ class Cascade(Drafter):
     def _forward(
         self, chains: Sequence[_Chain], missed: Sequence[Sequence[int]], guesses: Sequence[Proposal]
     ) -> list[Tensor]:
-        """One forward of the middle model over the tokens that it has not read (`missed`), and the guesses below them:
-        distributions `[rows, vocab]` per chain, row 0 after the text and row i + 1 after node i; for greedy requests
-        logits, because only their order matters.
+        """One forward over the tokens that the middle model has not read (`missed`), and the guesses below them.
+
+        Returns distributions `[rows, vocab]` per chain, row 0 after the text and row i + 1 after node i; or logits.
         """
         segments = [
             Segment(
@@ -361,7 +351,7 @@ class Cascade(Drafter):
         probs: Sequence[Tensor],
         noise: Sequence[Noise],
     ) -> list[Verdict]:
-        """The accepted guesses, and one more token of the middle model; arguments as of `Rule.verify`."""
+        """The accepted guesses, and one more token of the middle model."""
         by_rule: dict[Rule, list[int]] = {}
         for place, chain in enumerate(chains):
             by_rule.setdefault(self._rule_of(chain), []).append(place)
@@ -391,8 +381,5 @@ class Cascade(Drafter):
 
 
 def _below(count: int, shape: TreeShape) -> TreeShape:
-    """A chain of `count` tokens, and a tree below its last.
-
-    Worked example: below 2 tokens, a tree with the parents (-1, 0, 0) makes (-1, 0, 1, 2, 2).
-    """
+    """A chain of `count` tokens, and a tree below its last: (-1, 0, 0) below 2 tokens makes (-1, 0, 1, 2, 2)."""
     return shape_of((*range(-1, count - 1), *(count + parent for parent in shape.parents)))

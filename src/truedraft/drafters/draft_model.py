@@ -26,10 +26,9 @@ _PREFILL_TOKENS = 512
 class DraftModel(Drafter):
     """Drafts with a smaller model that shares the target's tokenizer (Leviathan et al. 2211.17192).
 
-    A level of the tree is one packed forward over the nodes of the previous level, for all requests at once. With
-    several chains, sampled requests get chains drawn in parallel (`SiblingChains`), and others the likeliest first
-    tokens with a chain below each. On a device, the host does not wait while a chain is drafted. It waits once per
-    level of a tree with several draws per node, or with `min_probability`, because their shapes depend on the draws.
+    A level of the tree is one packed forward for all requests. With several chains, sampled requests get chains drawn
+    in parallel (`SiblingChains`), and others the likeliest first tokens with a chain below each. On a device, the host
+    waits once per level of a tree with several draws per node, or with `min_probability`, and else not at all.
 
     Args:
         num_speculative_tokens: length of a chain; ignored when `branching` is given.
@@ -69,7 +68,6 @@ class DraftModel(Drafter):
         self._reads_inputs = model.opening_inputs is not None
 
     def resized(self, **sizes: Any) -> DraftModel:
-        """A drafter with the same model and other sizes, parameters of this class; it takes over no requests."""
         return DraftModel(self.model, min_probability=self.limits.min_probability, **sizes)
 
     @property
@@ -79,11 +77,7 @@ class DraftModel(Drafter):
         return frozenset({DrawKind.INDEPENDENT if independent else DrawKind.WITHOUT_REPLACEMENT})
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse a target with another tokenizer; vocabularies are compared by tokenizer, not by size.
-
-        Raises:
-            VocabularyMismatchError: names the first difference.
-        """
+        """Raise `VocabularyMismatchError` for a target with another tokenizer; sizes of vocabularies may differ."""
         ours, theirs = self.model.tokenizer, target.tokenizer
         if ours is not None and theirs is not None and not ours.same_vocabulary(theirs):
             raise VocabularyMismatchError(
@@ -140,7 +134,6 @@ class DraftModel(Drafter):
     def _run_chains(
         self, choose: Choose, chains: Sequence[TreeBuilder], levels: int, numbers: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft whole chains in one recorded graph."""
         batch = [chain.request for chain in chains]
         while any(self._missed(request) > FEW for request in batch):
             self._read(batch, whole=False)
@@ -158,7 +151,6 @@ class DraftModel(Drafter):
         return TreeBuilder(cache, request, budget, noise, self.branching, device, ranks=self.ranks)
 
     def within(self, budget: Budget, request: DraftRequest) -> Budget:
-        """The budget of a request's proposal, within the options and the draft model's own context."""
         return budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
 
     def _missed(self, request: DraftRequest) -> int:
@@ -182,15 +174,12 @@ class DraftModel(Drafter):
             self.prefixes.fill(request.id)
 
     def _catch_up(self, batch: Sequence[DraftRequest]) -> Tensor:
-        """Read the committed tokens that the draft has not read; logits `[requests, vocab]` at the last of each, all
-        computed in the last forward. After full acceptance these are two, as the last drafted token was never fed.
-        """
+        """Read the unread committed tokens, two after full acceptance; logits `[requests, vocab]` at the last of each."""
         while any(self._missed(request) > _PREFILL_TOKENS for request in batch):
             self._read(batch, whole=False)
         return self._read(batch, whole=True)
 
     def _read(self, batch: Sequence[DraftRequest], *, whole: bool) -> Tensor:
-        """Feed one part of the committed tokens; logits at the last of each if they are read whole, else none."""
         segments = self._segments(batch, whole=whole)
         output = self.model.forward(segments)
         for segment in segments:
@@ -244,7 +233,7 @@ class DraftModel(Drafter):
 
 
 def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    """Shapes of an audio input of a model's encoder, without the batch; {} if it takes none."""
+    """Shapes of an audio input, without the batch; {} if it takes none."""
     return {name: tuple(sound.shape[1:]) for name, sound in (model.opening_inputs or {}).items()}
 
 

@@ -23,11 +23,9 @@ Child: TypeAlias = tuple[int, float]
 
 
 class OpenNode(NamedTuple):
-    """A node before its children are drawn.
+    """A node before its children are drawn, which are at `depth` of the step.
 
-    Attributes:
-        depth: of the node; its children decide the token at this depth of the step.
-        first_child: number of its first child in the tree, which makes the noise keys of one depth unique.
+    `first_child` is its first child's number in the tree, which makes the noise keys of one depth unique.
     """
 
     noise: Noise
@@ -37,11 +35,7 @@ class OpenNode(NamedTuple):
 
 
 class DraftIds:
-    """The token ids of a draft with a smaller vocabulary than the target's.
-
-    Args:
-        ids: `[guessed]`, int64, distinct, on the device of the draft.
-    """
+    """The distinct token ids `[guessed]` of a draft with a smaller vocabulary, on the draft's device."""
 
     def __init__(self, ids: Tensor, vocab: int) -> None:
         self.ids, self.on_host, self._vocab = ids, ids.tolist(), vocab
@@ -63,17 +57,12 @@ class Drawing(ABC):
 
     @abstractmethod
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
-        """Draw the children of nodes.
-
-        Args:
-            logits: `[nodes, vocab]` of the draft.
-            nodes: one per row; at least one has children to draw.
+        """Draw the children of nodes from logits `[nodes, vocab]`, at least one of them with children.
 
         Returns:
-            Tokens `[nodes, draws]`, int64, on the device of the logits: for each node as many as the widest draws (at
-            most the vocabulary), of which its own are the first. `vocab` means no token: the distribution is used up,
-            or the logits are not finite. And the distributions `[nodes, vocab]` they were drawn from (None: one-hot),
-            not finite where the logits are not.
+            Tokens `[nodes, draws]`, int64, on the device of the logits, of which each node's own are the first. `vocab`
+            means no token: the distribution is used up, or not finite. And the distributions `[nodes, vocab]` they were
+            drawn from (None: one-hot), not finite where the logits are not.
         """
 
     def choose(self, params: SamplingParams) -> Choose | None:
@@ -81,11 +70,7 @@ class Drawing(ABC):
         return None
 
     def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]] | None:
-        """The inputs of `choose` in addition to the logits, for each depth of one request's chain.
-
-        Returns:
-            Numbers `[kinds, depth]`; None if the noise is not keyed.
-        """
+        """The inputs `[kinds, depth]` of `choose` besides the logits, for one request's chain; None for unkeyed noise."""
         return []
 
 
@@ -106,7 +91,7 @@ class TopTokens(Drawing):
 
 
 class SampledTokens(Drawing):
-    """Draws from the draft's distribution: several per node, without replacement or independent."""
+    """Several draws per node from the draft's distribution, without replacement or independent."""
 
     def __init__(self, kind: DrawKind) -> None:
         self.kind = kind
@@ -159,24 +144,20 @@ class CoupledTokens(Drawing):
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether a distribution depends only on the temperature, which may be a number on the device."""
     return not params.top_k and params.top_p >= 1.0 and params.min_p <= 0.0
 
 
 def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
-    """The distributions of `probs_from_logits` at a temperature per row, `[rows]`, float64."""
+    """`probs_from_logits` at a temperature per row, `[rows]`, float64."""
     logits = logits.float()
     temperature = temperature.clamp_min(torch.finfo(logits.dtype).tiny).to(logits.dtype)
     return torch.softmax((logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]), dim=-1)
 
 
 def existing(tokens: Tensor, probs: Tensor | None, vocab: int) -> tuple[Tensor, Tensor | None]:
-    """Replace `vocab` in unread tokens `[nodes]`: none was drawn, as the logits are not finite or all -inf.
+    """Replace `vocab` in unread tokens `[nodes]`, of logits not finite or all -inf, by 0 with a one-hot distribution.
 
-    The host does not see this, so it becomes token 0 with a one-hot distribution, which every rule verifies exactly.
-
-    Args:
-        probs: `[nodes, vocab]` that they were drawn from, changed in place; None: one-hot distributions.
+    The host does not see this, and every rule verifies it exactly. `probs`, `[nodes, vocab]`, are changed in place.
     """
     broken = tokens == vocab
     if probs is not None:
@@ -207,7 +188,7 @@ _WITHOUT_REPLACEMENT = SampledTokens(DrawKind.WITHOUT_REPLACEMENT)
 
 
 def drawing_for(params: SamplingParams, width: int) -> Drawing:
-    """How a request with these options draws, with up to `width` draws per node."""
+    """How a request with these options draws up to `width` children per node."""
     if params.greedy:
         return TOP_TOKENS
     if params.seeded:
@@ -216,12 +197,7 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
 
 
 def fetch_children(tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[list[Child]]:
-    """The children of each node, copied to the host in one transfer.
-
-    Args:
-        tokens: `[nodes, draws]` from `Drawing.draw`.
-        probs: `[nodes, vocab]` with the children's probabilities; None if not needed.
-    """
+    """The children of each node, from results of `Drawing.draw` in one transfer; with `probs`, their probabilities."""
     if probs is None:
         rows = [[(token, 1.0) for token in row] for row in tokens.tolist()]
     else:

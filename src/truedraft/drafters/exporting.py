@@ -37,11 +37,9 @@ _GGUF = "draft.gguf"
 
 @dataclass(frozen=True, slots=True)
 class ExportedDrafter:
-    """A written drafter.
+    """A written drafter, and the length of its chains.
 
-    Attributes:
-        tokens: length of a chain there.
-        commands: shell lines in order; the last one serves. Empty if the engine serves nothing.
+    `commands` are shell lines in order; the last one serves. Empty if the engine serves nothing.
     """
 
     kind: str
@@ -65,11 +63,7 @@ class ExportTarget:
 
     @property
     def layers(self) -> int:
-        """Number of layers.
-
-        Raises:
-            OptionError: it cannot be read here.
-        """
+        """Number of layers; raises `OptionError` if it cannot be read here."""
         if self.config is None:
             raise OptionError(f"{self.name!r} cannot be read here, and its layers are counted; name it", field="model")
         return int(self.config.get_text_config().num_hidden_layers)
@@ -89,7 +83,7 @@ class ExportTarget:
             raise OptionError(f"is {self.name!r}, {wrong}; name the target that it was trained for", field="model")
 
     def lm_head(self, head: Head) -> Tensor | None:
-        """The LM head weight `[vocab, width]` for heads without one; None if the target is not available."""
+        """The LM head weight `[vocab, width]`; None if the target is not available."""
         if self.config is None:
             return None
         model = read_model(resolve_source(self.name), self.name, next(head.parameters()).dtype)
@@ -102,11 +96,11 @@ class Way:
     """How an engine loads a kind of drafter.
 
     Attributes:
-        words: of the server's command: DIR is the folder, FILE the GGUF file in it, K the number of tokens, K+1 one
-            more. For vLLM: its method, and further configuration keys.
-        write: writes a head; called with the head, a folder and the target. None for draft models.
+        words: of the server's command: DIR is the folder, FILE the GGUF file in it, K the number of tokens. For vLLM:
+            its method, and further configuration keys.
+        write: called with the head, a folder and the target; None for draft models.
         reads: required sizes of heads; the engine ignores others, some without an error.
-        flags: of these sizes, those with an option of `truedraft train`.
+        flags: those of these sizes with an option of `truedraft train`.
     """
 
     words: str
@@ -130,8 +124,7 @@ class Exports:
 
     Attributes:
         instead: the nearest alternative for other engines, by engine; "" for all.
-        export: writes one; called with its path, the engine, the way, a folder, the target's name and a number of
-            tokens. None for heads.
+        export: called with path, engine, way, folder, target name and number of tokens; None for heads.
     """
 
     ways: Mapping[str, Way]
@@ -279,11 +272,7 @@ def _export_draft(
 
 
 def target_of(model: str | None, named: str, engine: str) -> ExportTarget:
-    """The named target, or the one that the drafter names.
-
-    Raises:
-        OptionError: there is no name, or the engine cannot load such a target.
-    """
+    """The named target, or the drafter's; raises `OptionError` if there is no name, or the engine cannot load it."""
     name = named if model is None else model
     if not name:
         raise OptionError("this drafter does not say what its target is; name it", field="model")
@@ -300,11 +289,7 @@ def target_of(model: str | None, named: str, engine: str) -> ExportTarget:
 
 
 def chain_of(tokens: int | None, usual: int, most: int | None) -> int:
-    """Length of a chain: as requested, or the default.
-
-    Raises:
-        OptionError: it is less than 1, or more than `most`.
-    """
+    """Length of a chain, or the default; raises `OptionError` if it is less than 1, or more than `most`."""
     count = usual if tokens is None else tokens
     if count < 1 or (most is not None and count > most):
         raise OptionError(f"{_TOKENS} must be 1 to {most or 'as many as pay'}, got {count}", field="drafter")
@@ -312,7 +297,7 @@ def chain_of(tokens: int | None, usual: int, most: int | None) -> int:
 
 
 def exported(folder: Path, kind: str, engine: str, target: ExportTarget, tokens: int, way: Way) -> ExportedDrafter:
-    """The result, with the commands that convert target and drafter for the engine, and the server's."""
+    """The result, with the shell commands for the engine."""
     if engine not in _SERVE:
         return ExportedDrafter(kind, engine, target.name, tokens, ())
     target_folder, file = f"{folder}-target", _gguf_file(target.name)

@@ -37,7 +37,7 @@ class ModelCaches:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCaches:
-    """The caches of a head, all in one block; `drafted` as of `ModelCaches`."""
+    """The caches of a head, in one block."""
 
     pool: CachePool
     caches: Mapping[int, RequestCache]
@@ -48,20 +48,17 @@ class HeadCaches:
 
 
 class SharedTexts(Protocol):
-    """Shared prefixes of a head that reads the target's hidden states at all tokens of a text."""
+    """Shared prefixes of a head that reads the target's hidden states at all tokens."""
 
     prefixes: PrefixCache
     layers: int
 
     @property
-    def pool(self) -> CachePool:
-        """Source of its caches."""
-
+    def pool(self) -> CachePool: ...
     def available(self, number: int) -> int | None:
-        """How many leading tokens of a request it need not read; None if the request is not shared."""
+        """Number of leading tokens of a request to skip; None if it is not shared."""
 
-    def take(self, number: int, tokens: int) -> None:
-        """The target's cache was filled up to `tokens` tokens, which are available."""
+    def take(self, number: int, tokens: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +66,11 @@ class Held:
     """All memory that a drafter holds for requests, without that kept of earlier ones (`PrefixCache`).
 
     Attributes:
-        noted: other state, by id of request.
-        request_bytes: bytes of this state per request.
-        token_bytes: maximum additional bytes per token of a request.
+        noted: other state, by id of request, with `request_bytes` each, and at most `token_bytes` more per token.
         tokens: returns the current number of such tokens, of all requests.
         beside: bytes held in another process.
         in_target: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
-        heads: caches of its heads, not in `token_bytes`.
+        heads: their caches, not in `token_bytes`.
         shared: prefixes that its heads share between requests and keep for later ones.
     """
 

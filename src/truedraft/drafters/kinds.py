@@ -1,7 +1,7 @@
-"""The table of kinds: maps a name to the description of how its drafters are made, which is imported on use.
+"""The table of kinds of drafters by name, imported on first use.
 
-A third-party package adds a kind by an entry point of the group `truedraft.kinds`: its name is the kind's name, its
-value `MODULE:NAME` is a mapping with a `Kind` under that name.
+A third-party package adds a kind by an entry point of the group `truedraft.kinds`, with the kind's name: its value
+`MODULE:NAME` is a mapping with a `Kind` under that name.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class Kind:
         made: the class or function that makes a drafter. Options are parameters of it and of `parts`, parsed by their
             annotations; parameters called `words`, `path`, `target` and `drafters_dir` are passed too.
         path: the kind of path after its name, as "DIR"; None if it takes none.
-        options: its options, each with its default or an example of another value.
-        parts: parameters of `made` that are not options, and the functions that make them.
+        options: each with its default or an example of another value.
+        parts: functions that make further parameters of `made`.
         widest: options that leave a controller the most choice, for `auto`.
         paths: paths that a plan tries if none is given.
         members: the drafters in parentheses after its name, as "A;B"; "" if it takes none.
         head: class of its heads, `truedraft.drafters.heads.head.Head`, loaded for a parameter `head` of `made`.
         trains: options of `truedraft train`, `truedraft.training.options.Trains`; needs no torch.
-        training: the configuration of its training, `truedraft.training.head_config.HeadTrainingConfig`.
-        exports: its exports to other engines, `truedraft.drafters.exporting.Exports`.
-        variants: the variants that the doctor tries, `truedraft.measure.variants.Examined`.
+        training: its `truedraft.training.head_config.HeadTrainingConfig`.
+        exports: its `truedraft.drafters.exporting.Exports`.
+        variants: the `truedraft.measure.variants.Examined` that the doctor tries.
         published: a function that returns the kind of head in a folder of another project, or None.
     """
 
@@ -83,7 +83,7 @@ class Kind:
     published: str = ""
 
     def make(self, words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path] = ()) -> Drafter:
-        """Make the drafter, from a specification with checked options; members may be in `drafters_dir`."""
+        """Make the drafter from a specification with checked options; members may be in `drafters_dir`."""
         given = {"words": words, "path": words.path, "target": target, "drafters_dir": drafters_dir}
         made, parts = dotted(self.made), {name: dotted(part) for name, part in self.parts.items()}
         if self.head and "head" not in parts and "head" in inspect.signature(made).parameters:
@@ -101,7 +101,7 @@ class _Kinds(Mapping[str, Kind]):
 
     @cached_property
     def _others(self) -> Mapping[str, Kind]:
-        """Kinds of other packages; one that cannot be imported is left out with a warning."""
+        """Kinds of other packages; those that fail to import are left out with a warning."""
         found: dict[str, Kind] = {}
         for each in metadata.entry_points(group=_GROUP):
             if each.name in _TABLE:
@@ -134,12 +134,12 @@ KINDS: Mapping[str, Kind] = _Kinds()
 
 
 def trained_kinds() -> tuple[str, ...]:
-    """Names of the kinds that are trained for a target, in the order in which `auto` lists them."""
+    """Names of the kinds that are trained for a target, in the order of `auto`."""
     return (*_TRAINED, *(word for word in KINDS if word not in _TABLE and KINDS[word].head))
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of head in a path, ours or of another project; None if there is none. Reads no weights."""
+    """The kind of head in a path; None if there is none. Reads no weights."""
     readers = dict.fromkeys(KINDS[word].published for word in KINDS if KINDS[word].published)
     found = next((kind for each in readers if (kind := dotted(each)(path)) is not None), None)
     own = object_of(path / "config.json").get("kind")

@@ -23,11 +23,7 @@ _FOUND = tuple(Hint(kind) for kind in range(1, 34))
 
 
 class NgramPool:
-    """The latest n-grams for each first token; limited in n-grams per first token, and in first tokens.
-
-    Args:
-        most: n-grams per first token; the least recently seen is removed first.
-    """
+    """The latest `most` n-grams for each first token, of which there is a limited number too."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -80,15 +76,11 @@ class JacobiWindow:
         return [(*chain[:column], *(level[column] for level in further)) for column in range(len(chain) + 1)]
 
     def advance(self, root: int, following: Sequence[int]) -> list[tuple[int, ...]]:
-        """Add one iteration; returns the n-grams of a full window.
+        """Add one iteration from the target's predictions after the columns; returns the n-grams of a full window.
 
-        The window moves by one position, however many tokens were accepted: misplaced columns are soon corrected, and
-        new columns would have to be invented. The published code also does this by default; moving by the number of
+        `root` is the token before column 0. The window moves by one position, however many tokens were accepted:
+        misplaced columns are soon corrected, and new columns would have to be invented. Moving by the number of
         accepted tokens had a lower measured gain.
-
-        Args:
-            root: the token before column 0.
-            following: the target's prediction after each column.
         """
         chain, further = self._guesses[0], self._guesses[1:]
         if len(self._guesses) < self._levels:
@@ -105,7 +97,7 @@ def chain_length(columns: int, ngram: int) -> int:
 
 
 def window_nodes(columns: int, ngram: int) -> int:
-    """Maximum number of nodes of a window: with each additional level it has one column less, until it is full."""
+    """Maximum number of nodes of a window: each further level has one column less, until it is full."""
     if not columns:
         return 0
     return max((columns + ngram - 1 - levels) * levels - 1 for levels in range(1, ngram))
@@ -113,12 +105,7 @@ def window_nodes(columns: int, ngram: int) -> int:
 
 @dataclass(slots=True)
 class _State:
-    """The state of a request.
-
-    Attributes:
-        known: number of text tokens with n-grams in the pool.
-        ends: nodes of the current proposal at which columns end; None if it has no window.
-    """
+    """The number of tokens with n-grams in the pool, and the nodes at which its window's columns end."""
 
     pool: NgramPool
     window: JacobiWindow | None = None
@@ -132,13 +119,12 @@ class Lookahead(CandidateDrafter):
     """Lookahead decoding (Fu et al. 2402.02057): no training and no second model, but more rows in each forward.
 
     A proposal is a tree of the latest n-grams that begin with the text's last token, and of a window in which the
-    target guesses ahead by Jacobi iteration, by argmax at any temperature. The predictions after the window's columns
-    make new n-grams; those of the text enter the pool too. A column is a path of a token tree, so the ordinary mask and
-    positions are the paper's, and its tokens are candidates at no extra cost. The window is included only if all of it
-    fits the budget. On a device the host waits once more per step.
+    target guesses ahead by Jacobi iteration, by argmax at any temperature. The predictions after its columns, and the
+    text, make new n-grams. Columns are paths of the token tree, so its tokens are candidates at no extra cost. The
+    window is included only if all of it fits the budget. On a device the host waits once more per step.
 
     Args:
-        window: number of columns; 0 for none, and then the pool has only n-grams of the text.
+        window: number of columns; with 0 the pool has only n-grams of the text.
         ngram: tokens of an n-gram, of which all but the first are proposed.
         candidates: maximum number of proposed n-grams, and of kept ones per first token.
 
@@ -203,14 +189,13 @@ class Lookahead(CandidateDrafter):
         return state.pool.after(tokens[-1])
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Read the predictions after the windows' columns: new guesses, and n-grams for the pools."""
         states = []
         following = []
         for request, outcome in zip(batch, outcomes, strict=True):
             state = self._states[request.id]
             ends, logits = state.ends, outcome.logits
             state.ends = None
-            # Without the rows of this proposal there are no predictions: in a measurement, or if it was withdrawn.
+            # There are no rows in a measurement, or if the proposal was withdrawn.
             if ends is not None and logits is not None and len(logits) == state.nodes + 1:
                 states.append(state)
                 rows = transfers.upload([node + 1 for node in ends], logits.device)

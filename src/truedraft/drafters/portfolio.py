@@ -19,12 +19,8 @@ from truedraft.models.base import LanguageModel
 class Portfolio(Drafter):
     """Drafters for one target; the engine calls its members directly, by their names here.
 
-    Members observe their own proposals; a member that must observe merged ones too does not observe lazily. A portfolio
-    cannot be a member.
-
-    Args:
-        members: in the order of merging. In a list they have their own names; a second one of the same name is
-            "draft-2".
+    Members observe their own proposals; one that must observe merged ones too does not observe lazily. Members of a
+    list have their own names; a second one of the same name is "draft-2".
 
     Raises:
         OptionError: there is no member, or one is a portfolio.
@@ -64,11 +60,7 @@ class Portfolio(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Not supported.
-
-        Raises:
-            OptionError: always.
-        """
+        """Not supported: raises `OptionError`."""
         raise OptionError("a portfolio's members are asked one by one, by the engine; ask them, or merge their trees")
 
 
@@ -84,12 +76,12 @@ def _named(members: Sequence[Drafter]) -> dict[str, Drafter]:
 
 
 def with_members(drafter: Drafter, members: Mapping[str, Drafter]) -> Drafter:
-    """A drafter with its members replaced, by name: a portfolio of them, or a single drafter's replacement."""
+    """A drafter with its members replaced, by name."""
     return members[drafter.name] if drafter.members == {drafter.name: drafter} else Portfolio(members)
 
 
 def joint_features(drafter: Drafter, watcher: Drafter | None = None) -> Features | None:
-    """All features that a drafter's members, and an additional watcher, require."""
+    """All features that a drafter's members, and a further watcher, require."""
     members = [*drafter.members.values(), *([] if watcher is None else [watcher])]
     requested = [member.features for member in members if member.features is not None]
     if not requested:
@@ -101,11 +93,9 @@ def joint_features(drafter: Drafter, watcher: Drafter | None = None) -> Features
 
 @dataclass(frozen=True)
 class MergedProposal:
-    """The proposal for one request, and which drafter proposed which nodes.
+    """The proposal for one request, and each drafter's part of it, by name, in the order of merging.
 
-    Attributes:
-        parts: each drafter's proposal, by name, in the order of merging.
-        nodes: per drafter, the nodes of `proposal` that its own nodes became.
+    `nodes` maps each drafter's own nodes to those of `proposal`.
     """
 
     proposal: Proposal
@@ -114,7 +104,6 @@ class MergedProposal:
 
     @classmethod
     def of(cls, parts: Mapping[str, Proposal]) -> MergedProposal:
-        """Merge proposals in this order; a single proposal is unchanged."""
         if not parts:
             return cls(Proposal.empty(), {}, {})
         if len(parts) == 1:
@@ -124,7 +113,7 @@ class MergedProposal:
         return cls(proposal, parts, dict(zip(parts, nodes, strict=True)))
 
     def own(self, name: str) -> tuple[Proposal, Sequence[int] | None]:
-        """A drafter's proposal, and its nodes here; None if it is the whole proposal."""
+        """A drafter's proposal, and its nodes here; None if it is all of it."""
         part = self.parts.get(name)
         if part is None:
             return Proposal.empty(), () if len(self.proposal.tree) else None

@@ -1,7 +1,4 @@
-"""Drafts from the request itself: a predicted answer, and the forced text of a structured answer.
-
-Both cost almost nothing and are deterministic, so every rule verifies them exactly.
-"""
+"""Drafts from the request itself: a predicted answer, and the forced text of a structured answer."""
 
 from __future__ import annotations
 
@@ -25,16 +22,12 @@ _MOST_PLACES = 64
 
 
 class _RequestDrafter(CandidateDrafter):
-    """Drafts a chain of at most `num_speculative_tokens` tokens from the request itself."""
-
     def __init__(self, num_speculative_tokens: int = 32) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         self.limits = Budget(depth=num_speculative_tokens, width=1, nodes=num_speculative_tokens)
 
     @abstractmethod
-    def _known(self, request: DraftRequest, most: int) -> Sequence[int]:
-        """The expected next tokens, at most `most`."""
-
+    def _known(self, request: DraftRequest, most: int) -> Sequence[int]: ...
     def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
         return TokenTree.chain(list(self._known(request, min(budget.depth, budget.nodes))))
 
@@ -75,8 +68,7 @@ class PredictionDrafter(_RequestDrafter):
 class FormDrafter(_RequestDrafter):
     """Drafts the text that a structured answer's form forces: brackets, names of fields.
 
-    Of several tokenizations it drafts the one that the answer used before, or else the tokenizer's; the target may
-    choose another.
+    Of several tokenizations it drafts the one that the answer used before, or else the tokenizer's.
     """
 
     name: ClassVar[str] = "forced"
@@ -99,7 +91,7 @@ REQUESTS_OWN = (PredictionDrafter.name, FormDrafter.name)
 
 
 def with_own_drafts(drafter: Drafter) -> Drafter:
-    """A drafter together with the drafters of requests' own text; one that never drafts is unchanged."""
+    """Add the drafters of requests' own text; a drafter that never drafts is unchanged."""
     if drafter.limits.is_zero:
         return drafter
     own: list[Drafter] = [PredictionDrafter(), FormDrafter()]
@@ -109,8 +101,7 @@ def with_own_drafts(drafter: Drafter) -> Drafter:
 class _Follower:
     """The position of an answer in a prediction.
 
-    While the answer repeats the prediction, the position moves with it. After a deviation, the position is after an
-    occurrence of the answer's last tokens: the longest match, and of several the nearest after the last position.
+    After a deviation it is after an occurrence of the answer's last tokens: the longest match, then the nearest one.
 
     Worked example: the prediction is 1 2 3 4 5 6 and the answer 1 9 4 5. It deviated at 9; its ending 4 5 occurs at 3,
     so the position is 5, and 6 is drafted next.
@@ -127,11 +118,7 @@ class _Follower:
         self._places: dict[tuple[int, ...], list[int]] | None = None
 
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """The position of the next token, and how many tokens the answer followed; None if there is none.
-
-        Args:
-            tokens: prompt and answer; since the last call only extended.
-        """
+        """The position of the next token, or None, and how many tokens the answer followed; `tokens` are only extended."""
         new = tokens[self._known :]
         self._known = len(tokens)
         for token in new:

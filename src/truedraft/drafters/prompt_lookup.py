@@ -19,12 +19,10 @@ _TAKEN_BACK = 4096
 class PromptLookup(CandidateDrafter):
     """Copies what followed the latest earlier occurrence of the longest n-gram that ends the text.
 
-    Prompt and answer are searched alike. A negligible-cost drafter (Leviathan et al. 2211.17192, section 3); its
-    candidates are deterministic, so the rule stays exact at every temperature.
+    A negligible-cost drafter (Leviathan et al. 2211.17192, section 3); deterministic, so verification is exact.
 
     Args:
-        max_ngram: longest n-gram to search for.
-        min_ngram: shortest n-gram to search for.
+        max_ngram, min_ngram: longest and shortest n-gram to search for.
 
     Raises:
         OptionError: an option is out of range.
@@ -88,8 +86,7 @@ class NgramIndex:
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
         """The position after the latest occurrence of the longest known ending, and that ending's length.
 
-        Args:
-            tokens: the text; since the last call only extended.
+        `tokens` may only be extended between calls.
         """
         if self._known != len(tokens):
             self._extend(tokens)
@@ -97,7 +94,6 @@ class NgramIndex:
         return self._found
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """Read new tokens; the n-gram that ends the text has no follower yet and is not added."""
         known, self._known = self._known, len(tokens)
         before = max(known - self._sizes[0], 0)
         ids, places = tuple(tokens[before:]), self._places

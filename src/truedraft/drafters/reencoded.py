@@ -27,9 +27,9 @@ _MOST_PER_TOKEN = 4  # draft ids per target id that its cache has room for
 class ReencodedDraft(Drafter):
     """Drafts the likeliest text of a model with another tokenizer.
 
-    The text so far is encoded with the draft's tokenizer, the draft writes a few of its own tokens, and these are
-    encoded with the target's tokenizer. The result is deterministic, so verification is exact at every temperature.
-    `TranslatedModel` instead draws from the vocabulary that both models share, token by token.
+    The text is encoded with the draft's tokenizer, the draft writes a few tokens, and these are encoded with the
+    target's tokenizer. The result is deterministic, so verification is exact. `TranslatedModel` instead draws token by
+    token from the vocabulary that both models share.
 
     Args:
         num_speculative_tokens: number of the draft's own tokens per step.
@@ -65,11 +65,7 @@ class ReencodedDraft(Drafter):
         self._vocabulary = target.tokenizer.fingerprint
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse another target than the one that it was made for.
-
-        Raises:
-            VocabularyMismatchError: the tokenizer differs.
-        """
+        """Raise `VocabularyMismatchError` for a target with another tokenizer than its own."""
         if target.tokenizer is None or target.tokenizer.fingerprint != self._vocabulary:
             raise VocabularyMismatchError(
                 f"this draft was made for another tokenizer than that of {target.name!r}; make it with this target"
@@ -84,7 +80,6 @@ class ReencodedDraft(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Read what was emitted, then draft; a request with a text that the draft cannot hold gets nothing."""
         drafting: list[int] = []
         for place, (request, budget) in enumerate(zip(batch, budgets, strict=True)):
             if not budget.is_zero:
@@ -117,7 +112,7 @@ class ReencodedDraft(Drafter):
             cache.rollback(agree)
 
     def _encoded(self, text: FollowedText, own: Sequence[int]) -> list[int]:
-        """The draft's tokens in the target's ids; they must begin with the rest of an incomplete character."""
+        """In the target's ids; must begin with the rest of an incomplete character."""
         written, silent = b"", None
         for number in own:
             surface = self._read.surfaces[number]
@@ -133,9 +128,7 @@ class ReencodedDraft(Drafter):
         tokens = self._written.ids_after(text.known, written[len(half) :])
         return tokens if silent is None else [*tokens, silent]
 
-    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Nothing to do: emitted tokens are read at the next proposal."""
-
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None: ...
     def end(self, request: DraftRequest) -> None:
         self._texts.pop(request.id, None)
         inside = self._inside.pop(request.id, None)

@@ -1,8 +1,6 @@
-"""Trained drafters on disk: finds them, with the target of each, and selects those for a given target.
+"""Trained drafters on disk: finds them, and selects those for a target.
 
-A drafter describes itself in its own folder: heads in `config.json`; draft models and n-gram tables in `drafter.json`.
-A draft model is a GGUF file, or has the `config.json` of an ordinary model; a table has none. The search loads no
-weights.
+Heads describe themselves in `config.json`, draft models and n-gram tables in `drafter.json`. It loads no weights.
 """
 
 from __future__ import annotations
@@ -38,13 +36,12 @@ _REGISTRY = "drafters.json"
 _GROUP = "truedraft.drafters"  # of entry points: each is a package with drafters as subfolders
 _VERSION = 1
 _LOCK_S = 10.0
-# Tokens per target call below which no drafter gives a speedup: if a token of a model or heads costs a tenth of a step,
-# one token in five must be accepted; a table costs almost nothing.
+# Tokens per target call for a speedup: if a token of a model costs a tenth of a step, one in five must be accepted.
 _LEAST_TOKENS, _LEAST_TOKENS_OF_TABLE = 1.25, 1.05
 
 
 def too_few(kind: str, tokens: float) -> bool:
-    """Whether so many tokens per target call are too few for a speedup with this kind of drafter."""
+    """Whether so many tokens per target call give no speedup with this kind of drafter."""
     return tokens < (_LEAST_TOKENS_OF_TABLE if kind == "ngram" else _LEAST_TOKENS)
 
 
@@ -56,10 +53,9 @@ class TrainedDrafter:
         fingerprint: of the target at training, by `LanguageModel.fingerprint`.
         figures: measurements, for JSON; `served` are rounds of the engine, each with `temperature` and
             `mean_acceptance_length`, the tokens per target call.
-        vocab_size: number of its token ids; None if not recorded.
-        width: entries of the target's hidden state that it reads; None if it reads none.
-        modified: time of writing, in seconds since 1970.
-        sample: `LanguageModel.sample` of the target; None if not recorded.
+        width: of the hidden states that it reads; None if it reads none.
+        modified: in seconds since 1970.
+        sample: `LanguageModel.sample` of the target.
     """
 
     folder: Path
@@ -102,7 +98,7 @@ class TrainedDrafter:
 
     @property
     def tokens_per_call(self) -> dict[float, float]:
-        """The most measured tokens per target call in the engine, by temperature; {} if not measured."""
+        """The most measured tokens per target call in the engine, by temperature."""
         served = self.figures.get("served")
         best: dict[float, float] = {}
         for each in served if isinstance(served, list) else ():
@@ -117,7 +113,7 @@ class TrainedDrafter:
 
     @property
     def brings_too_little(self) -> bool:
-        """Whether its measured tokens per target call are too few for a speedup; False if not measured."""
+        """Whether it was measured to give too few tokens per target call for a speedup."""
         most = self.most_tokens_per_call
         return most is not None and too_few(self.kind, most)
 
@@ -139,11 +135,7 @@ def _target(name: str, fingerprint: str, sample: str | None) -> dict[str, str]:
 def write_record(
     folder: Path, kind: str, target_name: str, fingerprint: str, figures: Mapping[str, Any], sample: str | None = None
 ) -> None:
-    """Record the target and the measurements of a draft model or a table in its folder.
-
-    Raises:
-        ModelError: it cannot be written.
-    """
+    """Record a draft model's or table's target and measurements; raises `ModelError` if that fails."""
     about = {"kind": kind, "version": _VERSION, "target": _target(target_name, fingerprint, sample)}
     try:
         _write_whole(folder / RECORD, about | {"figures": dict(figures)})
@@ -152,18 +144,17 @@ def write_record(
 
 
 class Registry:
-    """Folders of the drafters that this user trained, listed in a file in the user's cache folder."""
+    """This user's trained drafters, listed in a file in the cache folder."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = cache_folder() / _REGISTRY if file is None else file
 
     def drafters(self) -> list[TrainedDrafter]:
-        """The drafters that still exist, as their folders describe them now."""
         kept = (TrainedDrafter.read(Path(entry["folder"]), "trained here") for entry in self._entries())
         return [each for each in kept if each is not None]
 
     def add(self, drafter: TrainedDrafter) -> str | None:
-        """Add a drafter, replacing the entry of its folder; returns an error message if this fails."""
+        """Add a drafter, or replace it; returns an error message if this fails."""
         from filelock import FileLock, Timeout
 
         entry = drafter.as_dict() | {"folder": str(drafter.folder.resolve())}
@@ -187,7 +178,7 @@ def list_drafters(model: str | None = None, drafters_dir: Iterable[str | Path] =
     """All trained drafters that can be found, for any target; each folder once.
 
     Args:
-        model: a model's folder, which may hold drafters; None or another name has none.
+        model: a model's folder, which may hold drafters.
         drafters_dir: folders that are drafters, or have drafters as subfolders.
 
     Raises:
@@ -205,8 +196,7 @@ def find_drafters(
     """The trained drafters for a target's weights, by kind, the newest first.
 
     Args:
-        target: its weights are read once for its fingerprint, if a drafter of fitting sizes has no sample of them.
-        drafters_dir: further folders to search for drafters.
+        target: its weights are read for its fingerprint if a drafter of fitting sizes has no sample of them.
         tell: called with a sentence if the fingerprint cannot be computed.
 
     Raises:
@@ -247,11 +237,7 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
 
 
 def refuse_no_folder(typed: str | Path) -> Path:
-    """A folder of drafters, from its name as typed.
-
-    Raises:
-        OptionError: there is no such folder.
-    """
+    """A folder of drafters; raises `OptionError` if there is none."""
     folder = user_path(typed, OptionError)
     if not folder.is_dir():
         raise OptionError(f"must be a folder of drafters, and {str(typed)!r} is no folder", field="drafters_dir")

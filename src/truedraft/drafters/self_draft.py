@@ -25,9 +25,8 @@ _READ_TOKENS = 512
 class SelfDraft(Drafter):
     """Drafts chains with a faster form of the target, such as `target.quantized(4)`.
 
-    It reads no prompt and has no cache. A proposal begins with a forward of the last token in the target's own cache;
-    each further token is one more forward. These entries are dropped before the target's forward, which computes the
-    same positions in full, and are never committed.
+    A proposal begins with a forward of the last token in the target's own cache; each further token is one more
+    forward. These entries are dropped before the target's forward, which computes the same positions in full.
 
     Args:
         model: made from the target; reads and writes the target's caches.
@@ -58,11 +57,7 @@ class SelfDraft(Drafter):
         return frozenset({DrawKind.INDEPENDENT})
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse another target than the one it was made from.
-
-        Raises:
-            CompositionError: the target's caches differ.
-        """
+        """Raise `CompositionError` for a target that it was not made from."""
         if target.pool is not self._target.pool:
             raise CompositionError(
                 f"this drafter is {self._target.name!r} itself, and reads its keys and values; make one of "
@@ -70,7 +65,7 @@ class SelfDraft(Drafter):
             )
 
     def serves(self, request: DraftRequest) -> bool:
-        """False if its weights could not be made, which is not tried again."""
+        """False after its weights could not be made."""
         return self.model.failure is None
 
     def propose(
@@ -99,7 +94,7 @@ class SelfDraft(Drafter):
         ).logits
 
     def _cache(self, request: DraftRequest) -> RequestCache:
-        """The target's cache, with all tokens but the last; if there is none, as in a replay, one filled here."""
+        """The target's cache without the last token; in a replay one filled here."""
         if request.cache is not None:
             return request.cache
         if request.id not in self._caches:

@@ -1,7 +1,4 @@
-"""Drafters by name: parses drafter specifications, and lists them for the help text.
-
-Imports nothing heavy before a drafter is made.
-"""
+"""Drafters by name: parses specifications, and lists them for the help text. Imports nothing heavy before use."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ if TYPE_CHECKING:
 _AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
 _MOST_OF_A_KIND = 2
 _STORED = 1 << 20
-# Minimum size of a target that drafts for itself in `auto`. At 3 MB a 4-bit forward takes 75 % of the time of a full
-# one, and as long as the rest of the step; at 31 MB it takes 50 % (benchmarks/results/self_draft.json).
+# At 3 MB a 4-bit forward takes 75 % of the time of a full one, and as long as the rest of the step; at 31 MB it takes
+# 50 % (benchmarks/results/self_draft.json).
 _LEAST_OWN_BYTES = 16 << 20
 # The same together with a trained draft model or heads: at 269 MB, SmolLM2's size, it gained 4 % for sampled answers
 # and lost 1 % for greedy ones (benchmarks/results/smollm2_drafters.json).
@@ -55,9 +52,9 @@ def from_spec(
 ) -> Drafter:
     """Make a drafter from a specification, as `--drafter` takes it: `KIND[:PATH][,option=value]...`.
 
-    `KINDS` has the kinds with their options, `auto_members` those of `auto`. A controller chooses among the drafters of
-    `portfolio(A;B;...)` at each step. `cascade(A;B)` drafts with B, which A drafts for. `MODULE:CLASS` is a user's own
-    drafter. Double quotes protect commas, semicolons and parentheses: `draft:"a,b",num_speculative_tokens=3`.
+    `KINDS` has the kinds with their options. A controller chooses among the drafters of `portfolio(A;B;...)`.
+    `cascade(A;B)` drafts with B, which A drafts for. `MODULE:CLASS` is a user's own drafter. Double quotes protect
+    commas, semicolons and parentheses: `draft:"a,b",num_speculative_tokens=3`.
 
     Args:
         drafters_dir: further folders in which `auto`, and kinds without a path, search for drafters.
@@ -94,8 +91,7 @@ def draft_from_spec(
     `none` is None; `auto` is the newest one that was trained for the target, or None.
 
     Raises:
-        OptionError: another kind of drafter, or options for other ways of drafting.
-        TruedraftError: as of `from_spec`.
+        OptionError: another kind of drafter, or options for other ways of drafting; other errors as of `from_spec`.
     """
     with errors_about("drafter"):
         words = Words.parse("drafter", spec)
@@ -140,17 +136,13 @@ _COMPOSED = {
 
 
 def drafter_words() -> dict[str, str]:
-    """The specification of each kind of drafter, without options, and what the kind does."""
+    """The specification and the meaning of each kind of drafter."""
     auto, *others = _COMPOSED.items()
     return dict([auto, *((kind.typed(word), kind.meaning) for word, kind in KINDS.items()), *others])
 
 
 def drafter_described(word: str) -> dict[str, str]:
-    """One kind's specification, meaning and options.
-
-    Raises:
-        UnknownOptionError: an unknown kind; names the nearest valid one.
-    """
+    """One kind's specification, meaning and options; raises `UnknownOptionError`, which names the nearest kind."""
     composed = {name.partition("(")[0]: name for name in _COMPOSED}
     if word in composed:
         return {"typed": composed[word], "does": _COMPOSED[composed[word]]}
@@ -204,12 +196,8 @@ def auto_members(
 ) -> list[tuple[Words, Drafter]]:
     """The drafters that `auto` chooses among, each with its specification.
 
-    These are the target with 4-bit weights, if such a copy is possible and the target is large enough to gain; the MTP
-    layer in its checkpoint; the newest drafters of each kind that were trained for it and measured a gain; and prompt
-    lookup.
-
-    Args:
-        most: drafters of one kind.
+    These are its 4-bit weights, if it is large enough to gain; the MTP layer in its checkpoint; the newest `most`
+    drafters of each kind that were trained for it and measured a gain; and prompt lookup.
     """
     members: list[tuple[Words, Drafter]] = []
     taken: Counter[str] = Counter()
@@ -225,7 +213,7 @@ def auto_members(
         taken[words.kind] += 1
         members.append((words, drafter))
     least = _LEAST_OWN_BYTES_BESIDE if taken.keys() - {"ngram"} else _LEAST_OWN_BYTES
-    # Sampled drafts come first, so that their draws are first in merged proposals.
+    # Sampled drafts first, so that their draws are first in merged proposals.
     own = _own_member(target, tell) if target.weight_bytes >= least else []
     lookup = Words("drafter", "prompt-lookup", None, KINDS["prompt-lookup"].widest)
     return [*own, *members, (lookup, KINDS["prompt-lookup"].make(lookup, target))]
@@ -253,7 +241,6 @@ def _own_member(target: LanguageModel, notify: Callable[[str], None]) -> list[tu
 def _trained_words(
     target: LanguageModel, drafters_dir: Sequence[str | Path], notify: Callable[[str], None]
 ) -> list[Words]:
-    """The MTP layer of the target's checkpoint, and the drafters trained for it with a measured gain."""
     from truedraft.models.mtp import brings_mtp
 
     words = [Words("drafter", "mtp", None, KINDS["mtp"].widest)] if brings_mtp(target) else []
@@ -278,7 +265,6 @@ def _portfolio(words: Words, target: LanguageModel, drafters_dir: Sequence[str |
 
 
 def _members(words: Words, example: str) -> list[Words]:
-    """The specifications of a drafter's members; refuses all but single drafters."""
     members = [Words.parse("drafter", member) for member in words.members]
     for member in members:
         if member.kind in (_AUTO, _PORTFOLIO, _NONE):
@@ -289,7 +275,7 @@ def _members(words: Words, example: str) -> list[Words]:
 
 
 def cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Drafter:
-    """Make a cascade: the first two members are the innermost one, and each further member verifies its tokens.
+    """Make a cascade: each member from the second on verifies the tokens of the one before.
 
     Raises:
         TruedraftError: a member cannot be made, or they are incompatible.
@@ -314,7 +300,7 @@ def cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Pa
 
 
 def _written_by(middle: Words) -> dict[str, int]:
-    """How many tokens a verifying member writes, if given; refuses other options, which would have no effect."""
+    """The length of a verifying member; refuses other options, which would have no effect."""
     for name in middle.options:
         if name != "num_speculative_tokens":
             raise OptionError(
@@ -338,11 +324,8 @@ def _made(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path
 def own_drafter(module: str, name: str | None, options: Mapping[str, str], target: LanguageModel) -> Drafter | None:
     """A user's own drafter, of a class in a module, which may be in the working directory: `MODULE:CLASS`.
 
-    Options are passed to its constructor by name, parsed by their annotations (whole number, number, boolean, whole
-    numbers or text), otherwise as Python literals. A parameter called `target` receives the target.
-
-    Returns:
-        The drafter; None if there is no such module.
+    Options are passed by name, parsed by their annotations, otherwise as Python literals. A parameter called `target`
+    receives the target. None if there is no such module.
 
     Raises:
         UnknownOptionError: the constructor has no such option.
@@ -378,7 +361,6 @@ def own_drafter(module: str, name: str | None, options: Mapping[str, str], targe
 
 
 def _with_trained(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Words:
-    """Without a path, use the newest drafter of the kind that was trained for the target, if any."""
     if words.kind not in trained_kinds() or words.path is not None:
         return words
     trained = next((each for each in find_drafters(target, drafters_dir) if each.kind == words.kind), None)
@@ -408,7 +390,6 @@ def _loading(path: str | None, target: LanguageModel) -> Callable[[], LanguageMo
 
 
 def _shared_ids(path: str | None, target: LanguageModel) -> LanguageModel:
-    """The named draft model, in the target's token ids."""
     from truedraft.models.translated import TranslatedModel
 
     model = _loading(path, target)()
@@ -427,7 +408,7 @@ def _draft_model(words: Words, target: LanguageModel) -> DraftModel:
 
 
 def draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
-    """A draft model, in this process or with `async=1` in another one that drafts ahead."""
+    """A draft model, with `async=1` in another process."""
     from truedraft.drafters.parallel import DraftProcess, ParallelDraft, ahead_drafter
 
     options = dict(words.options)

@@ -31,9 +31,8 @@ class DraftTree:
     """The tree of one request while it grows level by level.
 
     Attributes:
-        cache: of the request; nodes are fed after its text. Not of trees that are drawn without a cache.
+        cache: of the request; None for trees drawn without a cache.
         tokens: of the nodes; tensors `[1]` if `on_device`.
-        parents: of the nodes, -1 for the root.
         open: nodes with children still to add; -1 is the root.
     """
 
@@ -48,12 +47,10 @@ class DraftTree:
 
     @property
     def levels(self) -> int:
-        """Maximum depth of the tree."""
         return min(self.budget.depth, self.budget.nodes)
 
     @property
     def unfed_parents(self) -> Sequence[int]:
-        """The parents of the nodes of the next `segment`."""
         return [self.parents[node] for node in self.open]
 
     def open_paths(self) -> list[tuple[int, ...]]:
@@ -62,7 +59,7 @@ class DraftTree:
         return [tuple(0 if self.on_device else self.tokens[node] for node in path) for path in paths]
 
     def shaped(self, logits: Tensor) -> Tensor:
-        """Logits `[open nodes, vocab]` after the request's options, each for its node's path."""
+        """Logits `[open nodes, vocab]` after the request's options."""
         shaping = self.request.shaping
         return logits if shaping is None else shaping.of_paths(logits, self.open_paths())
 
@@ -71,16 +68,14 @@ class DraftTree:
         raise NotImplementedError
 
     def proposal(self) -> Proposal:
-        """What was drafted so far."""
         raise NotImplementedError
 
 
 class TreeBuilder(DraftTree):
     """Builds the draft tree of one request, level by level, which is also the order of its nodes.
 
-    The number of children and the nodes that grow may depend on the draws; then the host reads each level. A chain
-    without a probability threshold is as long as its budget allows: on a device its tokens are not read, and each feeds
-    the next.
+    Shapes may depend on the draws; then the host reads each level. A chain without a probability threshold is as long
+    as its budget allows: on a device its tokens are not read, and each feeds the next.
 
     Args:
         branching: draws at each node of depth 0, 1, ...; with `ranks` at most so many.
@@ -143,12 +138,7 @@ class TreeBuilder(DraftTree):
         return self._branching[self._depth] if self._counts is None else self._counts[self._ranks[node + 1]]
 
     def add(self, children: Sequence[Sequence[tuple[int | Tensor, float]]], probs: Tensor | None) -> None:
-        """Add children below the open nodes; those that may grow become open.
-
-        Args:
-            children: per open node, tokens and their probabilities.
-            probs: `[open nodes, vocab]` that they were drawn from; None: one-hot distributions.
-        """
+        """Add children below the open nodes; `probs`, `[open nodes, vocab]`: their distributions, or one-hot."""
         if probs is not None:
             self._probs.append(probs)
         opened: list[int] = []
@@ -160,7 +150,7 @@ class TreeBuilder(DraftTree):
                 if node == first:
                     self._ranks.append((*self._ranks[parent + 1], rank))
                 draws.append(Draw(node, -1 if probs is None else dist, self.drawing.kind))
-                # A too unlikely token is kept because it was drawn; nothing is drafted below it.
+                # An unlikely token is kept because it was drawn.
                 if node == first and (not self.budget.looks or self._continues(parent, probability)):
                     opened.append(node)
             self._draws[parent + 1] = tuple(draws)
@@ -191,17 +181,13 @@ class TreeBuilder(DraftTree):
         return Segment(self.cache, self._ids(written), shape_of(parents), rows, pending + written)
 
     def chain_numbers(self) -> Sequence[Sequence[float]] | None:
-        """The numbers that draw its tokens, if the whole chain can be drafted at once; otherwise None."""
+        """The numbers that draw a whole chain at once; None if that is not possible."""
         if not self.on_device or self.request.shaping is not None or self.drawing.choose(self.request.params) is None:
             return None
         return self.drawing.chain_numbers(self.request.params, self._noise, self.levels)
 
     def take_chain(self, tokens: Tensor, probs: Tensor | None) -> None:
-        """Take a drafted chain of tokens `[levels]` on the device, at least as long as its budget.
-
-        Args:
-            probs: `[levels, vocab]` that they were drawn from; None: one-hot distributions.
-        """
+        """Take `[levels]` tokens on the device, at least the budget, drawn from `[levels, vocab]`; None: one-hot."""
         depth, kind = self.levels, self.drawing.kind
         draws = [(Draw(node, -1 if probs is None else node, kind),) for node in range(depth)]
         tree = TokenTree(tokens[:depth], chain_shape(depth))
@@ -220,7 +206,6 @@ class TreeBuilder(DraftTree):
         return Proposal(tree, tuple(self._draws), probs, tuple(self._confidence))
 
     def _ids(self, first: int) -> Tensor:
-        """Tokens `[nodes]` of the nodes from `first` on, on the device if `on_device`."""
         tokens = self.tokens[first:]
         if not self.on_device:
             return torch.tensor(tokens)
@@ -231,8 +216,7 @@ class SiblingChains(TreeBuilder):
     """Builds the tree of several chains, each drawn from the draft independently (SpecTr, Sun et al. 2310.15141).
 
     Equal prefixes are one path, so a node on m chains has m independent draws; two of them may have one child, and both
-    count. If the draft is sure, the chains stay together with several draws per node; otherwise they separate. The
-    number of draws at a node depends on the tokens above it, so it is known before the first is drawn.
+    count. That number depends on the tokens above the node, so it is known before the first is drawn.
 
     Worked example: three chains 5 7, 5 8 and 5 7 are node 0 = 5 with three draws at the root that all name it, and its
     children 1 = 7, named by two of the three draws there, and 2 = 8.
@@ -258,7 +242,7 @@ class SiblingChains(TreeBuilder):
         self._known: dict[tuple[int, int | Tensor], int] = {}  # children by parent and token
 
     def open_nodes(self) -> list[OpenNode]:
-        """As many draws at each node as chains through it; the node budget cuts as if no two of them agreed."""
+        """As many draws at each node as chains through it; the node budget cuts as if no two agreed."""
         widths = [self._passing[node] for node in self.open]
         first, left = len(self.tokens), self.budget.nodes - len(self.tokens)
         return [
@@ -267,7 +251,6 @@ class SiblingChains(TreeBuilder):
         ]
 
     def _child(self, parent: int, token: int | Tensor) -> int:
-        """The node below `parent` with a drawn token; counts its draws."""
         key = parent, token
         if key not in self._known:
             self._known[key] = super()._child(parent, token)
@@ -291,7 +274,7 @@ class ScoredTree(DraftTree):
         self.depths.append(self.depths[parent] + 1 if parent >= 0 else 1)
 
     def best(self) -> tuple[list[int], TokenTree]:
-        """As many of the best nodes as the budget allows, and their tree; of equal scores the shallower, then first."""
+        """The best nodes within the budget, and their tree; of equal scores the shallower, then the first."""
         order = sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], self.depths[node]))
         kept = order[: self.budget.nodes]
         place = {node: number for number, node in enumerate(kept)} | {-1: -1}
@@ -340,7 +323,7 @@ class LikeliestTree(ScoredTree):
         return Segment(self.cache, tokens, shape, range(len(self.open)), written)
 
     def take_tree(self, tree: TokenTree) -> None:
-        """Take a tree that was found at once; its first nodes are those of a smaller budget."""
+        """Take a tree that was found at once; its first nodes fit a smaller budget."""
         self._whole, self.open = tree.first(self.budget.nodes), ()
 
     def proposal(self) -> Proposal:
@@ -350,11 +333,9 @@ class LikeliestTree(ScoredTree):
 def grow_likeliest(
     trees: Sequence[LikeliestTree], logits: Tensor, ids: DraftIds | None, likeliest: Callable[[Tensor, int], TopK]
 ) -> list[LikeliestTree]:
-    """Grow trees by one level; returns those that continue.
+    """Grow trees by one level, from logits `[nodes, guessed]` of all open nodes; returns those that continue.
 
-    Args:
-        logits: `[nodes, guessed]`, the open nodes of all trees in order.
-        ids: the token ids of the logits' columns; None for the whole vocabulary.
+    `ids` are the token ids of the logits' columns; None for the whole vocabulary.
     """
     counts = [len(tree.open) for tree in trees]
     if any(tree.request.shaping is not None for tree in trees):
@@ -370,15 +351,7 @@ def grow_likeliest(
 
 
 class TextPath(LikeliestTree):
-    """A chain along a given text, with the distributions that its tokens would have been drawn from.
-
-    Args:
-        budget: its depth limits the chain, as does the length of the text.
-        text: tokens after the request's own.
-
-    Attributes:
-        probs: `[vocab]` per token.
-    """
+    """A chain along a given text, with the distributions `[vocab]` that its tokens would be drawn from."""
 
     def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget, text: Sequence[int]) -> None:
         super().__init__(cache, request, replace(budget.cut(len(text)), width=1))
@@ -395,7 +368,6 @@ def follow_texts(paths: Sequence[TextPath], logits: Tensor, ids: DraftIds | None
 
 
 def _shaped(trees: Sequence[DraftTree], logits: Tensor, counts: Sequence[int]) -> Tensor:
-    """Logits `[nodes, vocab]` of the open nodes of trees, `counts` of each, after the requests' options."""
     return torch.cat([tree.shaped(own) for tree, own in zip(trees, logits.split(list(counts)), strict=True)])
 
 
@@ -407,9 +379,9 @@ def draw_chains(
     """Draw whole chains of fixed length, one call per way of drawing; returns the builders that cannot be drawn so.
 
     Args:
-        run: called with a way of drawing, chains, a number of levels and for each kind of numbers that draw their
-            tokens a tensor `[chains, levels]`; returns tokens `[chains, levels]` and the distributions `[chains,
-            levels, vocab]` that they were drawn from, None for one-hot ones.
+        run: called with a way of drawing, chains, a number of levels and the numbers that draw their tokens, each
+            `[chains, levels]`; returns tokens `[chains, levels]` and distributions `[chains, levels, vocab]`, None:
+            one-hot.
     """
     alike: dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]] = {}
     for builder in builders:
@@ -439,11 +411,9 @@ def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
 def judged_if_it_fails(trees: Sequence[DraftTree]) -> Iterator[None]:
     """If a single tree fails after its first level, what was drafted is still verified.
 
-    A level may fail because of tokens of earlier levels, never because of its own, which are not drawn yet. So which
-    draws exist is a predictable choice (docs/lossless.md). Uncommitted cache entries are dropped.
-
-    Raises:
-        CutShortError: it failed for a single tree that has nodes.
+    A level may fail because of tokens of earlier levels, never of its own, which are not drawn yet: which draws exist
+    is a predictable choice (docs/lossless.md). A single tree with nodes raises `CutShortError`, without uncommitted
+    entries.
     """
     try:
         yield
@@ -456,13 +426,9 @@ def judged_if_it_fails(trees: Sequence[DraftTree]) -> Iterator[None]:
 
 
 def draw_level(builders: Sequence[TreeBuilder], logits: Tensor, ids: DraftIds | None = None) -> list[TreeBuilder]:
-    """Draw the children of all open nodes; returns the builders of trees that continue.
+    """Draw the children of all open nodes, from logits `[nodes, guessed]`; returns the trees that continue.
 
-    Consecutive builders with the same way of drawing share one computation.
-
-    Args:
-        logits: `[nodes, guessed]`, the open nodes of all trees in order.
-        ids: the token ids of the logits' columns; None for the whole vocabulary.
+    Consecutive builders with the same way of drawing share one computation. `ids` are the ids of the logits' columns.
     """
     start = 0
     for _, group in itertools.groupby(builders, key=lambda builder: builder.draws_alike):
@@ -477,7 +443,6 @@ def draw_level(builders: Sequence[TreeBuilder], logits: Tensor, ids: DraftIds | 
 def _draw_alike(
     builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNode]], logits: Tensor, ids: DraftIds | None
 ) -> None:
-    """Draw the open nodes of each builder from logits `[nodes, guessed]`, in one computation."""
     first, together = builders[0], list(itertools.chain.from_iterable(nodes))
     shaped = any(builder.request.shaping is not None for builder in builders)
     if ids is not None and (shaped or first.drawing.by_ids):

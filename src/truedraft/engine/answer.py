@@ -14,18 +14,13 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times in seconds since the request was submitted.
-
-    Attributes:
-        first_token_s: time to the first token (TTFT); None without tokens.
-    """
+    """Times in seconds since the request was submitted; `first_token_s` is the TTFT, None without tokens."""
 
     first_token_s: float | None
     total_s: float
 
     @property
     def decode_s(self) -> float:
-        """Seconds from the first token to the end; with the counters this gives tokens per second."""
         return self.total_s - (self.total_s if self.first_token_s is None else self.first_token_s)
 
 
@@ -35,20 +30,16 @@ class Answer:
 
     Attributes:
         text: the answer, without what ended it; None without a tokenizer.
-        token_ids: new tokens only, without the one that ended it.
+        token_ids: new tokens, without the one that ended it.
         finish_reason: "stop" (end of text, stop id, stop text), "length" (max_tokens or the model's context), "error"
             (see `error`) or "cancelled".
-        stats: counts of this request; rates are derived from them. After a lossy rule `stats.divergence` is the
-            distance of the emitted tokens' distributions from the target's; it is None for a lossless answer.
-        origins: for each of `token_ids`, whether it was drafted and accepted, recovered, or a bonus; the first token
-            comes from the prefill and counts as a bonus.
+        stats: counts of this request; under a lossy rule `stats.divergence` is the distance of the emitted tokens'
+            distributions from the target's, None for a lossless answer.
+        origins: for each of `token_ids`, whether it was drafted and accepted, recovered, or a bonus; the prefill's
+            first token is a bonus.
         logprobs: for each of `token_ids`, with `SamplingParams.logprobs`.
-        prompt_logprobs: for each token of the prompt except the first, with `SamplingParams.prompt_logprobs`.
         others: the answers of samples 1 to n - 1, if `SamplingParams.n` is above 1.
-        seed: the request's; the same seed reproduces the answer. None for a request without one.
-        prompt_tokens: number of tokens in the prompt.
-        error: what went wrong, in one sentence.
-        warnings: what the user should know, such as a drafter that failed.
+        seed: reproduces the answer; None for a request without one.
         stop_text: the text of `SamplingParams.stop` that ended it.
     """
 
@@ -73,13 +64,9 @@ class Piece:
     """The part of an answer that one step added.
 
     Attributes:
-        text: text that can no longer change; "" while a character or a possible stop text is incomplete, and without a
-            tokenizer.
-        token_ids: tokens that no stop text can remove any more; all pieces joined are the answer's. While a stop text
-            may begin, and inside a character of several tokens, they may come later than their text.
-        origins: of each of `token_ids`.
+        text: text that can no longer change: no incomplete characters or possible stop texts; "" without a tokenizer.
+        token_ids: tokens that no stop text can remove any more; they may come later than their text.
         answer: the whole answer, on the last piece only.
-        logprobs: of each of `token_ids`, if enabled.
     """
 
     text: str

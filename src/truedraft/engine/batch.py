@@ -26,10 +26,8 @@ NOTHING_DRAFTED = MergedProposal.of({})
 
 @dataclass(slots=True, eq=False)
 class StepItem:
-    """One request's part of a step; the request has a cache.
-
-    Nodes of its proposal that violate the form of a structured answer, and their descendants, are verified but not
-    computed; if one is accepted, the verdict ends with it.
+    """One request's part of a step. Nodes that violate the form of a structured answer, and their descendants, are
+    verified but not computed; if one is accepted, the verdict ends with it.
     """
 
     request: Request
@@ -63,7 +61,6 @@ class StepItem:
         self.rows = slice(0, 0)
 
     def hold(self, drafted: MergedProposal) -> None:
-        """Set the drafts; nodes that violate the form of a structured answer are left out of the forward."""
         self.drafted, self.proposal = drafted, drafted.proposal
         shaping = self.request.shaping
         if shaping is not None and shaping.form is not None and len(self.proposal.tree):
@@ -125,7 +122,6 @@ class Batch:
         return [Batch(half) for half in (items[:middle], items[middle:]) if half]
 
     def segments(self, target: LanguageModel, features: Features | None) -> list[Segment]:
-        """Input of the target: for each request its last token and the tree below it, or a part of its prompt."""
         waits = transfers.waits(target.device)
         on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
         drafted = iter(_tokens_on_device(on_device, target))
@@ -152,9 +148,7 @@ class Batch:
         return segments
 
     def whole_rows(self, output: ForwardOutput) -> ForwardOutput:
-        """The output with a row for every node. One that was not computed gets the row of the last token: anything
-        verified there follows a token of target probability 0.
-        """
+        """The output with a row for every node; one below target probability 0 gets the last token's."""
         if all(item.kept is None for item in self.items):
             return output
         places: list[int] = []
@@ -171,9 +165,7 @@ class Batch:
 
 
 def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) -> Segment:
-    """The last token of a request and the tree below it, without nodes that the forward skips; `drafted` has the ids if
-    they are only on the device.
-    """
+    """The last token and its tree without nodes that the forward skips; `drafted` has ids only on the device."""
     tree, cache, adapter = item.proposal.tree, item.request.cache, item.request.params.adapter
     assert cache is not None
     if item.kept is None:
@@ -187,9 +179,7 @@ def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) ->
 
 
 def _tokens_on_device(items: Sequence[StepItem], target: LanguageModel) -> list[Tensor]:
-    """Last token and drafted tokens on the device, for items with ids only there: views of one tensor, so that the
-    number of kernels does not depend on the number of requests.
-    """
+    """Last token and drafted tokens of items with ids only on the device: views of one tensor, to run few kernels."""
     if not items:
         return []
     last = transfers.upload([item.request.tokens[-1] for item in items], target.device)

@@ -1,9 +1,6 @@
 """Speculative beam search (Leviathan et al. 2211.17192, appendix A.4): several steps of beam search per forward. The
-draft continues the running beams by a wider search of its own; one forward of the target reads all as one tree, and
-its search steps as long as its beams are among the drafted ones. The last step is still valid if one is not, because
-its distributions were computed, so the beams are those of plain search. The search follows transformers'
-`generate(num_beams=...)` exactly: float32 scores, the order of candidates, separate finished beams, length penalty
-and early stopping.
+draft grows a tree by its own wider search; the target's steps are valid up to the first beam that is not in it, so the
+beams are those of plain search, exactly as by transformers' `generate(num_beams=...)`.
 """
 
 from __future__ import annotations
@@ -28,13 +25,7 @@ _MOST_PENALTY = 5.0  # beyond it scores exceed the precision of transformers' ar
 
 @dataclass(frozen=True)
 class Beam:
-    """An answer of a beam search.
-
-    Attributes:
-        token_ids: includes the end-of-text token, if any.
-        text: without special tokens; None without a tokenizer.
-        score: log probability divided by the length to the power of the length penalty.
-    """
+    """An answer; `score` is the log probability divided by the length to the power of the length penalty."""
 
     token_ids: tuple[int, ...]
     text: str | None
@@ -43,9 +34,7 @@ class Beam:
 
 @dataclass
 class BeamAnswer:
-    """The result of a beam search: the best beams first, and the steps of the search, for each of which plain beam
-    search needs one of the `target_calls`.
-    """
+    """The best beams first, and the steps of the search, for each of which plain beam search needs a target call."""
 
     beams: list[Beam] = field(default_factory=list)
     steps: int = 0
@@ -61,8 +50,8 @@ class BeamSearch:
         draft_beams: of the draft, at least as many; None takes twice as many.
         num_speculative_tokens: steps that the draft looks ahead.
         length_penalty: power of the length by which scores are divided.
-        early_stopping: True ends the search once there are `num_beams` finished beams; False once the best running one
-            is worse than these at its length; "never" once it can no longer become better.
+        early_stopping: True ends the search with `num_beams` finished beams; False once the best running one is worse
+            than these at its length; "never" once it can no longer become better.
 
     Raises:
         OptionError: an option is out of its range.
@@ -155,7 +144,6 @@ class BeamSearch:
             nodes = [child for child in children if child is not None]
 
     def _draft(self, search: _Search, draft: _Reader, tree: GrowingTree, nodes: Sequence[int], ahead: int) -> None:
-        """Grow the tree by the draft's own beams, `ahead` levels below the running ones."""
         scores = search.scores[0, : len(nodes)]
         open_nodes = list(nodes)
         if not search.length:  # all beams are one at first
@@ -184,8 +172,6 @@ def _common(beams: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 class _Reader:
-    """A model's cache of one text and of a tree below its last token."""
-
     def __init__(self, model: LanguageModel, prompt: Sequence[int]) -> None:
         self._model = model
         self._prompt = len(prompt)
@@ -195,7 +181,7 @@ class _Reader:
         self._chain = 0  # uncommitted tokens of the text, before those of the tree
 
     def continues(self, common: Sequence[int]) -> None:
-        """Commit the answer's new common prefix except its last token, as far as it was read, and drop the tree."""
+        """Commit the new common prefix except its last token, as far as it was read, and drop the tree."""
         path = list(range(self._chain))
         node: int | None = -1
         for token in common[len(self._text) - self._prompt :]:
@@ -207,7 +193,6 @@ class _Reader:
         self._tree, self._chain = GrowingTree(), 0
 
     def room(self, beams: Sequence[tuple[int, ...]]) -> int:
-        """How many levels below these beams the model can draft within its context; it does not read the last one."""
         prompt = self._text[: self._prompt]
         return min(self._model.most_drafted([*prompt, *beam]) for beam in beams)
 
@@ -243,8 +228,6 @@ class _Reader:
 
 
 class _Search:
-    """The state of one beam search, as in transformers."""
-
     def __init__(
         self, width: int, ends: Sequence[int], most: int, length_penalty: float, early_stopping: bool | str
     ) -> None:
@@ -303,7 +286,6 @@ class _Search:
         self._is_ended = torch.cat([self._is_ended, ended], dim=1).gather(1, kept)
 
     def _look_ahead(self) -> None:
-        """Update whether a running beam may still become better than the finished ones."""
         farthest = self.most if self._early == "never" and self._penalty > 0.0 else self.length
         best = self.scores[:, :1] / (farthest**self._penalty)
         worst = torch.where(self._is_ended, self._ended_scores.min(dim=1, keepdim=True)[0], _NEVER)

@@ -68,14 +68,12 @@ class Drafting:
 
     @property
     def spent(self) -> tuple[DraftTime, ...]:
-        """Time that each drafter's proposals took in this step."""
         spent = ((self._members[name].spent, len(items)) for name, items in self._proposing.items())
         # Requests that were drafted one after another do not show the time of a batch.
         return tuple(each for each, count in spent if each is not None and each.requests == count)
 
     @property
     def warmups(self) -> int:
-        """Drafters' forwards so far that took longer than later ones of their shape will."""
         return sum(member.drafter.warmups for member in self._members.values())
 
     def limit(self, request: Request, speculation: Speculation | None) -> None:
@@ -102,17 +100,15 @@ class Drafting:
                 member.begin(request)
 
     def release_cache(self, request: Request, name: str) -> None:
-        """Release what a drafter holds for a request; the other drafters continue."""
         self._members[name].end(request)
         request.drafting.no_room.add(name)
 
     def restore_cache(self, request: Request, name: str) -> None:
-        """Let a drafter draft for a request again, as if it were new with the answer so far."""
         request.drafting.no_room.discard(name)
         self._begin_anew(request, name)
 
     def renew(self, name: str, change: Callable[[], None], requests: Sequence[Request]) -> None:
-        """Change a drafter between two steps, such as its weights, and rebuild its state for the running requests."""
+        """Change a drafter between two steps and rebuild its state for the running requests."""
         own = [each for each in requests if each.cache is not None and name not in each.drafting.unavailable]
         for request in own:
             self._members[name].end(request)
@@ -130,14 +126,12 @@ class Drafting:
             self._report(self._members[name], [request.last_step])
 
     def explain(self, request: Request) -> None:
-        """Record, for a finished request, why little or nothing was drafted, if more could have been."""
         counters = request.counters
         could = any(not each.is_zero for each in self._limits_for(request).values())
         if could and counters.target_calls and counters.drafted_calls < _FEW_CALLS * counters.target_calls:
             counters.undrafted = self._controller.undrafted(request.id)
 
     def decide(self, batch: Batch) -> None:
-        """Set each item's decision: which drafters draft how much."""
         for item, decision in zip(batch, self._decisions(batch), strict=True):
             item.decision = decision if decision is None or decision.is_zero else self._within_limits(item, decision)
 
@@ -170,9 +164,6 @@ class Drafting:
         return decisions
 
     def _within_limits(self, item: StepItem, decision: Decision) -> Decision:
-        """A decision cut to the available drafters, the tokens that the answer has left, and the memory; earlier parts
-        get nodes first. It may be of an earlier step, before a drafter failed or lost its memory.
-        """
         request, limits = item.request, self._limits_for(item.request)
         # A step emits one token more than it accepts, so the last draft is cut to fit.
         depth = max(min(request.remaining - 1, request.drafting.most_depth), 0)
@@ -192,7 +183,6 @@ class Drafting:
         return replace(decision, budget=budgets[0], merged=merged)
 
     def _found(self, batch: Batch) -> set[tuple[int, int]]:
-        """Places and kinds of hints, found while nothing is drafted; the hints may disappear later."""
         hints = (member.hint(item.request) for item in batch for member in self._members.values())
         return {(place, hint.kind) for place, hint in enumerate(hints) if hint.finds}
 
@@ -224,7 +214,6 @@ class Drafting:
         return decisions
 
     def propose(self, batch: Batch) -> None:
-        """Give each item its drafts as decided; nothing from a drafter that failed."""
         self._proposing = {}
         for item in batch:
             for part in () if item.decision is None else item.decision.parts:
@@ -250,9 +239,8 @@ class Drafting:
         return True
 
     def drop_invalid_draws(self, item: StepItem, rows: Collection[int]) -> Proposal:
-        """Remove draws below some tree rows that do not match the proposal's probabilities; their drafters no longer
-        draft for this request. Earlier levels are kept: dropping them because of later draws would bias the answer's
-        distribution.
+        """Remove draws below some tree rows that do not match the proposal's probabilities; their drafters stop
+        drafting for this request. Earlier levels are kept: dropping them would bias the answer's distribution.
         """
         error = invalid_draws(rows, item.proposal)
         for name in item.drafted.parts:
@@ -260,7 +248,7 @@ class Drafting:
         return item.proposal.without_draws(rows)
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Report a finished step to every drafter; to those that observe lazily only if they proposed something."""
+        """Report a finished step to drafters; to those that observe lazily only if they proposed something."""
         if self._kept and self._on_device:  # the next forward may overwrite it
             logits = output.logits.clone() if any(each.logits for each in self._kept) else output.logits
             output = ForwardOutput(logits, output.hidden.clone(), tuple(layer.clone() for layer in output.layers))
@@ -278,7 +266,6 @@ class Drafting:
             self._whole.observe([item.request.draft for item in batch], outcomes)
 
     def _report(self, member: GuardedDrafter, items: Sequence[StepItem]) -> None:
-        """Report the last step of these items' requests to a drafter, unless it was reported already."""
         seen = []
         for request in (item.request for item in items):
             step, own = request.last_step, request.drafting
@@ -314,9 +301,6 @@ class Drafting:
 
 
 def _outcome_for(name: str, item: StepItem, features: Features | None, layers: Sequence[int]) -> StepOutcome:
-    """The outcome for one drafter: its own proposal, its part of the path, and the features that it declared, of the
-    `layers` that the forward returned.
-    """
     outcome, output = item.outcome, item.shown
     assert outcome is not None
     proposal, nodes = item.drafted.own(name)
@@ -341,7 +325,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
         first = item.judged_rows.start
         rows = [*range(item.rows.start, first + 1), *(first + 1 + node for node in nodes)]
     if isinstance(rows, list):
-        rows = _at_once(rows, output.hidden.device)
+        rows = _as_index(rows, output.hidden.device)
     return StepOutcome(
         proposal,
         path,
@@ -353,10 +337,8 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
     )
 
 
-def _at_once(rows: list[int], device: torch.device) -> slice | Tensor:
-    """Ascending rows as an index for device tensors that needs at most one copy to the device: 4, 5, 6 are a slice, 4,
-    5, 7 are not.
-    """
+def _as_index(rows: list[int], device: torch.device) -> slice | Tensor:
+    """Ascending rows as an index; 4, 5, 6 are a slice, which copies nothing to the device."""
     if rows and rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)
     return transfers.upload(rows, device)

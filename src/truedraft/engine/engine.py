@@ -72,30 +72,26 @@ class Engine:
         controller: decides which drafter drafts how much; None maximizes expected tokens per second (`Goodput`). A text
             is parsed like `--controller`, such as "fixed", which always uses the first drafter's own limits.
         max_batch: most requests in one step.
-        prefix_cache_bytes: keys and values of prefixes kept for later requests with the same prefix; None keeps none
-            but lets running requests share prefixes, 0 disables sharing.
-        max_cache_bytes: limit for keys and values of target and drafters, and for other state of drafters; None is no
-            limit, on a GPU that of `gpu_memory_utilization`. When memory is short, drafters release theirs and requests
-            wait; a running request may be preempted and later continues exactly where it was.
-        gpu_memory_utilization: used if `max_cache_bytes` is None and the target is on a GPU. Share of the GPU's total
-            memory that may be in use, including weights, other processes, 1.5 GiB of workspace and the caches for
-            measuring costs. The rest of the share is reserved for keys and values immediately, up to what `max_batch`
-            full contexts need.
+        prefix_cache_bytes: for prefixes kept for later requests; None keeps none but lets running requests share
+            prefixes, 0 disables sharing.
+        max_cache_bytes: limit for keys and values and other state of drafters; None is no limit, on a GPU that of
+            `gpu_memory_utilization`. When memory is short, drafters release theirs, requests wait, and a running one
+            may be preempted, which later continues exactly where it was.
+        gpu_memory_utilization: used if `max_cache_bytes` is None and the target is on a GPU: share of its total memory
+            that may be in use, including weights, other processes and 1.5 GiB of workspace. The rest is reserved for
+            keys and values immediately, up to what `max_batch` full contexts need.
         coupled_rule: verifies greedy and seeded requests under a lossless rule; None compares each drafted token with
             the target's choice, the only correct rule. `truedraft certify` injects faults here.
-        entropy: for tests, certificates and benchmarks: fixes the noise of requests without a seed, by the order in
-            which they are submitted or prepared; None draws it from the operating system. Engines that share a drafter
-            which learns from answers need different values, because such a drafter has seen the draws of the same
-            noise.
-        learner: trains drafters in the background and updates their weights between steps, such as
-            `truedraft.training.online.Learner`; None for no training.
+        entropy: for tests and certificates: fixes the noise of requests without a seed, by the order in which they are
+            submitted; None draws it from the operating system. Engines that share a drafter which learns from answers
+            need different values, because it has seen the draws of the same noise.
+        learner: trains drafters in the background, such as `truedraft.training.online.Learner`.
 
     One thread at a time steps the engine. `generate`, `stream`, `submit` and `cancel` are thread-safe.
 
     Attributes:
         costs: measured cost of the target's steps on this machine, for controllers that weigh costs.
-        forms: makes the forms of structured answers; None for a target without tokenizer.
-        preemptions: number of times that a running request was preempted for lack of memory.
+        preemptions: number of times that a running request was preempted.
         listeners: each is called after each step, in the stepping thread, with the step's record and timings.
 
     Raises:
@@ -170,17 +166,15 @@ class Engine:
 
     @property
     def max_batch(self) -> int:
-        """Most requests in one step."""
         return self._scheduler.max_batch
 
     @property
     def is_full(self) -> bool:
-        """Whether requests wait, or no further request could run."""
+        """Whether requests wait, or no further one could run."""
         return bool(self._scheduler.waiting) or len(self._scheduler.running) >= self._scheduler.max_batch
 
     @property
     def max_cache_bytes(self) -> int | None:
-        """Limit of bytes for keys and values; None is no limit."""
         return self._memory.limit
 
     @property
@@ -190,7 +184,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values and other drafter state, free buffers included. Exact between steps."""
+        """Bytes of keys and values and other drafter state, free buffers included; exact between steps."""
         return self._memory.used(list(self._scheduler.running))
 
     @property
@@ -200,12 +194,11 @@ class Engine:
 
     @property
     def cache_usage(self) -> float:
-        """Share of `cache_tokens` that running requests take, from 0 to 1; reclaimable memory counts as free."""
+        """Share of `cache_tokens` of running requests, from 0 to 1; reclaimable memory counts as free."""
         return self._memory.share_taken(list(self._scheduler.running), self.max_batch)
 
     @property
     def waiting(self) -> int:
-        """Requests that have not started or were preempted."""
         return len(self._scheduler.waiting)
 
     def forwards(self) -> TargetCost | None:
@@ -217,10 +210,7 @@ class Engine:
         return None if self.drafter.limits.is_zero else self.costs.forwards()
 
     def measure(self, params: SamplingParams | None = None) -> None:
-        """Measure now what a controller that weighs costs would measure at the first request, unless it is cached.
-
-        Args:
-            params: of the requests to come; None is greedy.
+        """Measure now what a controller that weighs costs would measure at the first request with such `params`.
 
         Raises:
             TruedraftError: target or drafter failed, or this was called from inside a step.
@@ -234,15 +224,10 @@ class Engine:
     def make_ready(self, tokens: int = 2048, progress: Progress = unwatched) -> None:
         """Warm up: record the forwards that steps will run, and measure costs.
 
-        On a GPU, recording a shape of forward takes 50 to 100 ms when the shape recurs. Here dummy requests run the
-        shapes of 1, 2, 4, ... `max_batch` requests with drafts up to the drafters' limits, after texts of up to 256,
-        512, ... `tokens` tokens. Longer texts are recorded when they occur, and so are the largest shapes after the
-        longest texts if all would exceed what a model keeps. If nothing is recorded, as on a CPU, costs are measured
-        between steps and by `measure_ahead`. Requests, counters and listeners are not affected.
-
-        Args:
-            tokens: of the longest text with recorded forwards.
-            progress: is called with the fraction done, from 0 to 1.
+        On a GPU, recording a shape of forward takes 50 to 100 ms. Here dummy requests run the shapes of 1, 2, 4, ...
+        `max_batch` requests with drafts up to the drafters' limits, after texts of up to 256, 512, ... `tokens` tokens;
+        others are recorded when they recur. On a CPU nothing is recorded, and costs are measured between steps and by
+        `measure_ahead`. Requests, counters and listeners are not affected.
 
         Raises:
             OptionError: `tokens` is no whole number of 1 or more.
@@ -261,10 +246,8 @@ class Engine:
                 self.measure(params)
 
     def measure_ahead(self) -> bool:
-        """Measure one more of the costs that a controller weighs, while the engine is idle; returns whether more
-        remain.
-
-        The measurements hold memory until none remain, or until the next step.
+        """Measure one more cost that a controller weighs, while the engine is idle; returns whether more remain. Memory
+        is held until none remain, or until the next step.
 
         Raises:
             TruedraftError: this was called from inside a step.
@@ -284,9 +267,6 @@ class Engine:
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Hold the engine between two steps, or raise a `TruedraftError` if inside one; requests cancelled meanwhile
-        are then closed.
-        """
         try:
             with self._lock, torch.inference_mode():
                 yield
@@ -301,12 +281,7 @@ class Engine:
     def generate(self, prompt: Prompt | Sequence[Prompt], params: ParamsOfEach = None) -> Answer | list[Answer]:
         """Answer one prompt, or several at once.
 
-        Args:
-            prompt: a text, token ids, a `MultimodalPrompt`, or a list of these; an empty list means no prompts.
-            params: sampling options, for a list of prompts one for all or one for each.
-
-        Returns:
-            The answer, or a list of answers, in which a failed request has the finish reason "error".
+        Several prompts give a list, in which a failed request has the finish reason "error".
 
         Raises:
             TruedraftError: a single prompt failed.
@@ -329,12 +304,8 @@ class Engine:
     def chat(
         self, messages: Messages | Sequence[Messages], params: ParamsOfEach = None, **how: Unpack[ChatOptions]
     ) -> Answer | list[Answer]:
-        """Answer a conversation, or several at once, with the model's chat template; otherwise like `generate`.
-
-        Args:
-            messages: each with role and content; or a list of such lists, one for each conversation.
-            params: sampling options, for several conversations one for all or one for each.
-            how: options of the template, the same for all: see `truedraft.text.tokenizer.ChatOptions`.
+        """Answer a conversation, or several at once, with the model's chat template; otherwise like `generate`. `how`
+        are options of the template, see `truedraft.text.tokenizer.ChatOptions`.
 
         Raises:
             PromptError: these are no messages.
@@ -359,7 +330,6 @@ class Engine:
         return _answers_of(prompt, prepared)
 
     def _prepare_each(self, prompt: Prompt | Sequence[Prompt], params: ParamsOfEach) -> list[list[Request] | Answer]:
-        """For each prompt the requests of all samples; of several prompts, an invalid one is answered already."""
         if is_one(prompt):
             if params is not None and not isinstance(params, SamplingParams):
                 raise PromptError(f"one prompt takes one SamplingParams, got a {type(params).__name__}")
@@ -458,10 +428,8 @@ class Engine:
         rule: Rule | None = None,
         scope: Hashable = None,
     ) -> Request:
-        """Queue a request, which takes part from the next step on; first come, first served if there is no room.
-
-        Does not block. The caller must call `step`, or wait in `generate` or `stream`, until the last piece,
-        `request.pieces[-1].answer`, is present and `request.closed` is true.
+        """Queue a request, which runs from the next step with room for it; does not block. Someone must call `step`, or
+        wait in `generate` or `stream`, until `request.pieces[-1].answer` is present and `request.closed` is true.
 
         Args:
             sample: which of its `n` answers this request is for; each is drawn with its own noise.
@@ -489,9 +457,7 @@ class Engine:
         scope: Hashable = None,
         shown: Mapping[int, str] | None = None,
     ) -> Request:
-        """Return a checked request for `enqueue`; otherwise like `submit`. `shown` names special tokens, by id, to be
-        shown.
-        """
+        """Return a checked request for `enqueue`; like `submit`. `shown` names special tokens to be shown, by id."""
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
@@ -541,9 +507,7 @@ class Engine:
             raise PromptError("this is no request of this engine; give it what its own submit returned")
 
     def _settle(self) -> None:
-        """Close cancelled requests, unless another thread is stepping, which then does it. Finalizers of abandoned
-        streams call this in any thread, so it must neither block nor disturb a running step.
-        """
+        """Close cancelled requests, unless another thread is stepping, which then does it; finalizers call it."""
         while self._leaving and self._lock.try_now():
             try:
                 self._close_cancelled()
@@ -558,9 +522,7 @@ class Engine:
                 self._close(request)
 
     def step(self) -> bool:
-        """Run one step for all running requests; returns whether any request is left.
-
-        Several threads may call it; they are served in order of arrival.
+        """Run one step for all running requests, in this thread; returns whether any request is left.
 
         Raises:
             TruedraftError: called from inside a step, as by a listener.
@@ -615,7 +577,6 @@ class Engine:
         self._sharing.begin(request, self._scheduler.running)
 
     def _or_fail(self, request: Request, work: Callable[[Request], None]) -> None:
-        """Call `work` for a request; if it fails, as for lack of memory, only this request ends."""
         try:
             work(request)
         except Exception as error:
@@ -643,7 +604,6 @@ class Engine:
         return not request.closed
 
     def _preempt(self, request: Request) -> None:
-        """Release a request's memory and move it to the front of the queue."""
         assert request.cache is not None
         self._drafting.end(request)
         self._sharing.end(request)
@@ -654,7 +614,7 @@ class Engine:
         self.preemptions += 1
 
     def _run(self, batch: Batch) -> None:
-        """Run a step. If it fails for several requests, try each half, so that only the broken requests fail."""
+        """Run a step. If it fails, try each half, so that only the broken requests fail."""
         try:
             record = self._step.run(batch)
         except Exception as error:
@@ -688,9 +648,7 @@ class Engine:
             self._memory.give_back()
 
     def check_idle(self) -> list[str]:
-        """Leaks of requests while none runs or waits: an empty list, unless the engine has a bug. Called whenever it
-        becomes idle; requests left open by an interrupted step are closed.
-        """
+        """Leaks of requests while none runs or waits: an empty list, unless the engine has a bug."""
         self._times.rest()
         for request in [request for request in self._open.values() if request.finish_reason is not None]:
             self._close(request)
@@ -702,7 +660,6 @@ class Engine:
         return lost
 
     def _close(self, request: Request) -> None:
-        """Release what a finished request held, even if a part of that fails."""
         self._scheduler.remove(request)
         try:
             if request.cache is not None:
@@ -722,7 +679,6 @@ class Engine:
             request.closed = True  # last, because other threads then read the answer
 
     def _end(self, requests: Sequence[Request]) -> None:
-        """Close these requests; one that a running step works on is closed after the step."""
         left = [request for request in requests if not request.closed]
         for request in left:
             self.cancel(request)
@@ -732,7 +688,6 @@ class Engine:
 
 
 def _answers_of(prompt: Prompt | Sequence[Prompt], prepared: Sequence[list[Request] | Answer]) -> Answer | list[Answer]:
-    """The answer to a prompt, or a list for several prompts, from their finished requests."""
     found: list[Answer] = []
     for samples in prepared:
         if isinstance(samples, Answer):

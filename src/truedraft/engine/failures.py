@@ -28,16 +28,14 @@ logging.getLogger("truedraft").addHandler(logging.NullHandler())
 
 
 class Failures:
-    """The failures of one engine's parts. They fail no answer, so they would go unnoticed if they were not logged."""
+    """The failures of one engine's parts."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[object, ...]] = set()
         self._warned = False
 
     def log(self, who: str, error: Exception) -> None:
-        """Log a failure with its traceback, unless the same kind of error at the same line was logged before. The
-        locals of its frames are cleared: an answer keeps its error, which would keep tensors and caches alive.
-        """
+        """Log a failure once per kind and line, and clear the locals of its frames, which would keep tensors alive."""
         last = traceback.extract_tb(error.__traceback__)[-1:]
         kind = (who, type(error), *((frame.filename, frame.lineno) for frame in last))
         if kind not in self._logged:
@@ -55,9 +53,7 @@ class Failures:
         work: Callable[[Sequence[StepItem]], Sequence[Found]],
         give_up: Callable[[Request, Exception], None],
     ) -> list[Found | None]:
-        """Call `work` for all items together; if that fails, for each item separately. One that fails separately gets
-        None, and its request is given up.
-        """
+        """Call `work` for all items together or, if that fails, for each; one that fails gets None and is given up."""
         try:
             return list(work(items))
         except Exception as error:
@@ -68,7 +64,6 @@ class Failures:
             return [found for item in items for found in self.run_or_split(who, [item], work, give_up)]
 
     def count_retry(self, requests: Sequence[Request], who: str, error: Exception) -> None:
-        """Log that something failed for several requests together, and is now tried separately."""
         self.log(who, error)
         for request in requests:
             request.counters.recoveries += 1
@@ -88,9 +83,7 @@ def summary(error: Exception) -> str:
 
 
 class GuardedDrafter:
-    """Calls one drafter for all requests. A request for which it fails continues without it, with a warning; others are
-    not affected. `number` is a key of its noise, `spent` the time of the last `propose`, if measured.
-    """
+    """Calls one drafter for all requests; one for which it fails continues without it, with a warning."""
 
     def __init__(self, name: str, number: int, drafter: Drafter, target: LanguageModel, failures: Failures) -> None:
         self.name, self.drafter, self._number = name, drafter, number
@@ -118,10 +111,10 @@ class GuardedDrafter:
     def propose(self, items: Sequence[StepItem]) -> dict[int, Proposal]:
         """Checked proposals by request id, each within its budget; none for requests for which it fails."""
         self.spent = None
-        made = self._failures.run_or_split(self._who, items, self._ask, self.give_up)
+        made = self._failures.run_or_split(self._who, items, self._propose, self.give_up)
         return {item.request.id: each for item, each in zip(items, made, strict=True) if each is not None}
 
-    def _ask(self, items: Sequence[StepItem]) -> list[Proposal]:
+    def _propose(self, items: Sequence[StepItem]) -> list[Proposal]:
         requests, budgets = [item.request for item in items], [item.budget(self.name) for item in items]
         noise = [item.noise.of_member(self._number) for item in items]
         lag = 0 if self._on_device else sum(self.hint(request).behind for request in requests)

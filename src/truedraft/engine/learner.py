@@ -32,21 +32,14 @@ class EngineLearner(Protocol):
     """Trains drafters while an engine runs."""
 
     @property
-    def status(self) -> LearnerStatus:
-        """Its work so far."""
-
+    def status(self) -> LearnerStatus: ...
     def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
-        """Called while an engine is made, when only its target, drafter and rule have been checked.
-
-        Returns:
-            The drafter to use from now on, and the watcher that observes every step.
+        """Called while an engine is made; returns the drafter to use, and the watcher that observes every step.
 
         Raises:
             CompositionError: no drafter can learn.
         """
 
-    def close(self) -> None:
-        """Stop learning."""
-
+    def close(self) -> None: ...
     def changes(self) -> Sequence[tuple[str, Callable[[], None]]]:
         """Called before each step: names of drafters with new weights, each with the function that sets them."""

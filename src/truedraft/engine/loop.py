@@ -14,9 +14,7 @@ from truedraft.errors import TruedraftError
 
 
 class FairLock:
-    """A lock that the longest waiting thread gets; Python's own mostly goes to the thread that just released it. Not
-    re-entrant.
-    """
+    """A lock that the longest waiting thread gets; not re-entrant."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -26,11 +24,9 @@ class FairLock:
 
     @property
     def mine(self) -> bool:
-        """Whether the calling thread holds the lock."""
         return self._taken and self._owner == threading.get_ident()
 
     def refuse_mine(self) -> None:
-        """Raise a `TruedraftError` if the calling thread holds the lock, which it would wait for forever."""
         if self.mine:
             raise TruedraftError("this was called from inside a step, as by a listener; call it when the step is over")
 
@@ -80,7 +76,6 @@ class FairLock:
         self.give_back()
 
     def give_back(self) -> None:
-        """Release the lock after `try_now`."""
         with self._guard:
             self._hand_over()
 
@@ -95,13 +90,9 @@ class FairLock:
 class Loop:
     """Steps an engine for all waiting callers.
 
-    A single caller steps in its own thread. As soon as a second one waits, a driver thread steps for all of them until
-    the engine is idle, so that threads do not pass the engine on at every step, and a slow consumer delays nobody. For
-    callers in an event loop the driver always steps.
-
-    Args:
-        step: one step of the engine; returns whether any request is left. It acquires `lock` itself, as a user's own
-            calls of `step` do.
+    A single caller steps in its own thread. As soon as a second one waits, and for event loops, a driver thread steps
+    for all of them until the engine is idle, so that threads do not pass the engine on at every step. `step` returns
+    whether any request is left; it acquires `lock` itself.
     """
 
     def __init__(self, step: Callable[[], bool], lock: FairLock) -> None:
@@ -136,7 +127,6 @@ class Loop:
                 self._changed.notify_all()
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Let the driver step until `done`, or until the driver ends."""
         with self._changed:
             self._begin_driving()
             self._changed.wait_for(lambda: done() or self._driver is None)
@@ -144,7 +134,6 @@ class Loop:
                 raise self._failure
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """`run_until` for an event loop, which continues to run while the driver steps."""
         there, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake() -> None:
@@ -166,7 +155,6 @@ class Loop:
                 self._wakes.remove(wake)
 
     def _begin_driving(self) -> None:
-        """Start the driver unless it runs; the lock is held."""
         if self._driver is None:
             self._failure = None
             run = contextvars.copy_context().run  # so that torch uses the caller's number of threads
@@ -187,7 +175,6 @@ class Loop:
                 self._notify_all()
 
     def _notify_all(self) -> None:
-        """Wake all waiting callers; the lock is held."""
         self._changed.notify_all()
         for wake in self._wakes:
             wake()

@@ -1,7 +1,5 @@
-"""Memory of requests: the target's key/value caches, drafters' caches and state, and free buffers kept for reuse. A
-request is granted room for its prompt and the next 256 tokens of its answer. Memory is distributed when requests
-arrive, approach the end of their grant, or finish. The target's caches come first; drafters release theirs when more
-is needed; then the latest request is preempted, and later continues exactly where it was.
+"""Memory of requests: key/value caches of the target and the drafters, and free buffers. A request is granted room for
+its prompt and the next 256 tokens. When memory is short, drafters release theirs, then the latest request is preempted.
 """
 
 from __future__ import annotations
@@ -40,12 +38,8 @@ _WORKSPACE = 3 << 29
 
 
 def gpu_cache_bytes(device: torch.device, utilization: float, reserved: int = 0) -> int | None:
-    """Bytes available for keys and values on a GPU; None on a CPU.
-
-    A share of the total memory, less what weights and other processes use now, and less 1.5 GiB for activations.
-
-    Args:
-        utilization: the share; as vLLM's `gpu_memory_utilization`.
+    """Bytes available for keys and values on a GPU; None on a CPU. A share `utilization` of the total memory, less what
+    weights and other processes use now, and less 1.5 GiB for activations.
 
     Raises:
         OptionError: it is no number above 0 and up to 1, or leaves nothing.
@@ -75,7 +69,6 @@ class Holding:
 
     @property
     def is_held(self) -> bool:
-        """Whether it has room; defined for running requests."""
         return self.drafter not in self.request.drafting.no_room
 
 
@@ -84,9 +77,7 @@ class CacheMemory:
 
     Args:
         limit: bytes; None is no limit, on a GPU what `utilization` leaves.
-        utilization: share of a GPU's memory that may be in use, by any process; see `gpu_cache_bytes`. The caches for
-            measuring costs while requests run are taken from it.
-        requests: most that run at once; None is any number.
+        utilization: see `gpu_cache_bytes`; the caches for measuring costs are taken from it.
 
     Raises:
         OptionError: the limit is no whole number of 1 or more, the share leaves nothing, or there is less memory.
@@ -141,9 +132,7 @@ class CacheMemory:
         self._prefixes = [store for store, pool in prefixes if pool is None or pool.most_bytes is None]
 
     def _reserve(self, pools: Sequence[CachePool], requests: int | None, spare: int) -> None:
-        """Allocate fixed pools in proportion to their bytes per token, because target and drafts cache the same tokens;
-        none larger than `requests` full contexts and all cached prefixes need.
-        """
+        """Allocate pools in proportion to their bytes per token: target and drafts cache the same tokens."""
         assert self.limit is not None
         of_all = max(sum(pool.position_bytes for pool in pools), 1)
         kept = sum(store.most_bytes for store in self._stores)
@@ -162,9 +151,6 @@ class CacheMemory:
             self._holding = [*self._holding, pool]
 
     def __del__(self) -> None:
-        """Release cached prefixes and reserved memory, even if the models live on. Never during a recording: nothing
-        recorded drops an engine, and `CudaGraphs` disables garbage collection.
-        """
         for store in self._stores if self._holding else ():
             store.trim(0)
         for pool in self._holding:
@@ -195,9 +181,7 @@ class CacheMemory:
         return self.limit is None or not running or self._has_room([*running, request], ())
 
     def grow(self, running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Extend the grants of requests that approach the end of theirs; returns these, and those to preempt for lack
-        of room, the latest first.
-        """
+        """Extend the grants that are nearly used up; returns their requests, and those to preempt, the latest first."""
         if self.limit is None:
             return [], []
         near = [each for each in running if each.granted < each.most_tokens and _is_near(each)]
@@ -215,19 +199,16 @@ class CacheMemory:
         self._changed = True
 
     def give_back(self) -> None:
-        """Release free buffers to the system."""
         for pool in self._distinct_pools:
             pool.trim(pool.kept_bytes)
         return_freed_memory()
 
     def share(self, running: Sequence[Request], new: Collection[Request]) -> tuple[list[Holding], list[Holding]]:
-        """Distribute memory among the drafters of running requests, of which the `new` ones have none yet; returns what
-        must be released now, and what may be held again.
-        """
+        """Distribute memory among drafters; returns what must be released, and what may be held again."""
         if self.limit is None or not (new or self._changed):
             return [], []
         self._changed = False
-        holdings = self._wanted(running)
+        holdings = self._requested(running)
         held = [each for each in holdings if each.request not in new and each.is_held]
         before, taken = set(held), []
         while held and not self._has_room(running, held):
@@ -242,8 +223,7 @@ class CacheMemory:
         self._reserved = self._bytes(running, held)
         return taken, [each for each in held if each not in before and each.request not in new]
 
-    def _wanted(self, requests: Iterable[Request]) -> list[Holding]:
-        """All that drafters would hold, sorted by bytes, then by the order of requests."""
+    def _requested(self, requests: Iterable[Request]) -> list[Holding]:
         found = [
             (self._bytes((), [holding]), place, holding)
             for place, request in enumerate(requests)
@@ -256,7 +236,6 @@ class CacheMemory:
         return sum(self._bytes_by_pool(requests, held).values())
 
     def _has_room(self, requests: Sequence[Request], held: Iterable[Holding], share: float = 1.0) -> bool:
-        """Whether these fit into a share of the memory, and of each pool."""
         assert self.limit is not None
         found = self._bytes_by_pool(requests, held)
         most = [(found[id(pool)], pool.most_bytes) for pool in self._distinct_pools]
@@ -265,7 +244,6 @@ class CacheMemory:
         )
 
     def _bytes_by_pool(self, requests: Sequence[Request], held: Iterable[Holding]) -> dict[int, int]:
-        """The same by pool id; under 0 the state of drafters outside pools."""
         caches: dict[int, list[tuple[int, RequestCache | None]]] = {id(pool): [] for pool in self._distinct_pools}
         caches[id(self._pools[id(self._target)])] += [(request.granted, request.cache) for request in requests]
         other_bytes = 0
@@ -281,7 +259,6 @@ class CacheMemory:
         return [(self._pools[id(own.model)], own) for own in held.models] + [(own.pool, own) for own in held.heads]
 
     def bound(self, request: Request) -> None:
-        """Limit a request's caches to its grant."""
         if self.limit is None:
             return
         assert request.cache is not None
@@ -291,21 +268,19 @@ class CacheMemory:
             self.bound_drafter(request, name)
 
     def bound_drafter(self, request: Request, name: str) -> None:
-        """Limit one drafter's caches of a request to its grant."""
         for _, own in self._caches_of(self._members[name]):
             if request.id in own.caches:
                 own.caches[request.id].limit_to(own.most(request.granted))
 
     def settle(self, running: Sequence[Request]) -> None:
-        """After a step: release buffers and prefixes that exceed the limit."""
+        """Release buffers and prefixes that exceed the limit, after a step."""
         if self.limit is None:
             return
         if self._changed:
-            self._reserved = self._bytes(running, (each for each in self._wanted(running) if each.is_held))
+            self._reserved = self._bytes(running, (each for each in self._requested(running) if each.is_held))
         self.trim()
 
     def trim(self) -> None:
-        """Release free buffers and cached prefixes that do not fit together with the reserved memory."""
         if self.limit is None:
             return
         for pool in self._distinct_pools:
@@ -321,7 +296,6 @@ class CacheMemory:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of free buffers and of cached prefixes."""
         return sum(pool.kept_bytes for pool in self._distinct_pools) + sum(each.n_bytes for each in self._prefixes)
 
     def room(self, requests: int) -> int:
@@ -340,7 +314,6 @@ class CacheMemory:
         return min(self._bytes(running, ()) / self.limit, 1.0)  # grants are extended before a request is preempted
 
     def used(self, running: Iterable[Request]) -> int:
-        """Bytes allocated now: for running requests, by drafters, and kept."""
         caches = [request.cache for request in running]  # a copy, because a step may run at the same time
         own = sum(cache.n_bytes for cache in caches if cache is not None)
         own = self._pools[id(self._target)].held_bytes or own
@@ -366,7 +339,6 @@ def _pool_of(model: LanguageModel) -> CachePool:
 
 
 def _use_a_cache(model: LanguageModel, pool: CachePool) -> None:
-    """Run one forward, from which the pool measures the bytes per position."""
     with model.trying() as cache:
         with torch.inference_mode():
             model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])

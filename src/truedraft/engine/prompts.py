@@ -1,4 +1,4 @@
-"""From callers' prompts and options to requests of token ids: only here the engine knows about text."""
+"""From callers' prompts and options to requests of token ids."""
 
 from __future__ import annotations
 
@@ -156,8 +156,7 @@ def encode(target: LanguageModel, prompt: Prompt) -> list[int]:
 
 
 def check_max_tokens(target: Reader, max_tokens: int) -> None:
-    """Refuse more tokens than the target's context can hold after any prompt; a smaller number ends the answer by
-    "length".
+    """Refuse more tokens than the target's context can hold after any prompt.
 
     Raises:
         OptionError: says what the context can hold.
@@ -192,7 +191,6 @@ def _too_long(target: Reader, has: str, context: int) -> PromptError:
 
 
 def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
-    """Check the inputs of a prompt against those that the target's forward accepts."""
     unknown = sorted(set(prompt.inputs) - target.input_names)
     if unknown and not target.input_names:
         raise PromptError(f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} reads text alone here")
@@ -202,7 +200,7 @@ def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
             f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} takes none; it takes {known}"
         )
     if target.sources is None and len(prompt.token_ids) < 2:
-        raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
+        raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text after it")
 
 
 def _encode_text(target: Reader, prompt: str) -> list[int]:
@@ -243,8 +241,6 @@ def _whole_number(token: object) -> int:
 def _wrong_type(prompt: object) -> PromptError:
     return PromptError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
 
-
-# ------------------------------------------------------------------------------------ options
 
 _numbers = itertools.count()  # over all engines, because two of them may share a drafter
 
@@ -295,7 +291,6 @@ def new_request(
 
 
 def _check_target(params: SamplingParams, target: LanguageModel, source_tokens: int) -> None:
-    """Refuse an adapter that the target does not have, and logprobs of a prompt that an encoder reads."""
     if params.prompt_logprobs is not None and source_tokens:
         raise OptionError("is for models that write their prompts, and an encoder reads them", field="prompt_logprobs")
     name = params.adapter
@@ -311,7 +306,6 @@ def _check_target(params: SamplingParams, target: LanguageModel, source_tokens: 
 def _form(
     params: SamplingParams, target: LanguageModel, forms: Forms | None, tokens: list[int], owner: Hashable
 ) -> Form | None:
-    """The form of a structured answer, or of one with reasoning; None if it may be anything."""
     structured, span = params.structured, params.reasoning
     if structured is None and (span is None or span.budget is None):
         return None
@@ -326,7 +320,6 @@ def _form(
 
 
 def _predicted(prediction: str | tuple[int, ...] | None, target: LanguageModel) -> tuple[int, ...]:
-    """Token ids that an answer is expected to repeat."""
     if isinstance(prediction, str):
         if target.tokenizer is None:
             raise OptionError("is a text and needs a tokenizer; this model has none, so give ids", field="prediction")
@@ -350,7 +343,6 @@ def _check_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """Token ids of words at the beginning of a text and after a space; lists of ids are unchanged."""
     found: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):

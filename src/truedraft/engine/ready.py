@@ -52,9 +52,8 @@ Step: TypeAlias = tuple[TreeShape, ...]
 def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
     """The shapes of forwards in steps, rounded up to powers of two, the largest first.
 
-    These are 1, 2, 4, ... requests with one token each; the same with drafts of 1, 3, 7, ... tokens up to the limits,
-    while the total number of rows is small; and the ends of prompts, one at a time. Trees, and few or many tokens per
-    request, use different kernels, so parts of prompts of each kind are also combined with a tree.
+    These are 1, 2, 4, ... requests with one token each; the same with drafts of 1, 3, 7, ... tokens up to the limits;
+    and parts of prompts of each kind, also combined with a tree, because these use different kernels.
 
     >>> [[len(each) for each in step] for step in step_shapes([Budget(3)], 2) if len(step[0]) <= 4]
     [[4, 4], [2, 2], [4], [1, 1], [2], [1]]
@@ -76,15 +75,12 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
 
 
 def recorded_steps(steps: Sequence[Step], contexts: Iterable[int]) -> list[tuple[int, Step]]:
-    """Pairs of context length and shape to run, one per bucket; if there are more than can be kept, those with few new
-    tokens and short contexts.
-    """
+    """Pairs of context length and shape, one per bucket; at most as many as can be kept, those with few new tokens."""
     found = {_bucket(step, context): (context, step) for context in contexts for step in steps}
     return sorted(found.values(), key=lambda each: each[0] * _total(each[1]))[:MOST_KEPT]
 
 
 def _bucket(step: Step, context: int) -> Bucket:
-    """The bucket of a shape if the longest text has `context` tokens at its end."""
     nodes = max((len(each) for each in step if not each.is_chain), default=0)
     return Bucket.recorded(len(step), max(map(len, step)), _total(step), context, nodes)
 
@@ -94,7 +90,6 @@ def _total(step: Step) -> int:
 
 
 def _star(rows: int) -> TreeShape:
-    """A root with all other tokens as its children."""
     return TreeShape((-1, *(0,) * (rows - 1)))
 
 
@@ -152,7 +147,7 @@ def make_ready(
     for drafter, context, count in groups:
         try:
             for params in (_GREEDY, _SAMPLED):
-                _rehearse(drafter, target.vocab_size, seen, params, context, count)
+                _warm_up_drafts(drafter, target.vocab_size, seen, params, context, count)
         except Exception as error:
             _log.warning("the drafter %r was not made ready: %s", drafter.name, error)
         progress(next(done) / total, drafter.name)
@@ -189,7 +184,6 @@ def _settle_forward(target: LanguageModel, layers: Sequence[int], segments: Sequ
 
 
 def _read_up_to(target: LanguageModel, cache: RequestCache, length: int) -> None:
-    """Fill a cache to a length with a dummy text."""
     cache.rollback(min(cache.length, length))
     while (count := min(length - cache.length, _PART)) > 0:
         target.forward([Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), (), prompt=count)])
@@ -197,7 +191,6 @@ def _read_up_to(target: LanguageModel, cache: RequestCache, length: int) -> None
 
 
 def _segment(cache: RequestCache, shape: TreeShape) -> Segment:
-    """A segment with logits at all rows, as verification needs them."""
     return Segment(cache, torch.zeros(len(shape), dtype=torch.int64), shape, range(len(shape)))
 
 
@@ -205,10 +198,9 @@ def _forward(target: LanguageModel, layers: Sequence[int], segments: Sequence[Se
     return target.forward_showing(segments, layers) if layers else target.forward(segments)
 
 
-def _rehearse(
+def _warm_up_drafts(
     drafter: Drafter, vocab_size: int, seen: ForwardOutput, params: SamplingParams, context: int, count: int
 ) -> None:
-    """Let a drafter draft to all depths for `count` requests, one of them almost as long as the context."""
     length = max(1, context - min(_SLACK, context // 2))
     group = _Group(drafter, vocab_size, seen, params, [length, *[min(_SHORT, length)] * (count - 1)])
     try:
@@ -224,10 +216,7 @@ def _rehearse(
 
 
 def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[tuple[int, int]]:
-    """Pairs of context length and number of requests to draft for, the largest first; if there are too many, few
-    requests and short contexts. A draft is recorded for each depth and for each number of tokens read before, greedy
-    and sampled.
-    """
+    """Pairs of context length and number of requests to draft for, the largest first, as many as can be kept."""
     limit = min(drafter.limits.depth, _LONGEST)
     each = 2 * (len(depths(limit)) + len(doublings(limit)))
     fit = [context for context in contexts if drafter.model is None or context <= drafter.model.context_length]
@@ -236,9 +225,7 @@ def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[t
 
 
 class _Group:
-    """Dummy requests that a drafter drafts for together; one row of a forward of the target serves as all features that
-    it reads.
-    """
+    """Dummy requests that a drafter drafts for together; one row of a forward serves as all features."""
 
     def __init__(
         self,
@@ -270,7 +257,6 @@ class _Group:
         self._drafter.observe(self._requests, outcomes)
 
     def step(self, depth: int, kept: int, most: int) -> None:
-        """Draft for all requests and accept a part of their longest paths, unless a text would get too long."""
         if max(map(len, self._texts)) + depth + 1 > most:
             return
         limits, step = self._drafter.limits, next(self._steps)
@@ -299,7 +285,6 @@ class _Group:
         return StepOutcome(proposal, path, tokens, hidden, logits if features.logits else None, tuple(layers))
 
     def end(self) -> None:
-        """End the requests and empty their caches."""
         for request in self._begun:
             for own in self._drafter.held.models:
                 if request.id in own.caches:

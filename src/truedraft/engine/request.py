@@ -36,7 +36,6 @@ class DraftLimits:
 
     @property
     def unavailable(self) -> set[str]:
-        """Drafters that do not draft for it now."""
         return self.excluded | self.no_room if self.no_room else self.excluded
 
 
@@ -53,14 +52,12 @@ class Request:
         rule: Rule,
         sample: int,
     ) -> None:
-        # What was asked.
         self.draft, self.id, self.params = draft, draft.id, draft.params
         self.shaping, self.inputs = draft.shaping, draft.inputs  # how options change logits; inputs beyond tokens
         self.rule, self.sample = rule, sample  # each sample has its noise
         self.noise_seed = draft.params.seed or 0  # key of its noise; an engine sets it for a request without a seed
         self.prompt_tokens, self.most_tokens = len(tokens), most_tokens
         self._stop_ids = stop_ids  # they end the answer, and are not part of it
-        # How far it is.
         self.tokens = tokens  # prompt and answer so far
         self.granted = most_tokens  # tokens that it has memory for
         self.drafting = DraftLimits()
@@ -70,7 +67,6 @@ class Request:
         self.last_step: StepItem | None = None
         self._read_to = self.prompt_tokens  # tokens to prefill, more after a preemption
         self._steps = 0
-        # What comes out.
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.warnings: list[str] = []
@@ -92,12 +88,10 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be emitted, by max_tokens and the context."""
         return self.most_tokens - len(self.tokens)
 
     @property
     def computed(self) -> int:
-        """Tokens in the target's cache."""
         cache = self.draft.cache
         return cache.length if cache is not None else 0
 
@@ -122,11 +116,10 @@ class Request:
 
     @property
     def emitted(self) -> int:
-        """New tokens so far."""
         return len(self.tokens) - self.prompt_tokens
 
     def put_back(self) -> None:
-        """Wait again after a preemption; the answer so far is kept, and is prefilled like a prompt later."""
+        """Wait again after a preemption; the answer so far is prefilled later."""
         self.cache, self.awaits, self.last_step = None, None, None
         self._read_to = len(self.tokens)
         self.drafting.no_room = set(self.drafting.excluded)
@@ -138,8 +131,8 @@ class Request:
         return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
-        """Append what a verdict emits, up to the first token that ends the answer; returns the tokens, and whether an
-        end-of-text or stop token ended the answer after them.
+        """Append a verdict's tokens up to the answer's end; returns them, and whether an end-of-text or stop token
+        ended it.
         """
         tokens: list[int] = []
         text: list[str] = []
@@ -166,25 +159,23 @@ class Request:
             emitted = verdict.divergence[: len(tokens)]
             self.divergences.extend(emitted)
             self.counters.divergence = (self.counters.divergence or Divergence()) + Divergence.of(emitted)
-        self._give("".join(text), self._text.settled_tokens)
+        self._append_piece("".join(text), self._text.settled_tokens)
         return tuple(tokens), ended_by_id
 
     def count(self, step: RequestStep) -> None:
-        """Count a step's work for it, after its tokens were emitted."""
         self.counters.count(step)
         if step.prefill and step.emitted:
             self._prefilled.append(self.emitted - step.emitted)
         if step.shares and self.params.stop:  # a stop text may remove tokens counted for drafters
             self._drafted.append((self.emitted - step.emitted, step.shares))
 
-    def _give(self, text: str, settled: int, answer: Answer | None = None) -> None:
-        """Append a piece with the tokens not given yet, up to the answer's first `settled`."""
+    def _append_piece(self, text: str, settled: int, answer: Answer | None = None) -> None:
         first, self._given = self._given, settled
         tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
         self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))
 
     def take_piece(self) -> Piece:
-        """The next piece for a stream; raises the error of a request that failed instead of its last piece."""
+        """The next piece for a stream; raises the error of a failed request."""
         piece = self.pieces.pop(0)
         if piece.answer is not None and self.error is not None:
             raise self.error
@@ -195,7 +186,6 @@ class Request:
         self.finish_reason = "error"
 
     def finish(self) -> Answer:
-        """Close the answer; the last piece carries it."""
         assert self.finish_reason is not None
         self._total_s = time.perf_counter() - self._submitted
         rest = self._text.finish()
@@ -207,11 +197,10 @@ class Request:
         kept = min(self._text.kept_tokens, self.emitted)
         self._take_back(kept)
         answer = self.answer(kept)
-        self._give(rest, kept, answer)
+        self._append_piece(rest, kept, answer)
         return answer
 
     def _take_back(self, kept: int) -> None:
-        """Remove tokens of a stop text from the counts of accepted, emitted and tried tokens."""
         removed = self.origins[kept:]
         counters = self.counters
         prefill = sum(place >= kept for place in self._prefilled)
@@ -239,7 +228,6 @@ class Request:
             counters.divergence = Divergence.of(self.divergences)
 
     def answer(self, kept: int) -> Answer:
-        """The answer with the first `kept` new tokens."""
         total_s = time.perf_counter() - self._submitted if self._total_s is None else self._total_s
         return Answer(
             text=self._text.text if self._text.writes else None,

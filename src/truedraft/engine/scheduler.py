@@ -30,9 +30,7 @@ _RETRY = 64  # timed steps after which more tokens are tried
 
 
 class Scheduler:
-    """Requests join and leave between steps; first come, first served. `reading` decides how many prompt tokens a step
-    reads.
-    """
+    """Requests join and leave between steps; first come, first served."""
 
     def __init__(self, max_batch: int, reading: PromptReading) -> None:
         self.max_batch = max_batch
@@ -44,7 +42,6 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self, fits: Callable[[Sequence[Request], Request], bool]) -> list[Request]:
-        """Admit waiting requests while there is room; returns the new ones."""
         admitted: list[Request] = []
         while self.waiting and len(self.running) < self.max_batch and fits(self.running, self.waiting[0]):
             request = self.waiting.popleft()
@@ -53,7 +50,6 @@ class Scheduler:
         return admitted
 
     def next(self) -> Batch:
-        """The next step: all requests that decode, and parts of prompts."""
         ready = [each for each in self.running if each.awaits is None and each.finish_reason is None]
         reading = [request for request in ready if not request.decodes]
         parts = self.reading.parts(reading, len(reading) < len(ready)) if reading else ()
@@ -61,12 +57,10 @@ class Scheduler:
         return Batch([StepItem(request, tokens) for request in ready if (tokens := fed.get(request, 1))])
 
     def put_back(self, request: Request) -> None:
-        """Move a running request to the front of the queue."""
         self.running.remove(request)
         self.waiting.appendleft(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, if it runs or waits."""
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
@@ -91,17 +85,15 @@ class PromptReading(ABC):
         """Tokens that each of these reads in the next step, in which others may be `decoding`; 0 to wait."""
 
     def observe(self, record: StepRecord) -> None:  # noqa: B027 - optional
-        """Learn from a step."""
-
+        ...
     def read_less(self, tokens: int) -> bool:
         """After a step that read `tokens` prompt tokens ran out of memory; returns whether later steps read fewer."""
         return False
 
 
 class FixedParts(PromptReading):
-    """A fixed number of tokens per step, for CPUs: the rows of a part have the same bits whatever else is read. Parts
-    end at multiples of their size, whatever was copied before them. While answers are being decoded, no step reads
-    more than one part; else at most `most` tokens.
+    """A fixed number of tokens per step, for CPUs: parts end at multiples of their size, so that their rows have the
+    same bits whatever else is read. At most `most` tokens; one part while answers are being decoded.
     """
 
     def __init__(self, part: int = PIECE, most: int = 1024) -> None:
@@ -121,9 +113,9 @@ class FixedParts(PromptReading):
 class TimedParts(PromptReading):
     """As many tokens per step as a bound on its seconds allows, for devices, which read thousands as fast as hundreds.
 
-    The number is a power of two. A step that exceeds the bound halves it; it doubles if twice the seconds are within
-    the bound, and after 64 steps in any case. Steps that also decode have their own number and a tighter bound. A part
-    that is not the last of its prompt is only queued, and counts for the next step that is waited for.
+    The number is a power of two: a step that exceeds the bound halves it; it doubles if twice the seconds are within
+    the bound, and after 64 steps. Steps that also decode have their own number and a tighter bound. A part that is not
+    the last of its prompt counts for the next step that is waited for.
 
     Half of a step's tokens are for the oldest prompt, so that none starves, the other half for those with the least
     left to read. Parts end with their prompts or at multiples of 256 tokens.
@@ -139,7 +131,6 @@ class TimedParts(PromptReading):
         self._queued: list[tuple[int, float, bool]] = []  # tokens, seconds and whether settled, since the host waited
 
     def tokens(self, decoding: bool) -> int:
-        """Most prompt tokens of the next step."""
         return self._sizes[decoding]
 
     def parts(self, reading: Sequence[Request], decoding: bool) -> list[int]:
@@ -190,14 +181,12 @@ class TimedParts(PromptReading):
 
 
 def _whole(request: Request) -> int:
-    """All tokens of a prompt with inputs such as images, which is read in one step; 0 for others."""
     return request.prompt_tokens if request.inputs is not None and not request.computed else 0
 
 
 def _part(request: Request, room: int) -> int:
-    """Tokens of a prompt's next part: all that is left, or up to the last multiple of 256 within `room` tokens; with
-    logprobs 256, because the logits of all are in memory. Of 1,000 tokens with 100 computed, room for 900 takes the
-    rest, room for 700 takes 668 (up to 768), and room for 100 none.
+    """The rest of a prompt, or up to the last multiple of 256 within `room`; with logprobs 256, as all logits are in
+    memory. Of 1,000 tokens with 100 computed, room for 900 takes the rest, 700 takes 668 (up to 768), 100 none.
     """
     if request.params.prompt_logprobs is not None:
         room = min(room, PIECE)

@@ -17,9 +17,7 @@ _LEAST_SHARE = 1 / 16
 
 
 class PrefixSharing:
-    """Shares prefixes among the requests of one engine. `most_bytes` are kept for later requests, divided among models
-    by their weights; None keeps nothing, 0 disables sharing.
-    """
+    """Shares prefixes; `most_bytes` are kept for later requests. None keeps nothing, 0 disables sharing."""
 
     def __init__(self, target: LanguageModel, members: Mapping[str, Drafter], most_bytes: int | None) -> None:
         most = None if most_bytes is None else check_whole("prefix_cache_bytes", most_bytes, least=0)
@@ -47,7 +45,6 @@ class PrefixSharing:
 
     @property
     def copied_tokens(self) -> int:
-        """Prompt tokens of all requests so far that the target did not compute."""
         return self._own.copied
 
     def begin(self, request: Request, running: Sequence[Request]) -> None:
@@ -90,7 +87,6 @@ class PrefixSharing:
             request.copied_tokens += copied
 
     def end(self, request: Request) -> None:
-        """Keep a finished request's prefix, unless it failed or has other inputs; its cache still exists."""
         try:
             if request.error is None and request.inputs is None:
                 self._own.keep(request.id)

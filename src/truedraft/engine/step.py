@@ -31,7 +31,6 @@ class Step:
         self._layers = () if features is None else features.layers
 
     def run(self, batch: Batch) -> StepRecord:
-        """One step; each request gains tokens, a part of its prompt, or an error."""
         clock, settling = StepClock(self._target.device), Settling(self._target, self._drafting)
         self._drafting.decide(batch)
         clock.lap()
@@ -51,7 +50,6 @@ class Step:
         return self._target.forward_showing(segments, self._layers) if self._layers else self._target.forward(segments)
 
     def _commit(self, batch: Batch) -> tuple[RequestStep, ...]:
-        """Keep accepted paths in the caches, emit and count; returns a record for each request."""
         steps: list[RequestStep] = []
         for item in batch:
             shape = item.proposal.tree.shape
@@ -72,7 +70,6 @@ class Step:
         return tuple(steps)
 
     def _emit(self, item: StepItem, verdict: Verdict, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Append a verdict's tokens to the answer; returns the accepted path and the tokens, cut at its end."""
         request, shape = item.request, item.proposal.tree.shape
         tokens, ended_by_id = request.emit(verdict, item.logprobs)
         step.nodes, step.depth, step.listed_tokens = len(shape), shape.depth, shape.listed
@@ -106,9 +103,8 @@ class Step:
 
 
 class StepClock:
-    """Times the parts of one step. On a CUDA device drafting and the forward are only queued, so events in the queue
-    time them, which the host reads after the step's one synchronization; without one, as after a part of a prompt,
-    the seconds are the host's.
+    """Times the parts of one step, on a CUDA device by events, which the host reads after the step's one
+    synchronization; without one the seconds are the host's.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -36,9 +36,8 @@ class Verifier:
         self._drafting = drafting
 
     def rule_for(self, params: SamplingParams, own: Rule | None = None) -> Rule:
-        """The rule for a request, its own or the engine's. Greedy ones under a lossless rule are verified by
-        comparison, because every such rule keeps exactly the argmax; so are seeded ones, because their tokens must
-        not depend on drafter and rule.
+        """A request's own rule or the engine's. Greedy ones under a lossless rule are verified by comparison, because
+        every such rule keeps exactly the argmax; so are seeded ones, so that tokens do not depend on drafter and rule.
 
         Raises:
             OptionError: a seed together with a lossy rule, under which tokens depend on the drafts.
@@ -69,7 +68,6 @@ class Verifier:
             _settle(item)
 
     def _take_rows(self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor) -> Tensor | None:
-        """Set the distributions of the items' tree rows; returns which rows of `logits` `[rows, vocab]` are valid."""
         own = logits.split_with_sizes(list(sizes))
         if any(item.request.shaping is not None for item in items):
             trees, shapings = [item.proposal.tree for item in items], [item.request.shaping for item in items]
@@ -87,7 +85,6 @@ class Verifier:
         return sound
 
     def _judge(self, items: Sequence[StepItem], sizes: Sequence[int], sound: Tensor | None) -> None:
-        """Set the verdicts of the items and their broken tree rows, with one transfer to the host."""
         by_rule: dict[Rule, list[StepItem]] = {}
         for item in items:
             by_rule.setdefault(item.request.rule, []).append(item)
@@ -117,9 +114,6 @@ class Verifier:
     def _changed(
         self, items: Sequence[StepItem], on_device: Collection[StepItem], unsound: Mapping[int, Collection[int]]
     ) -> list[StepItem]:
-        """Remove invalid ids, and draws that do not match their probabilities (`unsound`: tree rows by item); returns
-        the items that had any.
-        """
         changed = []
         for number, item in enumerate(items):
             if item in on_device and not self._drafting.admits(item):
@@ -134,9 +128,7 @@ class Verifier:
 
 
 def _settle(item: StepItem) -> None:
-    """Cut an item's verdict after the first token that was not computed and before the first broken tree row; the rest
-    is what plain decoding would emit. Frees the tensors used for verification.
-    """
+    """Cut an item's verdict after the first uncomputed token and before the first broken tree row."""
     verdict = item.verdict
     assert verdict is not None
     if item.kept is not None:
@@ -152,7 +144,6 @@ def _settle(item: StepItem) -> None:
 
 
 def _logprobs(item: StepItem, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of the verdict's tokens, if the request has them enabled."""
     params = item.request.params
     if params.logprobs is None or not verdict.tokens:
         return ()
@@ -165,14 +156,12 @@ def _logprobs(item: StepItem, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
 
 
 def _argmax_will_do(item: StepItem) -> bool:
-    """Whether rule and logprobs need only the largest entry of each row."""
     params = item.request.params
     processed = params.logprobs is not None and params.logprobs_mode == "processed"
     return item.request.rule.sees == "argmax" and not processed
 
 
 def _note_prompt(item: StepItem, logits: Tensor) -> None:
-    """Record the log probabilities of a prompt's part from the step's `logits` `[rows, vocab]`."""
     request = item.request
     following = request.tokens[item.context + 1 : min(item.context + item.fed + 1, request.prompt_tokens)]
     del request.prompt_logprobs[item.context :]  # left by a step that failed half-way

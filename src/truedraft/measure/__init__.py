@@ -1,7 +1,4 @@
-"""Acceptance and gain of drafting: traces and their replay, plans, trees fitted to text, and how many nodes pay.
-
-`bench` runs benchmarks, also of other engines (`peers`). Each name loads on first use.
-"""
+"""Acceptance and gain of drafting: traces and their replay, plans, trees fitted to text, and how many nodes pay."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Candidate:
     Attributes:
         drafter: of the largest size; it is replayed.
         timed: a drafter with proposals of the same cost, by their depth.
-        words: by size, in rising order, the words for `--drafter`.
+        words: by size, in rising order, for `--drafter`.
     """
 
     typed: str
@@ -55,10 +55,7 @@ class Candidate:
 
 
 def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnings.warn) -> dict[str, Drafter]:
-    """Drafters known to fit a target, by their words: those that `auto` chooses among, and more of each kind if any.
-
-    The newest trained drafter of a kind has only the kind's word, unless `auto` leaves it out; others have folders.
-    """
+    """Drafters known to fit a target, by their words: those that `auto` chooses among, and more of each kind if any."""
     found: list[tuple[str, Drafter]] = []
     newest = {each.kind: str(each.folder) for each in reversed(find_drafters(target))}
     for words, drafter in auto_members(target, tell=tell, most=_MOST_OF_A_KIND):
@@ -72,9 +69,9 @@ def candidates_of(
 ) -> list[Candidate]:
     """The candidates that a drafter's words leave open; a drafter with chosen sizes is one candidate.
 
-    Where nothing was chosen these are tried: chains of 1 to 12 tokens, of a draft model also a few trees and, for
-    sampled requests, two to four chains at once; trees of heads of 1 to 64 nodes; 1 to 8 beams of a recurrent head, of
-    every length that it was trained for; both widths of weights for drafts made of the target.
+    By default: chains of 1 to 12 tokens, of a draft model also a few trees and, for sampled requests, two to four
+    chains at once; trees of heads of 1 to 64 nodes; 1 to 8 beams of every length; both widths of weights for drafts of
+    the target.
 
     Args:
         made: the drafter, of any sizes, if it is loaded already; its model or heads are not loaded again.
@@ -113,7 +110,7 @@ def candidates_of(
         return [Candidate(typed, largest, largest, trees)]
     if words.options.get("async") == "1":
         raise OptionError(
-            "a plan cannot say what async brings, which hangs on the cores that the target leaves; plan "
+            "a plan cannot predict the gain of async, which depends on the cores that the target leaves; plan "
             f"{spelled(replace(words, options={n: v for n, v in words.options.items() if n != 'async'}), {})!r}, and "
             "compare both by truedraft generate --compare"
         )
@@ -125,12 +122,10 @@ def candidates_of(
 
 
 def _whole(typed: str, drafter: Drafter, words: str | None = None) -> Candidate:
-    """A drafter as it is; `words` are given where they differ from those typed."""
     return Candidate(typed, drafter, drafter, {drafter.limits.nodes: words or typed})
 
 
 def _pairs(words: Words, typed: str, base: Drafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
-    """For a head that reads pairs: chains of every length and, for greedy answers, likeliest trees."""
     if words.options.keys() & {_LENGTH, _BRANCHING, _NODES}:
         return [_whole(typed, base)]
     found = [_of_sizes(words, typed, target, _LENGTH, range(1, LONGEST + 1))]
@@ -138,14 +133,12 @@ def _pairs(words: Words, typed: str, base: Drafter, target: LanguageModel, param
 
 
 def _of_sizes(words: Words, typed: str, target: LanguageModel, option: str, sizes: Sequence[int]) -> Candidate:
-    """Every value of an option, up to the last one."""
     spelt = {size: spelled(words, {option: size}) for size in sizes}
     largest = from_spec(spelt[sizes[-1]], target)
     return Candidate(typed, largest, largest, spelt)
 
 
 def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) -> list[Candidate]:
-    """For a draft model: a chain, trees and, for sampled requests, several chains; or the number of chains chosen."""
     if _CHAINS in words.options:
         return [_chains(words, typed, base, int(words.options[_CHAINS]))]
     longest = base.resized(num_speculative_tokens=LONGEST)
@@ -160,14 +153,13 @@ def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) 
 
 
 def _chains(words: Words, typed: str, base: DraftModel, count: int) -> Candidate:
-    """`count` chains at once, of every length: a budget of `count` nodes per level keeps the first levels."""
     drafter = base.resized(num_speculative_tokens=LONGEST, chains=count)
     lengths = {count * length: spelled(words, {_CHAINS: count, _LENGTH: length}) for length in range(1, LONGEST + 1)}
     return Candidate(typed, drafter, drafter, lengths)
 
 
 def _settled(words: Words, base: Any, target: LanguageModel, params: SamplingParams) -> tuple[Any, Words]:
-    """A head with sampling settled; by default it does not sample, because sampled beams cannot be replayed."""
+    """A head that does not sample by default, because sampled beams cannot be replayed."""
     made = base.settled(params)
     if base.sampled is None and made.sampled:
         words = replace(words, options=dict(words.options) | {_SAMPLED: "false"})
@@ -177,11 +169,7 @@ def _settled(words: Words, base: Any, target: LanguageModel, params: SamplingPar
 
 
 def _beams(words: Words, typed: str, base: Any, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
-    """Every width and length; each is replayed, because a shorter search keeps other nodes than a longer one's first.
-
-    Seeded requests get beams chosen by noise, in another order than that in which fewer nodes would be kept; so each
-    number of nodes is a separate candidate.
-    """
+    """Every width and length, each replayed; seeded requests get beams in another order, so each is a candidate."""
     found: list[Candidate] = []
     longest = base.head.config.length
     for beams in _WIDTHS:

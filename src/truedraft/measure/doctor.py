@@ -1,10 +1,9 @@
 """The doctor: a drafter is replayed on its target's own answers and compared with variants of common mistakes.
 
-Each variant drafts chains along the same answers. Its acceptance at each position is known without sampling, so the
-two are compared prompt by prompt by flipping the signs of the differences (`sign_flips`), with Holm's correction for
-the number of variants. A variant is called better if the difference is significant and large enough to matter. It then
-replaces the given drafter, and the other variants are tried again, because a drafter may have several faults. A sound
-drafter is called faulty with a probability of at most 1 %: later rounds are run only after a first fault was found.
+Each variant drafts chains along the same answers. Acceptance is known without sampling, so the two are compared prompt
+by prompt by flipping the signs of the differences (`sign_flips`), with Holm's correction. A variant that is
+significantly and enough better replaces the given drafter, and the others are tried again. A sound drafter is called
+faulty with a probability of at most 1 %: later rounds are run only after a first fault was found.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ class Replayed:
     """Result of decoding answers with a drafter's chains.
 
     Attributes:
-        accepted: `[prompts]`: accepted tokens, summed over the positions of an answer.
-        places: `[prompts]`: tokens emitted by the target calls after the prompt's.
-        calls: `[prompts]`: these calls.
+        accepted: `[prompts]`, summed over the positions of an answer.
+        calls, places: `[prompts]`: target calls after the prompt's, and tokens that they emit.
         survival: share of positions at which the first 1, 2, ... drafted tokens are accepted.
     """
 
@@ -62,7 +60,6 @@ class Replayed:
 
     @property
     def tokens_per_call(self) -> Interval:
-        """Tokens per target call, with an interval by resampling prompts."""
         return ratio_over_prompts(self.places.tolist(), self.calls.tolist())
 
     @property
@@ -72,12 +69,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Trial:
-    """A variant compared with the given drafter, or with the best one so far.
-
-    Attributes:
-        gain: tokens per call more than without the variant, on the same texts.
-        p_value: corrected for the number of variants.
-    """
+    """A variant compared with the given drafter; `gain` in tokens per call, `p_value` corrected for their number."""
 
     variant: Variant
     tokens_per_call: Interval | None = None
@@ -89,12 +81,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a drafter.
-
-    Attributes:
-        gain: in tokens per call; None where the fault was not found by a variant.
-        mends: whether the fix is a changed head or draft model.
-    """
+    """A fault; `gain` in tokens per call, None without a variant; `mends`: the fix changes the head or draft model."""
 
     name: str
     meaning: str
@@ -108,9 +95,9 @@ class Diagnosis:
     """What the doctor found.
 
     Attributes:
-        faults: the worst first; empty for a sound drafter.
+        faults: the worst first.
         trials: variants of the given drafter, the best first; those that could not be tried last.
-        best: the replay with all faults fixed that variants name, by temperature.
+        best: the replay with all faults fixed, by temperature.
     """
 
     noun: str
@@ -144,7 +131,6 @@ class Diagnosis:
         return message
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         given, best = (
             {f"{temperature:g}": record_of(each.tokens_per_call) for temperature, each in cases.items()}
             for cases in (self.given, self.best)
@@ -204,7 +190,7 @@ def examine(
     given = {0.0: _answered(case, fits, tokens, 0.0)}
     bar.show("the target answers at temperature 1")
     given[1.0] = _answered(case, fits, tokens, 1.0)
-    trials, faults, best = _mended(kind.variants, given, bar)
+    trials, faults, best = _repaired(kind.variants, given, bar)
     bar.show("what to expect")
     replayed = {temperature: replay(each) for temperature, each in best.items()}
     as_given = replayed if best is given else {temperature: replay(each) for temperature, each in given.items()}
@@ -237,11 +223,7 @@ Cases = Mapping[float, Case]
 """A case for each temperature of its answers."""
 
 
-def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
-    """Trials against the given drafter; the faults that variants name, the worst first; and the case without them.
-
-    A variant that is better replaces the given drafter, and the others are tried again.
-    """
+def _repaired(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
     faults: list[Fault] = []
     first: list[Trial] = []
     best, left = given, list(variants)
@@ -263,11 +245,7 @@ def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[
 
 
 def promised_by(figures: Mapping[str, Any], length: int) -> dict[float, float]:
-    """Tokens per call by temperature on a card, for chains of the length that the doctor drafts.
-
-    Args:
-        figures: as in `TrainedDrafter`.
-    """
+    """Tokens per call by temperature on a card, for chains of the length that the doctor drafts."""
     served = figures.get("served")
     return {
         float(each["temperature"]): float(each["mean_acceptance_length"])
@@ -277,7 +255,6 @@ def promised_by(figures: Mapping[str, Any], length: int) -> dict[float, float]:
 
 
 def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: float) -> Case:
-    """The case with the target's answers; answers with fewer than two tokens are left out."""
     params = SamplingParams(max_tokens=tokens, temperature=temperature)
     requests = [(each.name, list(each.ids), params) for each in prompts]
     pairs = [
@@ -310,7 +287,6 @@ def replay(case: Case) -> Replayed:
 
 
 def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Trial], dict[str, Case]]:
-    """Try every variant on a case; returns the trials, and by name the case to continue with if a variant is better."""
     found: list[Trial] = []
     untried: list[Trial] = []
     better: dict[str, Case] = {}
@@ -349,10 +325,8 @@ def _gain(trial: Trial) -> float:
 
 
 def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
-    """Faults found without a variant: weights that are not finite, and a draft model that reads other ids.
-
-    A weak draft may know little more than token frequencies, which an exchange of ids of similar frequency hardly
-    changes. So a draft that is sometimes accepted and does better than chance reads the right ids.
+    """Weights that are not finite, and a draft model that reads other ids. A weak draft may know little more than token
+    frequencies, so one that is sometimes accepted and does better than chance reads the right ids.
     """
     overflow = "numbers that are none"
     if isinstance(case.part, Head):
@@ -381,7 +355,6 @@ def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
 
 
 def _losses(case: Case, exchanged: Tensor | None = None) -> Numbers:
-    """Loss of a draft model on each answer, nats per token, `[prompts]`; with `exchanged`, on texts with mapped ids."""
     found = []
     for trace in case.traces:
         ids = torch.tensor((*trace.prompt, *trace.tokens))

@@ -61,11 +61,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Way:
-    """A replica with a constant number of open requests, answered in one way.
-
-    Attributes:
-        token_ms: mean time between two tokens of an answer, including prompts that are read in between.
-    """
+    """A replica with a constant number of open requests; `token_ms` includes prompts that are read in between."""
 
     drafter: str
     requests_per_s: float
@@ -75,11 +71,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Level:
-    """A replica with a constant number of open requests.
-
-    Attributes:
-        ratio: tokens per second, best over plain.
-    """
+    """A replica with a constant number of open requests; `ratio` is tokens per second, best over plain."""
 
     requests: int
     rows: int
@@ -98,11 +90,7 @@ class Replicas:
 
 
 def levels(plan: Plan, traffic: Traffic, most: int, what_if: WhatIf | None = None) -> list[Level]:
-    """A replica with 1, 2, ... `most` requests open.
-
-    Args:
-        traffic: prompts and answers; their mean context replaces the plan's.
-    """
+    """A replica with 1, 2, ... `most` requests open; the traffic's mean context replaces the plan's."""
     what_if, context = what_if or WhatIf(), round(traffic.prompt + traffic.answer / 2)
     there = replace(plan, context=context)
     prompt_s = what_if.forwards(plan.forwards)(traffic.prompt, [0])

@@ -44,11 +44,10 @@ class Plan:
     """The measurements of a plan, and where they are valid.
 
     Attributes:
-        model: name, fingerprint (None where there is none), dtype, bytes of weights and device of the target.
+        model: name, fingerprint (or None), dtype, bytes of weights and device of the target.
         context: mean number of cached tokens.
-        batch: requests answered together, for the recommendation.
         forwards: V of the target.
-        measured: measured speed-ups over plain decoding of runs that checked the plan, by the drafter's words.
+        measured: measured speed-ups over plain decoding, by the drafter's words.
     """
 
     truedraft: str
@@ -65,25 +64,16 @@ class Plan:
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def best(self, batch: int | None = None, what_if: WhatIf | None = None) -> list[Prediction]:
-        """For each drafter its best size, the best drafter first.
-
-        Args:
-            batch: requests answered together; None is the plan's own.
-        """
+        """For each drafter its best size, the best drafter first; `batch` None is the plan's own."""
         found = self._sizes(self.drafters, batch, what_if or WhatIf())
         first = {each.drafting.drafter: each for each in reversed(found)}  # the best of widths with different costs
         return [each for each in found if first[each.drafting.drafter] is each]
 
     def ways(self, words: str, batch: int | None = None) -> list[Prediction]:
-        """The best size of each way in which one drafter may draft (a chain, several, trees), the best way first.
-
-        Args:
-            batch: requests answered together; None is the plan's own.
-        """
+        """The best size of each way in which one drafter may draft (a chain, several, trees), the best way first."""
         return self._sizes([each for each in self.drafters if each.drafter == words], batch, WhatIf())
 
     def _sizes(self, drafters: Sequence[Drafting], batch: int | None, what_if: WhatIf) -> list[Prediction]:
-        """The best size of each drafter, the best one first."""
         there = self._there(what_if)
         there_drafting = [what_if.drafting(each, self.memory, self.forwards) for each in drafters]
         found = [there.best_of(each, batch or self.batch) for each in there_drafting]
@@ -138,7 +128,6 @@ class Plan:
                     raise CompositionError(f"the plan was made for another {name} ({there}, and here {now}); {_AGAIN}")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"format": _FORMAT, **asdict(self), "recommended": self.recommended()}
 
     @classmethod
@@ -191,10 +180,9 @@ def make_plan(
     """Run the target once over prompts, replay every size of every drafter on its answers, and measure the costs.
 
     Args:
-        params: sampling options of the answers; the prompts' own may differ only in the seed.
+        params: of the answers; the prompts' own may differ only in the seed.
         made: drafters that are loaded already, by their words.
         costs: of the target's steps; None loads or measures them.
-        progress: called with the finished share and what is being done.
 
     Raises:
         DataError: the answers are too short to plan with.
@@ -245,7 +233,6 @@ def _version() -> str:
 
 
 def _mean_context(traces: Sequence[AnswerTrace]) -> int:
-    """Cached tokens of a step, the mean over all positions."""
     cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
     return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
 
@@ -253,7 +240,6 @@ def _mean_context(traces: Sequence[AnswerTrace]) -> int:
 def _drafting(
     candidate: Candidate, walks: Sequence[Walk], costs: StepCosts, params: SamplingParams, context: int
 ) -> Drafting:
-    """Gains of a candidate's sizes, by its walks along the traces, and their costs."""
     drafter = candidate.drafter
     options, survival = options_of(walks, candidate.words)
     cost = costs.drafting(candidate.timed, params)
@@ -266,7 +252,6 @@ def _drafting(
 
 
 def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
-    """Merge options of one drafter that have the same cost."""
     found: dict[tuple[str, DraftCost], Drafting] = {}
     for each in drafting:
         key = each.drafter, each.cost
@@ -280,7 +265,6 @@ def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
 
 
 def _growth(drafter: Drafter, costs: StepCosts, context: int) -> CostCurve:
-    """Cost of proposals for several requests relative to one: as that of as many rows, see `predictions`."""
     if drafter.model is None and drafter.features is None:
         return CostCurve(tuple(map(float, BATCHES)), tuple(map(float, BATCHES)))
     forwards = costs.forwards() if drafter.model is None else StepCosts(drafter.model).forwards()

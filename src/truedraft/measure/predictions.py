@@ -5,11 +5,10 @@
 for each request of a batch: V over the rows of all requests, both sums averaged over the replayed steps, because a
 drafter that finds nothing to propose costs no rows. Further assumptions:
 
-- All requests of a batch draft alike in a step, at the plan's mean context.
-- Drafting for n requests costs as much as n rows do where the drafter runs: by the draft model's own curve V(n) / V(1);
-  for heads by the target's; for a drafter that runs no model n times as much.
-- The interval is that of tokens per call, by resampling prompts; costs are taken as measured. Host work and verdicts
-  beyond them are not included.
+- All requests of a batch draft alike, at the plan's mean context.
+- Drafting for n requests costs as n rows do: by the draft model's own V(n) / V(1); for heads by the target's; for a
+  drafter that runs no model n times as much.
+- The interval is that of tokens per call, by resampling prompts. Host work and verdicts are not included.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ _LEAST_SHARE = 1e-4
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One size of one drafter, and its tokens per call.
-
-    Attributes:
-        nodes: most nodes drafted in a step; the length of a chain.
-        steps: kinds of steps: drafted nodes, their depth, and the share of steps.
-    """
+    """One size of one drafter; `steps` are drafted nodes, their depth, and the share of steps."""
 
     drafter: str
     nodes: int
@@ -49,20 +43,13 @@ class PlanOption:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of memory.
-
-    Attributes:
-        weights: read in a forward.
-        cached_token: keys and values of a token.
-        each_token: whether the weights are read for each level of drafting, or once for all.
-    """
+    """Bytes of weights, of a cached token, and whether the weights are read for each level of drafting."""
 
     weights: int
     cached_token: int = 0
     each_token: bool = False
 
     def read(self, forwards: int, context_tokens: int) -> int:
-        """Bytes read by `forwards` forwards of few tokens that read `context_tokens` cached tokens in all."""
         return forwards * self.weights + context_tokens * self.cached_token
 
 
@@ -116,7 +103,6 @@ class Circumstance:
         return self._known[key]
 
     def predict(self, drafting: Drafting, option: PlanOption, requests: int = 1) -> Prediction:
-        """Predicted gain of an option for each request of a batch."""
         plain_s = self.verify_s(1, requests)
         verify_s = sum(share * self.verify_s(nodes + 1, requests) for nodes, _, share in option.steps)
         draft_s = sum(share * drafting.seconds(depth, requests) for _, depth, share in option.steps)
@@ -124,7 +110,6 @@ class Circumstance:
         return Prediction(option, drafting, option.tokens_per_call.times(factor), verify_s + draft_s, plain_s)
 
     def best_of(self, drafting: Drafting, requests: int = 1) -> Prediction:
-        """The size of a drafter with the largest predicted gain, the first of equal ones."""
         return max(
             (self.predict(drafting, option, requests) for option in drafting.options),
             key=lambda each: each.speedup.value,
@@ -166,7 +151,6 @@ class WhatIf:
         return TargetCost(base, attention, cost.request_s, cost.settles_s / self.bandwidth)
 
     def drafting(self, drafting: Drafting, target: Footprint, cost: TargetCost) -> Drafting:
-        """A drafter on that machine; `cost` is V on this one."""
         rate = target.weights / cost.base.seconds[0] if target.weights and cost.base.seconds[0] > 0.0 else 0.0
         pass_s = drafting.memory.weights / rate if rate else 0.0
 

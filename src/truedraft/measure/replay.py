@@ -1,8 +1,7 @@
 """Trace replay: step along a target's own text as decoding would, each step starting after the tokens accepted before.
 
-The candidates of heads are deterministic: sampling from the target and following the child with the sampled token is
-the verification rule itself. So along a trace of the target's own samples nothing is random, and the replayed mean
-acceptance length is exactly that of an engine, at temperature 0 and at the temperature at which the trace was sampled.
+The candidates of heads are deterministic, so along a trace of the target's own samples nothing is random, and the
+replayed mean acceptance length is exactly that of an engine at the temperature at which the trace was sampled.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class Trace:
     At a step with last token `tokens[i]`, head k (from 0) reads `hidden[i]` and guesses `tokens[i + 1 + k]`.
 
     Attributes:
-        tokens: `[n]`, int64: the answer; its first token is the one that the prompt's forward gives.
+        tokens: `[n]`, int64: the first is the one that the prompt's forward gives.
         hidden: `[n, width]`: inputs of the target's LM head, each the one that gave its token.
-        stopped: whether the last token ended the answer and is not a part of it; otherwise it ended at its length.
+        stopped: whether the last token ended the answer and is not a part of it.
 
     Raises:
         DataError: there are not as many vectors as tokens.
@@ -83,15 +82,8 @@ def starts_of(traces: Sequence[Trace]) -> tuple[int, ...]:
 
 
 def tree_depths(traces: Sequence[Trace], most: int) -> NDArray[Any]:
-    """Largest depth of a tree at each position.
-
-    Where an answer ends at its length, the engine drafts only what is left.
-
-    Args:
-        most: the depth elsewhere.
-
-    Returns:
-        `[positions]`, int64, 0 to `most`; 0 where no token but the last is left.
+    """Largest depth of a tree at each position `[positions]`, int64, 0 to `most`: where an answer ends at its length,
+    the engine drafts only what is left.
     """
     found = [np.zeros(0, dtype=np.int64)]
     for trace in traces:
@@ -118,11 +110,9 @@ class TraceReplay:
     most: int
 
     def accepted(self, nodes: int) -> Tensor:
-        """Tokens `[positions]` that a step at each position accepts from a tree of `nodes` nodes."""
         return (self.fewest <= nodes).cumprod(dim=1).sum(dim=1)
 
     def visited(self, nodes: int) -> Tensor:
-        """Positions `[steps]` at which decoding with `nodes` nodes starts its steps."""
         lengths = (self.accepted(nodes) + 1).tolist()  # a step emits one more than it accepts
         found: list[int] = []
         for first, end in itertools.pairwise(self.starts):
@@ -133,10 +123,7 @@ class TraceReplay:
         return torch.tensor(found, dtype=torch.int64)
 
     def mean_acceptance_length(self, nodes: int) -> float:
-        """Tokens per target call of decoding the traces with trees of `nodes` nodes, including tokens that end answers.
-
-        NaN where no trace has two tokens.
-        """
+        """Tokens per target call of decoding with trees of `nodes` nodes; NaN where no trace has two tokens."""
         return len(self.fewest) / len(self.visited(nodes)) if len(self.fewest) else math.nan
 
     def points(self, nodes: Iterable[int] = CURVE_NODES) -> tuple[tuple[int, float], ...]:
@@ -144,23 +131,17 @@ class TraceReplay:
         return tuple((each, self.mean_acceptance_length(each)) for each in nodes if each <= self.most)
 
 
-# ---------------------------------------------------------------------- trees fitted to text
-
-
 class WrittenText(Protocol):
     """A target's own text at several temperatures."""
 
-    def traces(self, temperature: float) -> Sequence[Trace]:
-        """The answers sampled at a temperature."""
+    def traces(self, temperature: float) -> Sequence[Trace]: ...
 
 
 def cross_replayed(
     halves: Sequence[Half], ways: Callable[[Half, Half], Mapping[str, TraceReplay]], budgets: Sequence[int]
 ) -> dict[str, float]:
     """Tokens per target call of several ways to make trees, the mean over node budgets and both halves of a text.
-
-    Args:
-        ways: replays by name of ways fitted on the first argument, along the second.
+    `ways` are replays by name, fitted on the first argument, along the second.
     """
     found: dict[str, float] = {}
     for fitted, other in (halves, halves[::-1]):
@@ -173,8 +154,7 @@ def cross_replayed(
 def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: float = 0.01) -> bool:
     """Whether trees are chosen by the heads' own probabilities.
 
-    At temperature 1 heads were trained on the distributions that tokens are sampled from, so calibrated ones are used
-    only if they gain a hundredth; at other temperatures they are used unless they lose.
+    At temperature 1 calibrated ones are used only if they gain a hundredth; at others unless they lose.
     """
     least = least if temperature else 0.0
     return bool(compared) and compared[CALIBRATED] < compared[RAW] * (1.0 + least)
@@ -203,10 +183,7 @@ def _joined(parts: Sequence[Chunk]) -> Chunk:
 
 
 def _drafted_after(trace: Trace, places: Tensor, length: int) -> Tensor:
-    """The tokens `[places, length]` that steps at some positions may draft; -1 where none is drafted.
-
-    Without the last one, because the step that emits it ends the answer.
-    """
+    """The tokens `[places, length]` that steps may draft, not an answer's last; -1 where none is drafted."""
     after = places[:, None] + 1 + torch.arange(length)
     return torch.where(after < trace.steps, trace.tokens.cpu()[after.clamp(max=trace.steps)], -1)
 
@@ -229,7 +206,6 @@ def fit_survival(log_probs: Tensor, ranks: Tensor) -> AcceptanceOdds:
 
 
 def _fit(log_probs: Tensor, ranks: Tensor) -> Odds:
-    """Fit one depth; coefficients that would reverse the order of guesses are held at 0."""
     every = max(1, -(-len(ranks) // POSITIONS))
     own, ranks = log_odds(log_probs[::every, :RANKS].double()), ranks[::every]
     number = torch.arange(own.shape[1])
@@ -247,7 +223,7 @@ def _fit(log_probs: Tensor, ranks: Tensor) -> Odds:
 
 
 def _logistic(known: Tensor, right: Tensor, free: list[int]) -> list[float]:
-    """Logistic regression by Newton's method with a weak prior at the raw odds; coefficients not in `free` are 0."""
+    """Newton's method with a weak prior at the raw odds; coefficients not in `free` are 0."""
     prior = torch.tensor(RAW_ODDS, dtype=torch.float64)[free]
     x, found = known[:, free], prior.clone()
     for _ in range(_ROUNDS):

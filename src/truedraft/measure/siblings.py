@@ -56,26 +56,17 @@ class Draws(ABC):
         self._places.append(self._nothing() if q is None else self._factors(p_x, p, q, token))
 
     @abstractmethod
-    def _nothing(self) -> Numbers:
-        """Factors of a position without draws."""
-
+    def _nothing(self) -> Numbers: ...
     @abstractmethod
-    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
-        """Factors of a position; arguments as in `note`."""
-
+    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers: ...
     @abstractmethod
     def survival(self, place: int, depth: int) -> Numbers:
-        """The probability `[depth]` that a step at a position accepts its first 1, 2, ... drafted tokens.
-
-        For draws by ranks it is `[nodes + 1, depth]`, for each number of nodes.
-        """
+        """The probability `[depth]` that a step accepts its first 1, 2, ... tokens; by ranks `[nodes + 1, depth]`."""
 
 
 class ChainDraws(Draws):
-    """Several independent chains; the state is the number of chains that match the trace so far.
-
-    If the j-th of m draws is x and accepted, none before it was x: x is rejected only where q(x) > p(x), and then p_2
-    has none of it. Each of the m - j after it is x with probability q(x).
+    """Several independent chains; the state is the number of chains that match the trace so far. If the j-th of m draws
+    is x and accepted, none before it was x; each of the m - j after it is x with probability q(x).
     """
 
     def __init__(self, chains: int) -> None:
@@ -140,11 +131,7 @@ class TreeDraws(Draws):
         return self._by_nodes(places)
 
     def _by_nodes(self, places: Sequence[Numbers]) -> Numbers:
-        """`[nodes + 1, depth]`: survival with the first 0, 1, ... draws.
-
-        The probability that a node is the accepted one of its depth is the product of its ranks' probabilities along
-        its path.
-        """
+        """`[nodes + 1, depth]`: survival with the first 0, 1, ... draws; a node's is the product along its path."""
         assert self._ranks is not None
         chances = [np.diff(each, prepend=0.0) for each in places]
         found = np.zeros((len(self._ranks) + 1, len(places)))
@@ -167,8 +154,7 @@ def draws_of(drafter: Drafter, seed: int) -> Draws:
 
 
 def _accepted(p: Tensor, q: Tensor, token: int, draws: int, random: np.random.Generator | None = None) -> Numbers:
-    """A_j of a token for each draw, `[draws]`, see the module; without replacement where `random` samples the rejected
-    draws."""
+    """A_j of a token for each draw, `[draws]`, without replacement with `random`."""
     rows = 1 if random is None else _REJECTED
     left = np.repeat(p.double().cpu().numpy()[None], rows, axis=0)  # p_j, `[rows, vocab]`
     drawn = np.repeat(q.double().cpu().numpy()[None], rows, axis=0)  # q_j
@@ -188,6 +174,5 @@ def _accepted(p: Tensor, q: Tensor, token: int, draws: int, random: np.random.Ge
 
 
 def _scaled(weights: Numbers, otherwise: Numbers) -> Numbers:
-    """Rows normalised to sum 1; `otherwise` where they have no mass."""
     mass = weights.sum(axis=1, keepdims=True)
     return np.where(mass > 0.0, weights / np.where(mass > 0.0, mass, 1.0), otherwise)

@@ -1,7 +1,4 @@
-"""Traces: the target's own answers, together with the features that drafters need from each step.
-
-The target runs once. Drafters are then replayed on its answers any number of times without it (`walks`).
-"""
+"""Traces: the target's own answers, and the features from which drafters are replayed without it."""
 
 from __future__ import annotations
 
@@ -36,12 +33,11 @@ class AnswerTrace:
     At position i the text is the prompt and the first i + 1 tokens, and a drafter guesses `tokens[i + 1]` and onwards.
 
     Attributes:
-        tokens: the answer; the prompt's forward gives its first token.
+        tokens: the first is given by the prompt's forward.
         limit: most tokens of prompt and answer together.
-        stopped: whether the last token ended the answer and is no part of it; otherwise it ended at its length.
+        stopped: whether the last token ended the answer and is no part of it.
         seen: outcomes of the steps of plain decoding in order: parts of the prompt, then one token each.
-        probs: the target's processed probability of each token of `tokens`; empty for greedy and seeded answers,
-            because their replay does not need it.
+        probs: the target's processed probability of each token; empty for greedy and seeded answers.
         dists: the whole distributions `[vocab]`, kept where a drafter draws several tokens at one position.
     """
 
@@ -59,7 +55,7 @@ class AnswerTrace:
 
     @property
     def places(self) -> int:
-        """Steps of plain decoding after the prompt's, which is also the most steps of any decoding."""
+        """Steps of plain decoding after the prompt's."""
         return max(0, len(self.tokens) - 1)
 
     def remaining(self, place: int) -> int:
@@ -160,7 +156,6 @@ def traces_of_answers(
 def _plain_steps(
     target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int], *, whole: bool
 ) -> Iterator[StepOutcome]:
-    """Outcomes of plain decoding: parts of the prompt (all rows if `whole`), then one token each."""
     ids, end = [*prompt, *answer[:-1]], len(prompt)
     cache, edges = target.new_cache(), [*range(0, end, _READ), *range(end, len(ids), _ROWS), len(ids)]
     try:
@@ -188,12 +183,7 @@ def _plain_steps(
 
 
 class StepWatcher(NoDrafter):
-    """Never drafts; keeps the outcome of each step of each request.
-
-    Args:
-        drawn: whether there are sampled requests, for which token probabilities are kept.
-        whole: whether their whole distributions are kept as well.
-    """
+    """Never drafts; keeps outcomes of steps, with token probabilities if `drawn`, or `whole` distributions."""
 
     observes_lazily = False
 
@@ -211,13 +201,11 @@ class StepWatcher(NoDrafter):
 
     @classmethod
     def of(cls, drafters: Iterable[Drafter], *, drawn: bool) -> StepWatcher:
-        """Keeps what these drafters declare."""
         drafters = list(drafters)
         needed = [each.features for each in drafters if each.features is not None]
         return cls(needed, drawn, whole=any(map(draws_several, drafters)))
 
     def seen_of(self, request: int) -> dict[str, Any]:
-        """Fields of a request's trace, which are not kept any longer."""
         kept: dict[str, dict[int, Any]] = {"seen": self.seen, "probs": self.probs, "dists": self.dists}
         return {name: tuple(each.pop(request, ())) for name, each in kept.items()} | {"layers": self.layers}
 
@@ -280,11 +268,7 @@ def trace_after(
 
 
 def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal: Proposal) -> StepOutcome:
-    """The outcome that a drafter receives for a step of a trace in which nothing of its proposal was accepted.
-
-    Args:
-        step: index in `trace.seen`.
-    """
+    """The outcome that a drafter receives for step `trace.seen[step]`, with nothing of its proposal accepted."""
     kept = trace.seen[step]
     if features is None or kept.hidden is None:
         return StepOutcome(proposal, (), kept.tokens, partial=kept.partial)

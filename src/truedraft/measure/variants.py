@@ -1,8 +1,7 @@
 """Common mistakes with drafters, as data: for each kind the variants that the doctor tries, each with its fix.
 
-A variant is made from the given case: other weights, sizes or dtypes of the head or draft model, other hidden states of
-the target, or prompts written in another way. A variant that a case does not allow raises an error of this package, and
-is reported as not tried. The variants of one kind of heads are in its folder, as `variants`.
+A variant is made from the given case: other weights, sizes or dtypes, other hidden states of the target, or prompts
+written in another way. One that a case does not allow raises an error of this package, and is reported as not tried.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Source:
     """Where a drafter is stored, and changes to a draft model's files.
 
     Attributes:
-        without: pattern of names of files to leave out; "" is none.
+        without: pattern of names of files to leave out.
         files: JSON objects by the names of the files that they replace.
         dtype: of the model; None is the target's.
     """
@@ -56,7 +55,6 @@ class Source:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Content of config.json; empty where there is none."""
         return dict(self.files.get(CONFIG) or object_of(self.path / CONFIG))
 
     def draft(self, target: LanguageModel) -> LanguageModel:
@@ -112,7 +110,6 @@ class Case:
 
     @property
     def read_target(self) -> LanguageModel:
-        """The target as the drafter reads it."""
         return cast(LanguageModel, Wide(self.target)) if self.wide else self.target
 
     def seen(self) -> tuple[AnswerTrace, ...]:
@@ -123,11 +120,7 @@ class Case:
 
 
 class Pair(NamedTuple):
-    """Two cases to compare on the same tokens.
-
-    Attributes:
-        better: the case to continue with if the variant is better.
-    """
+    """Two cases to compare on the same tokens; `better` is the one to continue with if the variant is better."""
 
     given: Case
     changed: Case
@@ -141,12 +134,7 @@ def instead(given: Case, changed: Case) -> Pair:
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to read a drafter.
-
-    Attributes:
-        meaning: what is wrong with the given drafter if this is better.
-        fix: what to do then, by the better case.
-    """
+    """Another way to read a drafter: what is wrong if it is better, and the fix by the better case."""
 
     name: str
     meaning: str
@@ -174,8 +162,7 @@ class Wide:
     def embed(self, tokens: Tensor) -> Tensor:
         return self._target.embed(tokens).float()
 
-    def shared_heads(self, blocks: Any) -> None:
-        """None: the target's own implementation is in its dtype."""
+    def shared_heads(self, blocks: Any) -> None: ...
 
 
 def after_prompt(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
@@ -220,9 +207,6 @@ class Examined:
             if head is None:
                 raise
         return head.reading(target.shown_layers), mended
-
-
-# ------------------------------------------------------------------------------- heads
 
 
 def changed(
@@ -278,22 +262,19 @@ def _at_layers(change: Callable[[Sequence[int], int, LayerConfig], Sequence[int]
         now, most = case.part.config.layers, case.target.shown_layers
         layers = tuple(change(now, most, case.part.config))
         if not layers or layers == now or min(layers) < 0 or max(layers) >= most:
-            raise OptionError(f"there are no layers {list(layers)} beside {list(now)}")
+            raise OptionError(f"there are no layers {list(layers)} other than {list(now)}")
         return instead(case, case.of(changed(case.part, {"layers": layers})))
 
     return make
 
 
 def _theta_of(target: LanguageModel) -> float | None:
-    """The target's rope_theta; None where it has none, or several."""
     config = getattr(getattr(target, "module", None), "config", None)
     rope = getattr(config and config.get_text_config(), "rope_parameters", None)
     return rope.get("rope_theta") if isinstance(rope, dict) else None
 
 
 def _thetas(change: Callable[[Case, float | None], Pair]) -> list[Variant]:
-    """Variants with another rope_theta; `change` makes the case and refuses the theta that it has already."""
-
     def at_usual(case: Case) -> Pair:
         return change(case, None if _theta_of(case.target) == _USUAL_THETA else _USUAL_THETA)
 
@@ -313,8 +294,6 @@ def _at_theta(case: Case, theta: float | None) -> Pair:
 
 
 def _ids_moved(sign: int) -> Callable[[Case], Pair]:
-    """Makes a variant that adds each draft id's own index to it, or subtracts it."""
-
     def change(head: Any) -> Any:
         if head.draft_ids is None:
             raise OptionError("it guesses among all ids")
@@ -338,7 +317,6 @@ def _in_float32(case: Case) -> Pair:
 
 
 def _before_final_norm(case: Case) -> Pair:
-    """Heads read the output of the last layer in place of the input of the LM head."""
     last = case.target.shown_layers - 1
     if last not in case.layers:
         raise OptionError("the target shows no vector before its final norm")
@@ -354,7 +332,7 @@ WIDE = Variant(
 )
 RAW = Variant(
     "vector before the final norm",
-    "it was trained on what leaves the last layer, and reads what enters the LM head, behind the final norm",
+    "it was trained on what leaves the last layer, and reads what enters the LM head, after the final norm",
     lambda _: "train it on the vectors that enter the LM head, or fold the norm into its first layer",
     _before_final_norm,
 )
@@ -387,9 +365,6 @@ LAYERS = (
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------- prompts
-
-
 Form: TypeAlias = Callable[[Case, int], Sequence[int]]
 """Writes the prompt of a trace, given by its number, in one way."""
 
@@ -400,8 +375,6 @@ def _plain(case: Case, number: int) -> Sequence[int]:
 
 
 def _as_chat(of: Callable[[Case], Any]) -> Form:
-    """Writes a prompt as a single user message by a model's chat template."""
-
     def form(case: Case, number: int) -> Sequence[int]:
         tokenizer, prompt = of(case), case.prompts[number]
         if tokenizer is None or not isinstance(prompt, str):
@@ -412,7 +385,6 @@ def _as_chat(of: Callable[[Case], Any]) -> Form:
 
 
 def _other_bos(case: Case, number: int) -> Sequence[int]:
-    """With the BOS token where it is missing, without it where it is present."""
     ids = case.traces[number].prompt
     bos = None if case.target.tokenizer is None else case.target.tokenizer.backend.bos_token_id
     if bos is None:
@@ -421,11 +393,7 @@ def _other_bos(case: Case, number: int) -> Sequence[int]:
 
 
 def _written(form: Form) -> Callable[[Case], Pair]:
-    """Makes a variant with another way to write prompts.
-
-    Other prompts have other answers, which may be easier to predict. So both answers are replayed after both prompts:
-    what depends on the answers, and that each belongs to its own prompt, is the same on both sides.
-    """
+    """A variant with other prompts; both answers are replayed after both prompts, as one may be easier to predict."""
 
     def make(case: Case) -> Pair:
         prompts = [tuple(form(case, number)) for number in range(len(case.traces))]
@@ -454,23 +422,18 @@ _FORMS = (
             lambda _: "serve chats: --chat, or /v1/chat/completions",
             _written(_as_chat(lambda case: case.target.tokenizer))),
     Variant("first token (BOS) there or not",
-            "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it stands",
+            "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it is there",
             lambda _: "make the tokenizer's add_bos_token what it was in training, or train as prompts are served",
             _written(_other_bos)),
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------- draft models
-
-
 def _redrafted(case: Case, **changes: Any) -> Pair:
-    """A draft model of the same folder that is read in another way, in addition to earlier changes."""
     source = replace(case.source, **changes)
     return instead(case, replace(case, source=source, part=source.draft(case.target)))
 
 
 def _same_ids(case: Case) -> Pair:
-    """A draft model with another tokenizer, read as if its ids were the target's."""
     if case.part.shared_ids is None:
         raise OptionError("it has the target's tokenizer")
     return _redrafted(case, without=r"token|vocab|merges|spiece|tekken")
@@ -504,9 +467,6 @@ _DRAFT = (
     Variant("float32", "its numbers are too large or too far apart for the target's dtype, or badly quantised",
             lambda _: "load it in float32, or fetch weights in the dtype in which it was published", _wide_draft),
 )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------- kinds
 
 
 def examined(word: str) -> Examined | None:
@@ -558,7 +518,6 @@ def place_of(typed: str) -> tuple[str | None, Path]:
 
 
 def _with_layers(case: Case) -> Case:
-    """The layers that a drafter reads, their neighbours, and the last, as far as the target shows any."""
     features, most = case.chain(case.part).features, case.target.shown_layers
     if features is None or not most:
         return case

@@ -1,21 +1,17 @@
 """Walks: a drafter is replayed along known answers, and the result for every smaller draft size is read off its drafts.
 
-At each position of a trace the drafter is called for its largest proposal, through the interface that the engine uses,
-and then receives the next token of the trace. The proposed nodes that match the trace say what a step starting there
-accepts:
+At each position of a trace the drafter is called for its largest proposal and then receives the next token of the
+trace. The proposed nodes that match the trace say what a step starting there accepts:
 
-- Where the candidates are deterministic (greedy and seeded requests, prompt lookup, heads) nothing is random. A budget
-  of n nodes keeps the first n, so it accepts as many of them as match the trace. Replay is exact.
-- Where a chain is sampled from a draft's distribution, token x of the trace was an accepted draft token with
-  probability min(1, q(x) / p(x)), given the text (`theory.replay_factor`). Given the text, acceptance at one position
-  is independent of acceptance at another, so the product of the factors is the probability that a step accepts this
-  far. For several draws at one position the probability is known as well (`measure.siblings`); the number of nodes is
-  the one drawn in the replay. A draft model has the same q at a position for every draft depth; a drafter for which
-  this does not hold is evaluated along the trace from each position (`Drafter.along`).
+- Deterministic candidates (greedy and seeded requests, prompt lookup, heads) are replayed exactly.
+- Where a chain is sampled, token x was an accepted draft token with probability min(1, q(x) / p(x)), given the text
+  (`theory.replay_factor`), independently at each position, so the product of the factors is the probability that a step
+  accepts this far. For several draws at one position see `measure.siblings`. A drafter with another q for each depth is
+  evaluated along the trace from each position (`Drafter.along`).
 
-In both cases a step at position i accepts a tokens and the next step starts at i + a + 1. The sum over positions of the
-probability that a step starts there is the expected number of target calls for the answer. (The mean over all positions
-is a different number, because a step starts where the one before it failed, and those positions are not typical.)
+A step at position i accepts a tokens and the next one starts at i + a + 1. The sum over positions of the probability
+that a step starts there is the expected number of target calls. (The mean over all positions is another number, because
+a step starts where the one before it failed.)
 """
 
 from __future__ import annotations
@@ -73,16 +69,13 @@ class Walk:
     starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: also two calls.
 
     Attributes:
-        fewest: `[places, depth]`, int64: smallest node budget that contains the true continuation down to a depth;
-            `NEVER` where none does.
+        fewest: `[places, depth]`, int64: smallest node budget with the true continuation down to a depth, or `NEVER`.
         survival: `[places, depth]`: probability that the draft is accepted down to this depth if the nodes are in the
             budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
         depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
         sizes: `[places]`: nodes of the whole proposal, or the budget that it uses.
-        drafted: `[places, nodes + 1]`: nodes drafted with a budget of 0, 1, ..., where equal draws may leave part of it
-            unused; None where the whole budget is used.
-        guessed: share of a chain's tokens that took no level of drafting, as the drafter predicts it after the last
-            position.
+        drafted: `[places, nodes + 1]`: nodes drafted with a budget of 0, 1, ...; None where all of it is used.
+        guessed: share of a chain's tokens that took no level of drafting, as the drafter predicts it.
     """
 
     fewest: Numbers
@@ -94,11 +87,9 @@ class Walk:
 
     @property
     def tokens(self) -> int:
-        """Tokens emitted after the first one, including one that ends the answer."""
         return len(self.sizes)
 
     def steps(self, budgets: Sequence[int]) -> Steps:
-        """Decode with each of several node budgets."""
         requested = np.asarray(budgets, np.int64)[:, None]
         survival = self.survival
         if survival.ndim == 3:
@@ -126,10 +117,12 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
     """
     name, limits = drafter.name, drafter.limits
     if list(drafter.members.values()) != [drafter]:
-        raise OptionError(f"{name!r} is made of several drafters, and a plan is of each alone; name them one by one")
+        raise OptionError(
+            f"{name!r} is made of several drafters, and a plan is of each by itself; name them one by one"
+        )
     if drafter.features is not None and drafter.features.rows == "tree":
         raise OptionError(
-            f"drafter {name!r} learns from what the target says behind its own guesses, which answers alone do not "
+            f"drafter {name!r} learns from the target's output after its own guesses, which answers do not "
             "show; measure it with truedraft bench"
         )
     if not drawn or drafter.kinds <= {DrawKind.DETERMINISTIC}:
@@ -138,12 +131,12 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
     if not draws_several(drafter) and (drafter.kinds != {DrawKind.INDEPENDENT} or limits.width > 1):
         raise OptionError(
             f"drafter {name!r} draws candidates and keeps the best of several paths, whose acceptance at a temperature "
-            f"is not known from the target's answer alone; {how}, or take one that drafts chains"
+            f"is not known from the target's answer; {how}, or take one that drafts chains"
         )
     if limits.min_probability > 0.0:
         raise OptionError(
             f"drafter {name!r} stops by min_probability, so its length at a temperature is not known from the target's "
-            f"answer alone; {how}, or leave min_probability out"
+            f"answer; {how}, or leave min_probability out"
         )
 
 
@@ -208,14 +201,7 @@ def _run(drafter: Drafter, replays: Sequence[_Replay]) -> None:
 
 
 class _Replay:
-    """A request that is replayed along a trace.
-
-    Args:
-        number: of the request; negative, because the engine counts its own up from 0 and both may share a drafter.
-
-    Attributes:
-        walks_along: whether the drafter's distributions along the trace are used in place of proposals.
-    """
+    """A request along a trace, with a negative number, because the engine counts up from 0."""
 
     def __init__(self, number: int, trace: AnswerTrace, drafter: Drafter) -> None:
         self.trace = trace
@@ -256,7 +242,7 @@ class _Replay:
                 self._drafter.end(self.request)
 
     def budget(self) -> Budget:
-        """The largest budget allowed here; one token where a sampled chain has the same q for every depth."""
+        """The largest budget allowed here; one token where q is the same for every depth."""
         limits, left = self._drafter.limits, self._allowed(self._place)
         alike = self._drafter.levels is None and not self._drafter.walks_along
         return limits.cut(min(left, 1) if self._draws_tokens and limits.width == 1 and alike else left)
@@ -268,7 +254,6 @@ class _Replay:
         return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1)
 
     def step(self, proposal: Proposal | None) -> StepOutcome:
-        """Record the proposal, if one was made, emit the trace's next token, and return what the drafter is shown."""
         if proposal is not None:
             self._note(proposal)
         shown = shown_to(self._drafter.features, self.trace, self._step, proposal or Proposal.empty())
@@ -292,7 +277,6 @@ class _Replay:
         draws.note(self.trace.probs[place], p, q, self.trace.tokens[place])
 
     def note_along(self, dists: Tensor) -> None:
-        """Record the distributions `[depth, vocab]` that the drafter sampled from when its draft equals the trace."""
         draws = draws_of(self._drafter, self.trace.seed)
         for place, (q, token) in enumerate(zip(dists, self.rest, strict=False), self._place + 1):
             self._note_draw(draws, place, q if bool(q[token].isfinite()) else None)  # nothing drawn by broken logits
@@ -316,14 +300,13 @@ class _Replay:
         return Walk(fewest, survival, depths.reshape(-1, most), sizes, guessed=self._guessed)
 
     def _survivals(self, longest: int) -> Iterator[tuple[int, int, Numbers]]:
-        """Position, allowed depth, and survival `[..., depth]` to at most that depth."""
         for place in range(len(self._held)):
             depth = min(self._allowed(place), longest)
             own = self._survival[place] if self._survival else self._draws.survival(place, depth)
             yield place, depth, own[..., :depth]
 
     def _of_levels(self) -> Walk:
-        """Walk of sampled tokens, in units of draft levels; a budget contains a level whole or not at all."""
+        """Walk of sampled tokens; a budget contains a level whole or not at all."""
         branching, places = self._drafter.branching or (1,) * self._drafter.limits.depth, len(self._held)
         length = len(branching)
         levels = np.array([nodes_of(branching[:depth]) for depth in range(1, length + 1)])
@@ -339,7 +322,6 @@ class _Replay:
         return Walk(fewest, survival, depths, taken, drafted, self._guessed)
 
     def _of_ranks(self, ranks: RankTree) -> Walk:
-        """Walk of draws by ranks; a budget of n nodes gets the first n."""
         places, most = len(self._held), len(ranks)
         allowed, survival = np.zeros(places, np.int64), np.zeros((most + 1, places, ranks.depth))
         for place, depth, own in self._survivals(ranks.depth):

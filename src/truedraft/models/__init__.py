@@ -1,8 +1,4 @@
-"""Models: the only place that touches transformers' models.
-
-`base` is the interface for engine and drafters. `huggingface` implements it for unmodified Hugging Face models, which
-`loading` loads: it packs a forward's segments (`packing`) and lets a backend run them. Each name loads on first use.
-"""
+"""Models: the only place that touches transformers' models. Each name loads on first use."""
 
 from __future__ import annotations
 

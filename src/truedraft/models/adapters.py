@@ -1,8 +1,4 @@
-"""LoRA adapters of one target (arXiv 2106.09685): merged into its weights, or one for each request of a forward.
-
-An adapter adds B A x, of a low rank, to the output of a linear layer W. If requests name their adapters, W is read once
-for the whole pack, and the rows of each request get the product of its own adapter.
-"""
+"""LoRA adapters (arXiv 2106.09685), B A x added to W x: merged into weights, or one per request, W read once."""
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ class LowRank:
 
 
 def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
-    """The model with an adapter merged into its weights.
-
-    Raises:
-        ModelError: the folder's adapter does not fit the model, or cannot be read.
-    """
+    """The model with an adapter merged into its weights; ModelError if the folder's does not fit or is broken."""
     merged: PreTrainedModel = _with_adapters(model, {"merged": folder}).merge_and_unload(safe_merge=True)
     return merged
 
@@ -106,11 +98,7 @@ def _refuse_more(name: str, config: Any) -> None:
 
 
 class Adapters:
-    """The adapters of one model (from `read_adapters`); its linear layers follow the plans of packed forwards.
-
-    Raises:
-        UnsupportedModelError: an adapter adds to a layer that does not see all tokens of a forward in their order.
-    """
+    """A model's adapters; UnsupportedModelError if one adds to a layer that does not see all tokens in order."""
 
     def __init__(self, model: PreTrainedModel, weights: Mapping[str, Mapping[str, LowRank]]) -> None:
         self.names = tuple(weights)
@@ -125,7 +113,6 @@ class Adapters:
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
-        """Set the plan that the model's forward follows within this context."""
         named = ((each, name) for each in plan.segments if (name := each.segment.adapter) is not None)
         self._rows = [(slice(each.start, each.start + each.count), name) for each, name in named]
         self._total = plan.tokens.shape[1]

@@ -1,13 +1,11 @@
 """Attention of one segment over its own cache, so that a row's result never depends on the other rows.
 
 Plain matrix products with a softmax in float32 or better give each query the same bits, however many queries share the
-product; fused kernels do not promise that. Sums over keys are different: their last bits depend on the order of the
-terms. In a chain a row's keys are in the order of their positions, with nothing between them. In a tree siblings are
-between them, so each row's keys and values are first gathered in the order of its own path. A node then gets the same
-bits as in a chain (docs/lossless.md, row invariance).
+product; fused kernels do not promise that. Sums over keys depend on the order of the terms. In a tree siblings are
+between a row's keys, so each row's keys and values are first gathered in the order of its own path. A node then gets
+the same bits as in a chain (docs/lossless.md, row invariance).
 
-Products run over spans of slots, the key/value positions of a cache (`cache.key_span`), which are longer than what is
-filled; the rest is masked.
+Products run over spans of key/value positions (`cache.key_span`), longer than what is filled; the rest is masked.
 """
 
 from __future__ import annotations
@@ -73,11 +71,9 @@ class Chunk(AttentionPattern):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer computes attention weights from products of queries and keys.
+    """How a layer computes attention weights: scores are first bounded to softcap * tanh(score / softcap).
 
-    Attributes:
-        softcap: bounds scores to softcap * tanh(score / softcap), before the mask.
-        sinks: `[heads]`: logits that take part in the softmax and add nothing.
+    `sinks` `[heads]` are logits that take part in the softmax and add nothing.
     """
 
     scaling: float
@@ -87,8 +83,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Keys that queries may not see: `mask`, bool `[new, keys from first on]`, is True where one is hidden. All keys
-    before `first` are seen by all."""
+    """`mask`, bool `[new, keys from first on]`, is True where a key is hidden; keys before `first` are seen by all."""
 
     first: int
     mask: Tensor
@@ -99,12 +94,9 @@ class SegmentLayout(ABC):
 
     @abstractmethod
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of the new tokens, `[new, heads, value width]`.
+        """Attention `[new, heads, value width]` of the new tokens' query `[heads, new, key width]`.
 
-        Args:
-            query: `[heads, new, key width]`.
-            keys: `[kv_heads, key width, span]`: cached, then uncommitted ones, then undefined slots.
-            values: `[kv_heads, span, value width]`.
+        Keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: cached, uncommitted, undefined.
         """
 
 
@@ -123,11 +115,7 @@ class ChainLayout(SegmentLayout):
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout(SegmentLayout):
-    """New tokens of a tree after `length` cached ones; each root-to-leaf path is computed like a separate chain.
-
-    Attributes:
-        blocked: keys after a row's own node on its path, or outside its layer's pattern.
-    """
+    """New tokens of a tree after `length` cached ones; each root-to-leaf path is computed like a separate chain."""
 
     length: int
     paths: Paths
@@ -152,7 +140,6 @@ class TreeLayout(SegmentLayout):
 
     @property
     def _padding(self) -> int:
-        """Slots after the end of the longest path, up to its span."""
         slots = self.length + self.paths.own.shape[1]
         return key_span(slots) - slots
 
@@ -238,8 +225,7 @@ def layout_of(
 
 
 def _later_nodes(length: int, device: torch.device) -> Tensor:
-    """The slots that each node of a chain may not see, from its first node on: bool `[nodes, slots of any span]`.
-    Chains of many lengths share one mask, which may have more nodes; longer chains make their own each time."""
+    """Slots that each node of a chain, from its first on, may not see: bool `[nodes or more, slots]`; mostly shared."""
     if length > _LONGEST_KEPT:
         return _triangle.__wrapped__(length, device)
     return _triangle(1 << (length - 1).bit_length(), device)
@@ -251,8 +237,7 @@ def _triangle(length: int, device: torch.device) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched product `[batch, rows, .]`, padded where few rows would use other kernels: one row is doubled; in
-    float32 so are two or three, and the remainder of a multiple of four."""
+    """Batched product `[batch, rows, .]`, padded where few rows, or in float32 rows % 4, would use other kernels."""
     rows = left.shape[1]
     if left.dtype == torch.float32 and rows % 4:
         return torch.bmm(pad(left, (0, 0, 0, -rows % 4)), right)[:, :rows]
@@ -262,7 +247,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, keys: Tensor) -> Tensor:
-    """Scores `[kv_heads, group, new, keys]`; heads that share keys are rows of one product."""
     heads, new, width = query.shape
     kv_heads = keys.shape[0]
     scores = _product(query.reshape(kv_heads, -1, width), keys)

@@ -43,7 +43,6 @@ class Segment:
         written: uncommitted tokens that earlier forwards wrote; the new ones are the rest of `shape`.
         prompt: number of first new tokens that belong to a prompt. Layers with states read these in pieces and others
             one by one, so that a token's bits do not depend on the rest of the forward.
-        adapter: name of the adapter for these tokens.
         inputs: non-text inputs by name; the tokens are then the whole prompt, and the cache is empty. Audio may also be
             given with parts of a prompt, until an encoder has read it.
     """
@@ -95,7 +94,6 @@ class Reader:
         return 0 if self.sources is None else self.sources.length(tokens) or 0
 
     def most_tokens(self, tokens: Sequence[int]) -> int:
-        """Largest length of a request with these first tokens, prompt and answer together."""
         return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
 
 
@@ -110,14 +108,12 @@ class LanguageModel(Reader, ABC):
         head_width: entries of `ForwardOutput.hidden` that heads read: all, or the nonzero ones of a padded model; 0 if
             none.
         shown_layers: number of layers with output in `forward_showing`; 0 if it is not supported.
-        adapters: names that a segment may use.
         shared_ids: ids that a draft with another tokenizer can write; None: all.
         input_names: non-text inputs of a prompt, such as `pixel_values`; empty for text-only models.
         placeholders: ids of tokens that these inputs replace.
         pool: of its caches; None if none are kept.
         failure: why it cannot run, in a sentence; None while it can.
         warmups: number of forwards so far that took longer than later ones of their shape, such as CUDA graph captures.
-        records_chains: whether `forward_chains` is supported.
     """
 
     device: torch.device
@@ -144,11 +140,7 @@ class LanguageModel(Reader, ABC):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the weights, equal for every dtype, device and padding; computed on first use.
-
-        Raises:
-            ModelError: there are no weights to read.
-        """
+        """A hash of the weights, equal for every dtype, device and padding; ModelError if there are none to read."""
         raise UnsupportedModelError(f"{self.name} has no weights that a fingerprint could be taken of")
 
     @property
@@ -195,7 +187,7 @@ class LanguageModel(Reader, ABC):
 
     @contextmanager
     def trying(self) -> Iterator[RequestCache]:
-        """A cache that holds `opening`, for trial forwards; it is released at the end of the context."""
+        """A cache that holds `opening`, for trial forwards, until the end of the context."""
         cache = self.begun_cache()
         try:
             yield cache
@@ -203,23 +195,15 @@ class LanguageModel(Reader, ABC):
             self.release_cache(cache)
 
     def most_drafted(self, tokens: Sequence[int]) -> int:
-        """Largest depth of a draft that it may write after a text; it never reads the last token of it."""
+        """Largest depth of a draft that it may write after a text, with the last token never read."""
         return self.most_tokens(tokens) - len(tokens) + 1
 
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """Run one packed forward. A row's logits depend on its own context and ancestors only.
-
-        Raises:
-            ModelError: the model failed.
-        """
+        """Run one packed forward; ModelError if it failed. A row's logits depend on its context and ancestors only."""
 
     def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
-        """`forward` with the outputs of some layers, given by numbers below `shown_layers`.
-
-        Raises:
-            UnsupportedModelError: there are none.
-        """
+        """`forward` with the outputs of `layers`, below `shown_layers`; UnsupportedModelError if there are none."""
         raise UnsupportedModelError(f"{self.name} shows no vectors of single layers; load it with fast_paths=False")
 
     def forward_chains(
@@ -231,7 +215,6 @@ class LanguageModel(Reader, ABC):
 
         Args:
             segments: chains, one for each request, with logits of the last token.
-            levels: tokens to choose for each.
             choose: a module-level function that depends on its arguments only: recordings are keyed by it.
             numbers: `[requests, levels]` each, for `choose`.
 
@@ -244,7 +227,7 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
 
     def quantized(self, bits: int) -> LanguageModel:
-        """This model with linear weights of 8 or 4 bits, as a drafter for itself; they are made on first use.
+        """This model with linear weights of 8 or 4 bits, made on first use, as a drafter for itself.
 
         Its forwards read what this model committed to its caches and write after it. The caller must not commit,
         because this model would compute other keys and values. Forwards of the two wait for each other.
@@ -256,11 +239,7 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} has no weights that could be quantised")
 
     def check_room(self) -> None:
-        """Check that weights that are still to be made did not fail before and fit into the memory that is free now.
-
-        Raises:
-            ModelError: they do not.
-        """
+        """Raise ModelError if weights still to be made failed before, or do not fit into the free memory."""
         if self.failure is not None:
             raise ModelError(self.failure)
 
@@ -269,19 +248,11 @@ class LanguageModel(Reader, ABC):
         return nullcontext()
 
     def unembed(self, vectors: Tensor) -> Tensor:
-        """Logits `[rows, vocab_size]` of vectors `[rows, head_width]` in the model's dtype, row by row.
-
-        Raises:
-            UnsupportedModelError: the model has no LM head that can be used separately.
-        """
+        """Logits `[rows, vocab_size]` of vectors `[rows, head_width]`, row by row; or UnsupportedModelError."""
         raise UnsupportedModelError(f"{self.name} has no LM head that heads could share")
 
     def lm_head(self) -> LmHead:
-        """A copy of the LM head on the CPU, with gradients through the vectors, also of packed and quantised weights.
-
-        Raises:
-            UnsupportedModelError: see `unembed`.
-        """
+        """A copy of the LM head on the CPU, with gradients through the vectors; raises as `unembed`."""
         raise UnsupportedModelError(f"{self.name} has no LM head that heads could learn with")
 
     def likeliest(self, vectors: Tensor, count: int) -> TopK:
@@ -289,18 +260,12 @@ class LanguageModel(Reader, ABC):
         return TopK.of(self.unembed(vectors), count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
-        """A faster `likeliest` for residual heads x + SiLU(W x + b), `head_width` wide, before the LM head; None if
-        there is none. `blocks` has the linear layers of each head, equally many; their weights are copied."""
+        """A faster `likeliest` for heads x + SiLU(W x + b), of equally many layers, which are copied; or None."""
         return None
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings `[rows, head_width]` of ids `[rows]`, as they are in the model's table.
-
-        Raises:
-            UnsupportedModelError: the model has no such table, or one of another width than heads read.
-        """
+        """The table's embeddings `[rows, head_width]` of ids `[rows]`; UnsupportedModelError without such a table."""
         raise UnsupportedModelError(f"{self.name} has no embedding that heads could read")
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """Apply the model's factor or soft cap to the product of its LM head, of any shape."""
         return logits

@@ -26,11 +26,7 @@ _log = logging.getLogger("truedraft.models")
 
 
 class Checkpoint:
-    """Files of weights, which are read again when the model's own were packed and freed.
-
-    Args:
-        read: reads the weights as they were before padding and packing, in bfloat16.
-    """
+    """Files of weights; `read` returns these in bfloat16, as they were before padding and packing."""
 
     def __init__(self, read: Callable[[], PreTrainedModel], files: Sequence[Path]) -> None:
         self.read = read
@@ -38,14 +34,12 @@ class Checkpoint:
         self._state = self._now()  # before they are read, so that a change in between invalidates the cache
 
     def _now(self) -> dict[str, Any]:
-        """The state of the files, and the versions that determine tensor names."""
         found = [(str(file.absolute()), file.stat()) for file in self._files if file.is_file()]
         seen = [[path, about.st_size, about.st_mtime_ns, about.st_ino] for path, about in found]
         return {"files": seen, "versions": versions()}
 
     def kept(self, what: str, find: Callable[[], str]) -> str:
-        """A result with this name: cached, else computed by `find` from the weights and cached. It is valid while the
-        files' paths, sizes, times and inodes are unchanged."""
+        """The result of `find`, cached under a name while the files' paths, sizes, times and inodes are unchanged."""
         paths = json.dumps([path for path, *_ in self._state["files"]])
         place = cache_folder() / "fingerprints" / f"{hashlib.sha256(paths.encode()).hexdigest()[:24]}.json"
         record = object_of(place)
@@ -67,8 +61,8 @@ class Checkpoint:
 def fingerprint_of(model: PreTrainedModel) -> str:
     """A hash of a model's weights (see `weights_hash`): of their names, shapes and bfloat16 values, tied ones once.
 
-    It is the same for loads of one checkpoint in float32 and bfloat16, on any device. For a padded model written by
-    `truedraft export` it is that of the original model.
+    It is the same for loads in float32 and bfloat16, on any device; for a padded model written by `truedraft export` it
+    is that of the original model.
 
     Raises:
         ModelError: the model was padded and does not say from what, or its weights were packed for inference.
@@ -84,17 +78,12 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 
 
 def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
-    """A hash (SHA-256, 32 hexadecimal digits) of all parameters' names, shapes and values, rounded to `dtype` if it is
-    given; tied ones count once."""
+    """SHA-256 (32 digits) of all parameters' names, shapes and values, rounded to `dtype` if given; tied ones once."""
     return _hash_of(module, dtype, lambda weight: [numbers_of(weight)])
 
 
 def sample_of(model: PreTrainedModel) -> str | None:
-    """A hash like `fingerprint_of`, but of the values in the first and last rows only; no others are read.
-
-    Separately trained models have different hashes; models that differ in a few rows only may have the same. None for a
-    padded model that records its original, because its rows differ from the original's.
-    """
+    """A hash like `fingerprint_of` of first and last rows only; None for a padded model that records its original."""
 
     def ends(weight: Tensor) -> Iterable[Tensor]:
         stored = quantized_of(weight)

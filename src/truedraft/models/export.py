@@ -96,11 +96,7 @@ def export_model(
 def save_padded(
     model: PreTrainedModel, tokenizer: Tokenizer | None, folder: Path, *, max_shard_size: str = "2GB"
 ) -> None:
-    """Write config.json, safetensors shards in the model's dtype, the tokenizer's files and a README.
-
-    Raises:
-        ModelError: the files cannot be written.
-    """
+    """Write config.json, safetensors shards, the tokenizer's files and a README; ModelError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with quiet_transformers():
@@ -118,11 +114,7 @@ def save_padded(
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make the folder before its content, which takes minutes; failure or interruption leaves nothing in it.
-
-    Raises:
-        OptionError: the folder cannot be written, or holds something.
-    """
+    """Make the folder before its content; failure leaves nothing in it. OptionError if it cannot be, or holds files."""
     existed = folder.is_dir()
     try:
         if folder.exists() and not existed:

@@ -1,8 +1,4 @@
-"""GGUF files: their tensors, quantised or as numbers, and their model configuration and tokenizer.
-
-The blocks of quantised types are those of ggml (ggml-common.h); the `gguf` package reads the file and returns each
-tensor as rows of such blocks.
-"""
+"""GGUF files: their tensors, in ggml's blocks (ggml-common.h) or as numbers, their configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from truedraft.errors import ModelError, UnsupportedModelError, first_line
 from truedraft.files import cache_folder, could_not_be_kept, written_whole
-from truedraft.models.gguf_config import Said, hold_positions, read_config
+from truedraft.models.gguf_config import ModelKeys, check_positions, read_config
 from truedraft.models.gguf_header import Header, StoredTensor, parts_of, read_header
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
 from truedraft.progress import log_stage
@@ -73,7 +69,8 @@ def _bytes(blocks: Blocks, bits: int, scheme: Scheme) -> QuantizedWeight:
 
 def _nibbles(blocks: Blocks, bits: int, scheme: Scheme) -> QuantizedWeight:
     """Q4_0 to Q5_1: a scale, in SHIFTED a shift, with 5 bits 4 bytes with a bit of each code, and 16 bytes with the
-    lower 4 bits of codes: those of the first 16 codes are their lower halves."""
+    lower 4 bits of codes: those of the first 16 codes are their lower halves.
+    """
     part = blocks[..., -16:]
     codes = np.empty((*part.shape[:-1], 32), np.uint8)
     np.bitwise_and(part, 15, out=codes[..., :16])
@@ -156,7 +153,7 @@ def _key(seen: Iterable[tuple[Path, os.stat_result]]) -> str:
 def folder_of(path: Path) -> Path:
     """A cache folder with the configuration and the tokenizer of a GGUF file, and an index of its tensors.
 
-    It is made when the file is first read, and kept, because converting a large vocabulary into a tokenizer takes long.
+    It is kept, because converting a large vocabulary into a tokenizer takes long.
 
     Raises:
         ModelError: the file cannot be read, or is broken.
@@ -188,8 +185,6 @@ def _of_this_process(cannot_be_written: Path, reason: str) -> Path:
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """New modules get matrices without memory and without initialisation, because weights replace them."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_) and args[0].dim() > 1:
             return args[0]
@@ -203,7 +198,7 @@ class _WithoutMemory(TorchFunctionMode):
 def _convert(path: Path, folder: Path) -> None:
     log_stage(f"loading: converting what {path.name} says of its model and tokenizer, once")
     header = _header(path)
-    said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
+    said = ModelKeys(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}
     try:
         fields = {key: value for key, value in header.fields.items() if key.startswith("tokenizer.")}
@@ -218,14 +213,14 @@ def _convert(path: Path, folder: Path) -> None:
         raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
     except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise UnsupportedModelError(f"{str(path)!r} cannot be read by transformers: {first_line(error)}") from error
-    hold_positions(said, model)
+    check_positions(said, model)
     index = {
         "files": [str(file) for file in header.files],
         "architecture": said.architecture,
         "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in header.tensors],
     }
     if kind not in _BY_ROWS:
-        _hold_for_transformers(path, said, header, places)
+        _check_for_transformers(path, said, header, places)
     try:
         config.save_pretrained(folder)
         _keep_tokenizer(tokenizer, folder)
@@ -236,8 +231,7 @@ def _convert(path: Path, folder: Path) -> None:
 
 
 def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str]:
-    """Names of parameters by the names of a file's tensors. transformers itself would search every submodule
-    recursively and build the table of all names again for each."""
+    """Names of parameters by the names of a file's tensors; transformers searches and rebuilds for each submodule."""
     places: dict[str, str] = {}
     about = model.config.get_text_config()
     for prefix, part in (("", model), *((f"{name}.", child) for name, child in model.named_children())):
@@ -247,7 +241,7 @@ def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str
     return places
 
 
-def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mapping[str, str]) -> None:
+def _check_for_transformers(path: Path, said: ModelKeys, header: Header, places: Mapping[str, str]) -> None:
     """Check a model that transformers dequantises itself: it reads one file, and ignores unknown tensors."""
     if len(header.files) > 1:
         raise UnsupportedModelError(
@@ -261,7 +255,8 @@ def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mappi
 
 def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer so that it loads as it is: a family's own class would rebuild its rules at every load. Added
-    tokens are saved separately, too, because its large file would otherwise be read twice."""
+    tokens are saved separately, because its large file would otherwise be read twice.
+    """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     about = json.loads(file.read_text(encoding="utf-8"))
@@ -307,7 +302,6 @@ def _is_of_kind(name: str, value: Any) -> bool:
 
 
 def _token(header: Header, name: str) -> int | None:
-    """The id of a special token; None if the file names none."""
     found: int | None = header.fields.get(f"tokenizer.ggml.{name}_token_id")
     return found
 
@@ -337,8 +331,7 @@ def licence_of(source: str) -> str | None:
 
 
 def place_of(source: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that locate a resolved source. transformers itself dequantises GGUF files of
-    families with tensors that are not rows of the file's."""
+    """Arguments of `from_pretrained` that locate a resolved source."""
     if not is_one(source):
         return {"pretrained_model_name_or_path": source}
     file = Path(_index(source)["files"][0])
@@ -361,11 +354,7 @@ def _processor(architecture: str) -> type[TensorProcessor]:
 
 
 def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with matrices that take no memory: their `quantized` reads the file's tensors.
-
-    Raises:
-        ModelError: the file is missing, lacks tensors, or has others.
-    """
+    """A model with matrices that take no memory, but `quantized` readers; ModelError if tensors do not fit."""
     index = _index(folder)
     try:
         # Kept open as long as any tensor may be read, because another file may take its name.

@@ -1,7 +1,4 @@
-"""The model configuration of a GGUF file.
-
-Each key about the model is applied, or has a value that changes nothing; otherwise the file is refused with that key.
-"""
+"""The model configuration of a GGUF file: each key is applied, or changes nothing, or the file is refused for it."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ _EITHER = object()  # any value
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A key's type, the fields of configurations of which it sets the first that a family has, and for families without
-    them the values that change nothing."""
+    """A key's type, the fields it may set (the first that exists), and values that change nothing without any."""
 
     kind: type
     fields: tuple[str, ...] = ()
@@ -89,7 +85,6 @@ _WITHOUT_FIELD: tuple[tuple[type, tuple[Any, ...], tuple[str, ...]], ...] = (
     (float, (0,), ("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "rope.scaling.alpha")),
     (float, (0, 1), ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale")),
     (float, (1,), ("rope.scaling.attn_factor",)),
-    # Rotary positions; see `_Positions`.
     (float, (_EITHER,), ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor", "rope.scale_linear")),
     (int, (_EITHER,), ("rope.dimension_count",)),
     (str, (_EITHER,), ("rope.scaling.type",)),
@@ -110,7 +105,7 @@ _WINDOW_EVERY = {"gemma2": 2, "gemma3": 6}  # every n-th layer has full attentio
 _DIVIDED_BY_HEADS = {"gemma2": 46, "gemma3": 62}  # number of layers of the 27B models, which scale queries otherwise
 
 
-class Said:
+class ModelKeys:
     """A file's keys about its model, without the architecture's prefix, and the shapes of its tensors.
 
     Raises:
@@ -134,10 +129,9 @@ class Said:
             if name.startswith(self._prefix):
                 key = name.removeprefix(self._prefix)
                 self.values[key] = value if key == _PATTERN else self._checked(key, value)
-        self._hold_sizes()
+        self._check_sizes()
 
     def _checked(self, key: str, value: Any) -> Any:
-        """A value of its key's type. A list of equal values for all layers becomes one value."""
         if key not in _KEYS:
             raise self.unsupported(key, value)
         kind = _KEYS[key].kind
@@ -164,7 +158,7 @@ class Said:
             "other values; fetch it again"
         )
 
-    def _hold_sizes(self) -> None:
+    def _check_sizes(self) -> None:
         """Compare sizes with the file's tensors before anything of these sizes is made."""
         norms = [key for key in self.values if key.startswith("attention.layer_norm")]
         needed = ["context_length", "embedding_length", "block_count"]
@@ -199,7 +193,6 @@ class Said:
 
     @property
     def head(self) -> int:
-        """Entries of a head; 0 without heads."""
         heads = self.values.get("attention.head_count", 0)
         found: int = self.values.get("attention.key_length", self.values["embedding_length"] // heads if heads else 0)
         return found
@@ -207,13 +200,9 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class _Positions:
-    """The rotary positions: pair i of a head's first entries is rotated by `base ** (-2 i / rotated) / factor`.
+    """Rotary positions: pair i of a head's first `rotated` entries by `base ** (-2 i / rotated) / factor`.
 
-    Attributes:
-        base: of layers with full attention.
-        factor: linear scaling of positions in these layers.
-        windowed: the base of layers with a window, if they have their own; they do not scale positions.
-        rotated: number of rotated entries of a head.
+    `windowed` is the base of layers with a window, if they have their own; they do not scale positions.
     """
 
     base: float
@@ -222,8 +211,7 @@ class _Positions:
     rotated: int
 
     @classmethod
-    def of(cls, said: Said) -> _Positions:
-        """From a file, as llama.cpp reads it."""
+    def of(cls, said: ModelKeys) -> _Positions:
         values, own_window = said.values, said.architecture == "gemma3"
         kind = values.get("rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
@@ -247,7 +235,6 @@ class _Positions:
         return cls(base, 1.0 if kind == "none" else factor, windowed if own_window else None, rotated)
 
     def parameters(self, head: int, partly: bool) -> dict[str, Any]:
-        """In transformers' form."""
         found: dict[str, Any] = {"rope_type": "default", "rope_theta": self.base}
         if self.factor != 1:
             found |= {"rope_type": "linear", "factor": self.factor}
@@ -257,7 +244,7 @@ class _Positions:
         return found | ({"partial_rotary_factor": self.rotated / head} if partly else {})
 
 
-def hold_positions(said: Said, model: PreTrainedModel) -> None:
+def check_positions(said: ModelKeys, model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if a model's rotary positions are not those of the file."""
     own = _Positions.of(said)
     pairs = torch.arange(0, own.rotated, 2, dtype=torch.float64) / max(own.rotated, 1)
@@ -269,7 +256,7 @@ def hold_positions(said: Said, model: PreTrainedModel) -> None:
                 raise said.unsupported("rope.dimension_count", own.rotated)
 
 
-def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -> PreTrainedConfig:
+def read_config(said: ModelKeys, vocabulary: int, tokens: Mapping[str, int | None]) -> PreTrainedConfig:
     """The configuration of a file's model, with the ids of special tokens by their names in configurations.
 
     Raises:
@@ -289,7 +276,7 @@ def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -
             raise said.impossible(key, value)
         else:
             followed[field] = value
-    _add_what_others_imply(said, followed, names)
+    _add_implied(said, followed, names)
     own = {
         name if name in kind.__dataclass_fields__ else kind.attribute_map[name]: value
         for name, value in followed.items()
@@ -305,8 +292,7 @@ def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -
     return config
 
 
-def _is_idle(said: Said, key: str, value: Any) -> bool:
-    """Whether a key without a field in the configuration has a value that changes nothing."""
+def _is_idle(said: ModelKeys, key: str, value: Any) -> bool:
     if key in ("attention.key_length", "attention.value_length"):
         return bool(value * said.values.get("attention.head_count", 0) == said.values["embedding_length"])
     if key == "attention.head_count_kv":
@@ -318,7 +304,7 @@ def _is_idle(said: Said, key: str, value: Any) -> bool:
     return _EITHER in _KEYS[key].idle or value in _KEYS[key].idle
 
 
-def _add_what_others_imply(said: Said, followed: dict[str, Any], names: set[str]) -> None:
+def _add_implied(said: ModelKeys, followed: dict[str, Any], names: set[str]) -> None:
     """Add settings that a file expresses by its tensors, by omitting a key, or in another form than transformers."""
     architecture, heads = said.architecture, said.values.get("attention.head_count", 0)
     followed["tie_word_embeddings"] = architecture == "bloom" or "output.weight" not in said.shapes
@@ -357,7 +343,7 @@ def _add_what_others_imply(said: Said, followed: dict[str, Any], names: set[str]
         raise said.unsupported(_PATTERN, said.values[_PATTERN])
 
 
-def _layer_types(said: Said, followed: dict[str, Any]) -> list[str]:
+def _layer_types(said: ModelKeys, followed: dict[str, Any]) -> list[str]:
     """The attention type of each layer: a window where a list says so, or in all but each n-th."""
     every = said.values.get(_PATTERN, _WINDOW_EVERY[said.architecture])
     layers = said.values["block_count"]

@@ -37,7 +37,6 @@ class StoredTensor:
     Attributes:
         place: transformers' name of the parameter; "" if the model has none.
         kind: ggml's name of its type; its number if the package `gguf` has no name.
-        shape: the last axis is that of inputs.
         offset: of its first byte in the file.
         part: index of its file in `Header.files`.
     """
@@ -53,10 +52,7 @@ class StoredTensor:
     def data(self, files: Sequence[BinaryIO], first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
         """Bytes `[end - first, bytes of an output]` of outputs from `first` to `end`; of a vector `[bytes]`.
 
-        They are read, not mapped: if a mapped file were truncated, the process would be killed.
-
-        Raises:
-            ModelError: the file ends before it.
+        Read, not mapped: a truncated mapped file would kill the process. Raises ModelError if the file ends before.
         """
         file, each = files[self.part], self.size // self.shape[0]
         requested = ((self.shape[0] if end is None else end) - first) * each
@@ -95,7 +91,6 @@ class _Bytes:
         self.at = 0
 
     def count_entries(self, count: int) -> None:
-        """Raise if the header has too many entries."""
         self._left -= count
         if self._left < 0:
             raise _DamagedError(f"says more than {_ENTRIES} values, which no model does")
@@ -169,12 +164,11 @@ def read_header(path: Path) -> Header:
     parts = [_one(file, number) for number, file in enumerate(files)]
     header = Header(files, parts[0][0], [tensor for _, tensors in parts for tensor in tensors])
     if len(files) > 1 or header.fields.get("split.count", 1) not in (0, 1):
-        _hold_together(path, files, parts)
+        _check_same_model(path, files, parts)
     return header
 
 
-def _hold_together(path: Path, files: list[Path], parts: list[_Content]) -> None:
-    """Check that parts are of one model, and in the order of their names."""
+def _check_same_model(path: Path, files: list[Path], parts: list[_Content]) -> None:
     first, count = parts[0][0], len(parts)
     if count == 1:
         raise ModelError(

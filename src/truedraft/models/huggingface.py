@@ -52,7 +52,7 @@ class HuggingFaceModel(LanguageModel):
 
     Args:
         backend: makes the backend that runs the forwards; `loading.fastest_backend` takes the fastest that fits.
-        checkpoint: its source. Without it, the fingerprint of a model that may be packed is computed at once.
+        checkpoint: without it, the fingerprint of a model that may be packed is computed at once.
 
     Raises:
         UnsupportedModelError: the family cannot run packed; says why.
@@ -170,7 +170,6 @@ class HuggingFaceModel(LanguageModel):
         return self._first_forward(segments) if self._bits else self._forward(segments)
 
     def _first_forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """`forward` that makes the weights first; raises ModelError, also later, if they could not be made."""
         try:
             self.check_room()
         except ModelError as error:
@@ -218,16 +217,12 @@ class HuggingFaceModel(LanguageModel):
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
-        """Forwards stop after so many layers within this context, for a check of quantised weights at load."""
         return self._backend.shallow(layers)
 
     def quantize(self, bits: int) -> None:
-        """Replace the model's linear weights with ones of 8 or 4 bits; the old ones are freed.
+        """Quantise the linear weights, see `Backend.quantize`, and free the old ones.
 
-        Its answers are then those of the new weights. Name and fingerprint stay, so drafters trained for it still fit.
-
-        Raises:
-            UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
+        Name and fingerprint stay, so drafters trained for it still fit.
         """
         try:
             self._backend.quantize(bits)
@@ -268,11 +263,7 @@ class HuggingFaceModel(LanguageModel):
             )
 
     def whole_module(self) -> PreTrainedModel:
-        """A copy of the model on the CPU, in float32, run by transformers' own code.
-
-        Raises:
-            UnsupportedModelError: its weights were padded, packed or cut, and cannot be read again.
-        """
+        """A float32 copy on the CPU, run by transformers; UnsupportedModelError if its weights cannot be read again."""
         module = self._model
         cut = getattr(module, "cut_into", 1) > 1  # over processes
         if cut or padding_of(module) or not (self._checkpoint or is_whole(module)):
@@ -290,8 +281,10 @@ class HuggingFaceModel(LanguageModel):
         return made.eval().requires_grad_(False)
 
     def with_weights(self, model: PreTrainedModel) -> HuggingFaceModel:
-        """This model with other weights of the same shapes, packed or quantised in the same way. Name, fingerprint
-        and caches are this one's. `model` comes from `whole_module`, has this one's dtype, and is taken over."""
+        """This model with the weights of `model`, which is taken over, packed or quantised in the same way.
+
+        Name, fingerprint and caches stay. `model` comes from `whole_module` and has this one's dtype.
+        """
         twin = copy.copy(self)
         twin._model, twin._finish_is_checked = model.to(self.device).eval().requires_grad_(False), False
         backend = self._make_backend(twin._model)
@@ -301,8 +294,7 @@ class HuggingFaceModel(LanguageModel):
         return twin
 
     def take_weights(self, twin: HuggingFaceModel) -> None:
-        """Use the weights of a twin (`with_weights`) from the next forward on. Keys and values computed before
-        belong to the old weights and must not be continued."""
+        """Use a twin's weights (`with_weights`) from the next forward on; earlier keys and values are not theirs."""
         with self._lock:
             for name in ("_model", "_backend", "_finish_is_checked", "weight_bytes", "fast_paths"):
                 setattr(self, name, getattr(twin, name))
@@ -393,7 +385,7 @@ def eos_ids(generation: Any, config: Any, tokenizer: Tokenizer | None) -> tuple[
     """Ids that end an answer, and a warning if generation would use fewer of them.
 
     They are those of the generation config, else of the text config, and in addition the tokenizer's own and the
-    end-of-message id of its chat template. An answer that ran past either would continue with further messages.
+    end-of-message id of its chat template: without these an answer would continue with further messages.
     """
     given = next(
         (each for holder in (generation, config) if (each := getattr(holder, "eos_token_id", None)) is not None), ()

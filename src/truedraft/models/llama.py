@@ -1,8 +1,4 @@
-"""Llama-like decoders: the parts of a family's loaded modules that a backend needs, and the forward of a layer.
-
-Only `Llama.of` has transformers' names of a layer's parts. The fused and the graph backend give the layers' products
-their own form and run `LlamaLayer.run`; the native one passes the same description to C.
-"""
+"""Llama-like decoders: a family's parts by transformers' names (`Llama.of` only), and the forward of a layer."""
 
 from __future__ import annotations
 
@@ -25,9 +21,6 @@ _FIRST_POSITIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A family's names of its norms, "" for one that it does not have, and its other differences from Llama; see
-    `LlamaLayer`, `RootMeanSquareNorm`, `Rotation` and `Experts`."""
-
     before_mlp: str = "post_attention_layernorm"
     after_attention: str = ""
     after_mlp: str = ""
@@ -37,8 +30,7 @@ class _Names:
     clipped: bool = False
 
 
-# Classes with layers of this form: norm, attention over rotated heads, residual, norm, gated MLP, residual. Their
-# logits are the LM head's.
+# Classes with layers of the form of `LlamaLayer`, and no other logits than the LM head's.
 _FAMILIES = {
     "LlamaForCausalLM": _Names(),
     "MistralForCausalLM": _Names(),
@@ -65,8 +57,7 @@ _EMBEDDINGS = ("Embedding", "Gemma3TextScaledWordEmbedding")
 
 @dataclass(frozen=True, slots=True)
 class RootMeanSquareNorm:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) along the last axis; nothing is rounded before the product with the
-    weight if `rounds_once`."""
+    """x / sqrt(mean(x^2) + eps) * (offset + weight); if `rounds_once`, not rounded before that product."""
 
     weight: Tensor
     eps: float
@@ -143,18 +134,12 @@ class RotaryTable:
 
     @classmethod
     def made(cls, parameters: Mapping[str, Any], head: int, positions: int, like: Tensor) -> RotaryTable:
-        """From rotary parameters with transformers' names, such as `rope_theta`, without a model.
-
-        Args:
-            head: entries of a head.
-            positions: `max_position_embeddings`.
-        """
+        """From rotary parameters with transformers' names, such as `rope_theta`, for heads of `head` entries."""
         config = LlamaConfig(head_dim=head, max_position_embeddings=positions, rope_parameters=dict(parameters))
         return cls(LlamaRotaryEmbedding(config).to(like.device), like)
 
     @property
     def width(self) -> int:
-        """Number of rotated entries of a head."""
         return self.table.shape[-1] * 2 // 3
 
     def _tabulate(self, positions: int) -> Tensor:
@@ -165,7 +150,6 @@ class RotaryTable:
         return torch.cat([cosines[0], sines[0, :, :half]], dim=-1)[:, None]
 
     def reach(self, furthest: int) -> None:
-        """Extend the table to the position `furthest`; a longer table is a new tensor."""
         if furthest >= self.table.shape[0]:
             self.table = self._tabulate(2 ** (furthest + 1).bit_length())
 
@@ -204,7 +188,6 @@ class Experts:
         chosen: number of experts for each row, those of the largest probabilities.
         normed: whether these probabilities are normalised to sum to 1.
         clipped: whether a gate is g / (1 + e^(-1.702 g)), g at most 7, and the other factor 1 + u, u from -7 to 7.
-        holders: modules that hold these.
     """
 
     gate: Tensor
@@ -247,7 +230,6 @@ class Experts:
         )  # fmt: skip
 
     def release(self) -> None:
-        """Free all weights after something else has taken them over."""
         for module in self.holders:
             release(module)
 
@@ -256,8 +238,7 @@ class Experts:
 class LlamaLayer(Generic[L]):
     """One decoder layer: norm, attention over rotated heads, residual, norm, gated MLP, residual.
 
-    Norms of heads, norms of outputs, experts and sinks are None in most families. The four products are the loaded
-    linear layers (`Linears`) or a backend's form of them (`Product`).
+    The four products are the loaded linear layers (`Linears`) or a backend's form of them (`Product`).
 
     Attributes:
         qkv: queries, keys and values of the normed rows.
@@ -293,7 +274,6 @@ class LlamaLayer(Generic[L]):
     sinks: Tensor | None = None
 
     def with_products(self, make: Callable[[L], M]) -> LlamaLayer[M]:
-        """The same layer with its products in another form."""
         products = {name: make(getattr(self, name)) for name in ("qkv", "out", "gate_up", "down")}
         return cast("LlamaLayer[M]", replace(self, **cast("dict[str, Any]", products)))
 
@@ -335,11 +315,7 @@ class Llama:
 
     @classmethod
     def of(cls, model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Llama | None:
-        """The description of a loaded model, which is not changed; None if its layers have an unknown form.
-
-        Args:
-            patterns: one for each attention call.
-        """
+        """A loaded model's description, with one pattern per attention call; None if its layers' form is unknown."""
         if not _is_known(model, patterns):
             return None
         decoder: Any = model.model
@@ -375,18 +351,15 @@ class Llama:
 
     @property
     def patterns(self) -> tuple[AttentionPattern, ...]:
-        """The different patterns of the layers, in order of first use."""
         return tuple(dict.fromkeys(layer.pattern for layer in self.layers))
 
     @property
     def inner(self) -> int:
-        """Width of the first layer's MLP, or of one of its experts."""
         first = self.layers[0]
         return int(first.down[0].in_features if first.experts is None else first.experts.down.shape[2])
 
     @property
     def is_dense(self) -> bool:
-        """Whether all layers are what `LlamaLayer.run` computes: without experts and sinks."""
         return all(layer.experts is None and layer.sinks is None for layer in self.layers)
 
 
@@ -437,7 +410,6 @@ def _router(mlp: Any) -> Any:
 
 
 def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:
-    """`nn.functional.silu` itself if the activation is SiLU, in torch's class or transformers' own."""
     holder = getattr(mlp, "experts", mlp)
     activation = next((getattr(holder, name) for name in ("activation_fn", "act_fn") if hasattr(holder, name)), None)
     silu = activation is None or isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
@@ -450,10 +422,9 @@ def _rotary(module: Any, like: Tensor, layer_type: str | None, names: _Names) ->
 
 
 def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
-    """Whether the model's layers have a supported form, with one attention call each."""
     names = _FAMILIES.get(type(model).__name__)
     rope = getattr(model.config, "rope_parameters", None) or {}
-    if names is None or rope.get("rope_type") == "longrope":  # whose angles change with the text's length
+    if names is None or rope.get("rope_type") == "longrope":  # angles change with the text's length
         return False
     decoder: Any = model.model
     norm = type(decoder.norm)
@@ -490,7 +461,6 @@ def _is_known_layer(layer: Any, norm: type[nn.Module], names: _Names) -> bool:
 
 
 def _are_known_experts(mlp: Any, *, clipped: bool) -> bool:
-    """Whether a block has the family's own router and experts and nothing else."""
     router, experts = _router(mlp), mlp.experts
     family = type(mlp).__module__
     return (

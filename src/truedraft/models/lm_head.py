@@ -1,8 +1,4 @@
-"""A model's LM head as a function of its input vector.
-
-Not every family's logits are only a product with its embedding: some scale them, cap them softly, or add a bias. A user
-of the LM head without the rest of the model must do the same, which is checked on real vectors.
-"""
+"""A model's LM head as a function, with the scale, soft cap or bias of its family, checked on real vectors."""
 
 from __future__ import annotations
 
@@ -25,12 +21,7 @@ _OF_LARGEST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, to
 
 @dataclass(frozen=True, slots=True)
 class LogitFinish:
-    """What a model does to the product of its LM head: times a factor, then softly capped. Both keep the order.
-
-    Attributes:
-        factor: of Cohere, Falcon-H1 and Granite.
-        cap: c of c tanh(x / c), of the Gemma families.
-    """
+    """Finishes an LM head's product: times a factor, then c tanh(x / c) for a cap c. Both keep the order."""
 
     factor: float = 1.0
     cap: float | None = None
@@ -47,7 +38,6 @@ class LogitFinish:
         return cls(factor, float(cap) if cap else None)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Finish the LM head's product, of any shape."""
         if self.factor != 1.0:
             logits = logits * self.factor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -65,12 +55,7 @@ def lm_head_dtype(head: Any) -> torch.dtype:
 
 
 def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
-    """Compare logits `[rows, vocab]` by the separate LM head, `made`, with those of the model.
-
-    Raises:
-        UnsupportedModelError: they differ by more than rounding, so they are more than the LM head, a factor and a soft
-            cap.
-    """
+    """Raise UnsupportedModelError where logits `made` by the separate LM head differ by more than rounding."""
     made, expected = made.float(), given.float()
     spread, largest = expected.std().item(), expected.abs().max().item()
     allowed = _OF_SPREAD[given.dtype] * spread + _OF_LARGEST[given.dtype] * largest
@@ -83,12 +68,9 @@ def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
 
 
 class LmHead:
-    """The LM head of a loaded model, with gradients through the vectors; its weights are frozen. Made by `LmHead.of`.
+    """The LM head of a loaded model, with gradients through the vectors; its weights are frozen.
 
-    Attributes:
-        weight: `[vocab, width]`, the model's own tensor.
-        bias: `[vocab]`, or None.
-        embedding: `[vocab, width]`, the model's own embedding of ids, in many families the weight itself.
+    `weight` and `embedding` `[vocab, width]` are the model's own, in many families one tensor; `bias` is `[vocab]`.
     """
 
     def __init__(
@@ -101,12 +83,7 @@ class LmHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LmHead:
-        """The LM head of a model as transformers loaded it, checked by one small forward.
-
-        Raises:
-            UnsupportedModelError: its weights were packed, or its logits are more than its LM head, a factor and a soft
-                cap.
-        """
+        """A model's LM head; UnsupportedModelError if packed, or if logits are more than head, factor and soft cap."""
         name = type(model).__name__
         module = model.get_output_embeddings()
         weight = getattr(module, "weight", None)
@@ -139,5 +116,4 @@ class LmHead:
         return self.finish(linear(vectors, self.weight, self.bias))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings `[..., width]` of ids, as they are in the model's table."""
         return embedding(tokens, self.embedding)

@@ -219,7 +219,6 @@ def _load_together(
     count: int,
     refused: Mapping[str, Any],
 ) -> HuggingFaceModel:
-    """`_load` with a part of the model in each of `count` processes; ranks after the first exit here."""
     if count < 1:
         raise OptionError(f"must be 1 or more, got {count}", field="tensor_parallel")
     if (option := next((each for each, given in refused.items() if given), None)) is not None:
@@ -315,11 +314,7 @@ def run_alone(
     fast_paths: bool = True,
     checkpoint: Checkpoint | None = None,
 ) -> HuggingFaceModel:
-    """Run a model that cannot run packed, for this `reason`: one text at a time, with its own attention.
-
-    Raises:
-        UnsupportedModelError: `reason`, if it cannot run this way either.
-    """
+    """Run a model that cannot run packed, one text at a time, with its own attention; or raise the `reason`."""
 
     def backend(model: PreTrainedModel) -> Backend:
         fast = _pack(model, fast_paths)
@@ -334,8 +329,10 @@ def run_alone(
 
 
 def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
-    """The native forward if it fits, else the fused loop, else the model's own modules with packed weights. On CUDA
-    devices: recorded forwards if they fit, else the model's own modules. `patterns` None probes them."""
+    """The native forward if it fits, else the fused loop, else the model's own modules with packed weights.
+
+    On CUDA recorded forwards if they fit, else the model's own modules. `patterns` None probes them.
+    """
     patterns = probe_patterns(model) if patterns is None else patterns
     llama = Llama.of(model, patterns)
     if model.device.type == "cuda":
@@ -412,7 +409,6 @@ def resolve_source(name: str) -> str:
 
 
 def _source_files(source: str, revision: str | None, adapter: str | Path | None) -> list[Path]:
-    """The files that a model is read from, and all other files in their folders."""
     found: list[Path] = []
     if gguf.is_one(source):
         found = gguf.files_of(source)

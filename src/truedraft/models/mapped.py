@@ -15,11 +15,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def forget_pages(weight: Tensor) -> None:
-    """Release the memory of a weight's mapped file in this process, if the system reports mappings.
-
-    The weight stays readable, from the file. Without this a model that is packed for inference is in memory twice until
-    its last weight is freed, because all weights of a file have one mapping.
-    """
+    """Release a weight's mapped file pages; it stays readable. Otherwise a packed model is in memory twice."""
     advice = getattr(mmap, "MADV_DONTNEED", None)
     if advice is None or weight.device.type != "cpu" or not weight.is_contiguous() or not _MAPS.exists():
         return
@@ -32,10 +28,8 @@ def forget_pages(weight: Tensor) -> None:
 def in_memory(tensor: Tensor, files: Sequence[tuple[int, int]] | None = None) -> Tensor:
     """A tensor of a file, copied if the file may be mapped, so that later changes of the file do not affect it.
 
-    If a mapped file is overwritten in place, the bytes change; if it is truncated, the process is killed.
-
-    Args:
-        files: address ranges of mapped files, from `_files_mapped` when the tensor existed; None reads them now.
+    If a mapped file is overwritten in place, the bytes change; if it is truncated, the process is killed. `files` are
+    address ranges from `_files_mapped`; None reads them now.
     """
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
@@ -56,7 +50,6 @@ def read_in(module: nn.Module) -> None:
 
 
 def _mappings() -> Iterator[tuple[int, int, str]]:
-    """Address ranges of mapped files, and their paths."""
     for line in _MAPS.read_text().splitlines():
         span, _, _, _, inode, *path = line.split(maxsplit=5)
         if inode != "0":
@@ -65,7 +58,6 @@ def _mappings() -> Iterator[tuple[int, int, str]]:
 
 
 def _files_mapped() -> list[tuple[int, int]] | None:
-    """Address ranges of mapped files, ascending; None if the system does not report them."""
     return sorted((begin, end) for begin, end, _ in _mappings()) if _MAPS.exists() else None
 
 
@@ -83,7 +75,6 @@ def _is_of_a_file(first: int, last: int) -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, because the C library may keep it. Tokenizers and configurations are read
-    into many small blocks; for a vocabulary of 262,144 they leave 190 MB."""
+    """Return freed memory to the system; the C library keeps 190 MB after reading a vocabulary of 262,144."""
     with contextlib.suppress(OSError, AttributeError):  # a system without this call, or another C library
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

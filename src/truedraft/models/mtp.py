@@ -1,10 +1,8 @@
 """MTP layers (multi-token prediction), which checkpoints contain and transformers ignores at load.
 
 DeepSeek-V3 (arXiv 2412.19437), section 2.2: the normed embedding of a token and the normed vector of the previous token
-pass, concatenated, through one matrix, a decoder layer of the model's family, a norm and the model's LM head.
-
-The decoder layer runs as a one-layer model of the family. So attention, experts and everything else are transformers'
-own, and requests share its forwards as they share those of the model.
+pass, concatenated, through one matrix, a decoder layer of the model's family, a norm and the model's LM head. The
+decoder layer runs as a one-layer model of the family, so all of it is transformers' own.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ class _Entry(nn.Module):
 
 
 class MtpLayer:
-    """The first MTP layer of a checkpoint, in the dtype and on the device of its model; made by `read_mtp`. Its
-    one-layer `model` has the MTP layer's final norm, and an `_Entry` as its embedding."""
+    """The first MTP layer of a checkpoint, as a one-layer `model` with its final norm; made by `read_mtp`."""
 
     def __init__(self, model: PreTrainedModel, *, zeroes_first: bool, context: int) -> None:
         self._entry: Any = model.get_input_embeddings()
@@ -68,11 +65,7 @@ class MtpLayer:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Read pairs of a token and the vector before it; caches receive their keys and values.
-
-        Args:
-            embedded: `[total, width]`: the model's embeddings of the segments' tokens.
-            vectors: `[total, width]`.
+        """Read pairs of a token's embedding and the vector before it, `[total, width]` each, into the caches.
 
         Returns:
             The layer's output at the requested rows, `[rows, width]`, before its final norm and after it.
@@ -119,8 +112,8 @@ def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
 def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """An MTP layer as `speculators` stores it: the configuration of the target's layers, and the layer's tensors.
 
-    Tensors keep their dtype; those of separate experts are concatenated, as in transformers. The layer is read from
-    `folder`, by default the target's own; the target's other weights are not read.
+    Tensors keep their dtype; those of separate experts are concatenated. `folder` is by default the target's own; the
+    target's other weights are not read.
 
     Raises:
         UnsupportedModelError: `speculators` has no layers of its family, or its layer cannot run.
@@ -154,7 +147,6 @@ def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any],
 def _layer_in(
     source: str, name: str, revision: str | None, folder: str | None
 ) -> tuple[str, MtpNames, dict[str, Tensor]]:
-    """The source's name for messages, the names of the first layer, and the tensors of all MTP layers."""
     if folder is not None:
         path, name = user_path(folder, ModelNotFoundError), folder
         if not path.is_dir():
@@ -186,7 +178,6 @@ def _revision(target: HuggingFaceModel) -> str | None:
 
 
 def _config_of_one(whole: Any) -> Any:
-    """The configuration of a model with this layer only: full attention, and experts if the last layer has them."""
     config = copy.deepcopy(whole.get_text_config(decoder=True))
     types = {"layer_types": ("mtp_layer_types", "full_attention"), "mlp_layer_types": ("mtp_mlp_layer_types", None)}
     for name, (own, usual) in types.items():
@@ -203,7 +194,6 @@ def _config_of_one(whole: Any) -> Any:
 
 
 def _model_of(config: Any, names: MtpNames, found: dict[str, Tensor], name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The one-layer model, with exactly these tensors and an `_Entry` as its embedding."""
     own = {each: tensor for each, tensor in found.items() if each.startswith(names.prefix)}
     for each in _COPIES:
         own.pop(names.prefix + each, None)
@@ -239,14 +229,12 @@ def _model_of(config: Any, names: MtpNames, found: dict[str, Tensor], name: str,
 
 
 def _expected_experts(names: Iterable[str]) -> list[str]:
-    """All tensors of experts, if experts have separate tensors."""
     matches = [match for name in names if (match := _EXPERT.fullmatch(name))]
     starts, numbers, ends = ({match[group] for match in matches} for group in (1, 2, 3))
     return list(map("".join, product(starts, numbers, ends)))
 
 
 def _refuse(name: str, missing: Iterable[str], superfluous: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse a layer with tensors that do not fit its sizes."""
     for said, which, expected in (
         ("lack", sorted(missing), "these"),
         ("hold", sorted(superfluous), "none of that name"),

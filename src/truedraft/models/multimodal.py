@@ -1,8 +1,7 @@
 """Prompts with images or audio in addition to text, as a model's processor makes them.
 
 The processor puts one placeholder token into the text for each position of an image, and returns the pixels separately.
-The target reads all of it once; after that an answer is text as with any other model, and drafters see tokens only. For
-an encoder of audio, a prompt is the audio followed by the decoder's first tokens.
+For an encoder of audio, a prompt is the audio followed by the decoder's first tokens. Drafters see tokens only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from truedraft.errors import PromptError
 from truedraft.models.cache import RequestCache
 
 if TYPE_CHECKING:
-    # Imported lazily: it takes seconds, and drafting and sampling without a model of transformers import this module.
+    # Imported lazily: it takes seconds.
     from transformers import PreTrainedModel
 
 # Parts of a configuration, and the inputs that they stand for.
@@ -70,11 +69,7 @@ class MultimodalPrompt:
 
     @classmethod
     def of(cls, encoded: Mapping[str, Any]) -> MultimodalPrompt:
-        """From a processor's output for one text, with `return_tensors="pt"`.
-
-        Raises:
-            PromptError: it holds no `input_ids`, those of several texts, or padding.
-        """
+        """From a processor's output with `return_tensors="pt"`; PromptError if not of one text without padding."""
         rest = dict(encoded)
         ids, mask = rest.pop("input_ids", None), rest.pop("attention_mask", None)
         if not isinstance(ids, Tensor):
@@ -131,8 +126,7 @@ def noting_shift(model: PreTrainedModel, cache: RequestCache) -> Iterator[None]:
     """Store the shift of positions after a prompt that a model reads, and numbers itself, within this context.
 
     Images take fewer positions than tokens where rotary positions have more than one axis (Qwen2-VL, 2409.12191,
-    section 2.1); transformers' models store the difference in `rope_deltas`. Others begin at 1 (PaliGemma), which shows
-    in the arguments of their decoder.
+    section 2.1): `rope_deltas` in transformers. Others begin at 1 (PaliGemma).
     """
     for module in model.modules():  # so that no value of an earlier prompt is taken
         if getattr(module, "rope_deltas", None) is not None:

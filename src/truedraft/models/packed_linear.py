@@ -1,8 +1,7 @@
 """Linear layers and experts with weights that oneDNN lays out for its kernels once, instead of at every call.
 
 In bfloat16 this is 1.5 to 2 times faster at few rows; in float32 the stock product of 2 to 32 rows becomes slow and
-this one does not (benchmarks/LOG.md). A packed weight cannot be copied or saved: the layer keeps it as a plain
-attribute, and the original can be freed.
+this one does not (benchmarks/LOG.md). A packed weight cannot be copied or saved; the original can be freed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from transformers import PreTrainedModel
 
 from truedraft.models.mapped import forget_pages
 
-# oneDNN chooses the layout for a number of rows. With 8, any number of rows gives the same bits in each row; with 1 it
-# does not.
+# oneDNN chooses the layout for a number of rows; with 8, unlike 1, a row's bits do not depend on their number.
 _ROWS = 8
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 LEAST_ROWS = 4
@@ -64,7 +62,6 @@ class PackedLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """`[out]`, or None: some layers add it themselves."""
         return self._bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,9 +105,8 @@ def release(layer: nn.Module) -> None:
 class PackedExperts(nn.Module):
     """Transformers' experts with packed weights, which are freed in `experts`; the router is outside.
 
-    An expert's rows are multiplied together, at least two of them, and the outputs for a row are summed in the order of
-    the router's choices. So a row has the same bits for any other rows of the forward, which none of transformers' own
-    implementations of experts promises.
+    An expert's rows are multiplied together, at least two of them, and summed in the order of the router's choices. So
+    a row's bits do not depend on the other rows, which none of transformers' own implementations promises.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -128,15 +124,10 @@ class PackedExperts(nn.Module):
         return [PackedLinear(weight, bias) for weight, bias in zip(turned, biases, strict=True)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sums of the experts' outputs, `[rows, width]`.
+        """Weighted sums of the experts' outputs, `[rows, width]`; experts and factors are `[rows, k]`.
 
-        Args:
-            hidden_states: `[rows, width]`.
-            top_k_index: `[rows, k]`, the experts of each row.
-            top_k_weights: `[rows, k]`, their factors.
-
-        Worked example: rows 0, 1, 2 use experts (4, 0), (0, 1), (4, 1). In order of experts their indices among all
-        six are 1 2 | 3 5 | 0 4: expert 0 reads rows 0 and 1.
+        Worked example: rows 0, 1, 2 use experts (4, 0), (0, 1), (4, 1). In order of experts their indices among all six
+        are 1 2 | 3 5 | 0 4: expert 0 reads rows 0 and 1.
         """
         rows, chosen = top_k_index.shape
         places = top_k_index.flatten().argsort(stable=True)
@@ -163,8 +154,7 @@ class PackedExperts(nn.Module):
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module is an unmodified, unsharded block of experts with transformers' interchangeable
-    implementations."""
+    """Whether a module is an unmodified, unsharded block of experts with interchangeable implementations."""
     names = {name for name, _ in module.named_parameters(recurse=False)}
     return (
         all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate"))
@@ -179,8 +169,8 @@ def is_experts(module: Any) -> bool:
 def pack_weights(model: PreTrainedModel) -> int:
     """Replace the linear layers and experts of any model, in memory, by packed ones; returns how many.
 
-    Only layers of exactly the class `nn.Linear` are replaced, because others may compute something else. A layer with a
-    weight that is used elsewhere keeps it: an LM head that is tied to the embedding gets a packed copy.
+    Only layers of exactly the class `nn.Linear` are replaced. A weight that is used elsewhere stays: an LM head that is
+    tied to the embedding gets a packed copy.
     """
     head = model.get_output_embeddings()
     uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))

@@ -28,7 +28,6 @@ class SegmentPlan:
     layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
 
     def layout(self, pattern: AttentionPattern) -> SegmentLayout:
-        """The segment's layout under a pattern; made once for all layers that share it."""
         if pattern not in self.layouts:
             segment = self.segment
             self.layouts[pattern] = layout_of(segment.shape, segment.written, self.length, pattern, self.device)
@@ -42,8 +41,8 @@ class ForwardPlan:
     Attributes:
         tokens: `[1, total]`, int64: all new tokens, then padding.
         positions: `[1, total]`, int64: cached length + depth in the tree - 1, plus the cache's shift.
-        rows: `[wanted]`, int64: rows of the pack that need logits, then padding.
-        wanted: number of requested `rows`.
+        rows: `[requested]`, int64: rows of the pack that need logits, then padding.
+        requested: number of `rows` without padding.
         furthest: the largest position.
     """
 
@@ -51,16 +50,15 @@ class ForwardPlan:
     tokens: Tensor
     positions: Tensor
     rows: Tensor
-    wanted: int
+    requested: int
     furthest: int
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device, least_rows: int) -> ForwardPlan:
-        """Concatenate the segments and reserve room in their caches.
+        """Concatenate the segments, reserve room in their caches, and pad to `least_rows` tokens and rows.
 
-        Args:
-            least_rows: pad to this many tokens and rows. Kernels treat very short products differently, and a row must
-                not depend on how many share its forward (docs/lossless.md, row invariance).
+        Kernels treat very short products differently, and a row must not depend on how many share its forward
+        (docs/lossless.md, row invariance).
 
         Raises:
             ModelError: a segment has more or fewer tokens than new nodes.
@@ -88,22 +86,16 @@ class ForwardPlan:
         if requested:
             rows.extend([rows[-1]] * (least_rows - requested))
         whole = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
-        places, wanted = transfers.upload(positions, device), transfers.upload(rows, device)
-        return cls(plans, whole[None], places[None], wanted, requested, max(positions))
+        places, logit_rows = transfers.upload(positions, device), transfers.upload(rows, device)
+        return cls(plans, whole[None], places[None], logit_rows, requested, max(positions))
 
     def attend(
         self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """Attention of all segments, each over its own cache, which receives their keys and values.
 
-        Args:
-            call: index of the attention call in the forward, from 0.
-            query: `[heads, total, key width]`.
-            key: `[kv_heads, total, key width]`.
-            value: `[kv_heads, total, value width]`.
-
-        Returns:
-            `[total, heads, value width]`; rows of padding are undefined.
+        `call` is the attention call's index in the forward. Queries are `[heads, total, key width]`, keys and values
+        `[kv_heads, total, width]`; returns `[total, heads, value width]`, with rows of padding undefined.
         """
         outputs: list[Tensor] = []
         for part in self.segments:
@@ -118,8 +110,7 @@ class ForwardPlan:
     def attend_masked(
         self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """`attend` for a single segment, a whole prompt, under the mask that the model itself made. `mask` is
-        `[total, total]`, True or 0 where a token sees another; None is a causal mask."""
+        """`attend` for one whole prompt under a mask `[total, total]`, True or 0 where seen; None is causal."""
         count = query.shape[1]
         keys, values = self.segments[0].segment.cache.write(call, key, value)
         hidden = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device)

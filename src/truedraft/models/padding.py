@@ -1,16 +1,14 @@
 """The same function at the cost of a larger model.
 
-A padded model has the logits of the model it was made from and the cost of a model of its size. Linear layers that
-write to the residual stream (embedding, attention output, MLP output) are zero except for the model's own entries, so
-the stream holds the model's values, followed by zeros. Those that read it (queries, keys, values, gate, up) have random
-weights in addition to the model's own: their results cost as much as in a real model, and are then multiplied by zeros.
+Linear layers that write to the residual stream (embedding, attention output, MLP output) are zero except for the
+model's own entries, so the stream holds the model's values, followed by zeros. Those that read it (queries, keys,
+values, gate, up) have random weights in addition: their results cost as much as real ones, and are multiplied by zeros.
 
 RMSNorm divides by the root of the mean of w squares; over W = r w entries of which the rest are 0, the mean is r times
 smaller. With its epsilon divided by r and its weights by sqrt(r), the result is the same. If r is a power of 4 so are
 its bits, because everything is multiplied by powers of two only.
 
-The padded model must also add the same numbers in the same order, or its results differ by rounding. So entries keep
-their order, and entries between or after them are multiplied by zero.
+Sums must add the same numbers in the same order, or results differ by rounding. So entries keep their order.
 """
 
 from __future__ import annotations
@@ -61,9 +59,8 @@ class PaddedSize:
     inner: int
 
 
-# Parameters with the embedded target's 8,192 tokens and one key/value head for three query heads: 110,119,680,
-# 500,221,440 and 7,097,112,576. A 7B is usually 4,096 wide with 32 layers; 6,144 is 16 times the embedded target's
-# width, which keeps its bits.
+# With the embedded target's vocabulary and heads 110,119,680, 500,221,440 and 7,097,112,576 parameters. A 7B is mostly
+# 4,096 wide with 32 layers; 6,144 is 16 times the embedded target's width, which keeps its bits.
 PADDED_SIZES = {
     size.name: size
     for size in (
@@ -93,7 +90,7 @@ def pad_model(
     Its logits are the model's bit for bit if the width becomes 4, 16, ... times as large and sums are made in the same
     order, within rounding otherwise. On CPUs with AVX-512 BF16 that holds in bfloat16 for the embedded target at 500M
     and at the width of 7B, in float32 on an AMD one; an Intel one sums float32 products in an order that depends on the
-    width. The first entries of the hidden state are the model's, the others are zero.
+    width.
 
     Args:
         size: "110M", "500M", "7B", or a custom size.
@@ -190,8 +187,8 @@ def padding_note(parameters: int, size: str) -> str:
 def padding_of(model: PreTrainedModel) -> dict[str, Any]:
     """What the configuration of a padded model records, also when it was saved and loaded again; empty for others.
 
-    Keys: `parameters`, `layers` and `width` of the original, whose entries of hidden states are the nonzero ones, the
-    `size` it was padded to, and after an export the original's `fingerprint`.
+    Keys: `parameters`, `layers` and `width` of the original, the `size` it was padded to, and after an export the
+    original's `fingerprint`.
     """
     return getattr(model.config, _RECORD, None) or {}
 
@@ -238,14 +235,12 @@ class _Padding:
         self._places = {axis: place.to(model.device) for axis, place in places.items()}
         self._modules: Mapping[str, nn.Module] = dict(model.named_modules())
         self._norm_scale = math.sqrt(own.hidden_size / config.hidden_size)
-        # The input of layers has entries of about 1 (RMSNorm), so their output has, too: ordinary numbers, neither so
-        # small nor so large that a product of them would be faster.
+        # Inputs are of about 1 (RMSNorm), so outputs are, too: no product is faster than with a real model's numbers.
         self._spread = own.hidden_size**-0.5
         self._new: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
 
     def fill(self, name: str, module: nn.Module) -> None:
-        """Set the weights of a module of the padded model; the model has one of that name, or it is an added one."""
         own = self._modules.get(name)
         kind = name.rpartition(".")[2]
         for part, weight in list(module.named_parameters(recurse=False)):
@@ -265,8 +260,8 @@ class _Padding:
 def choose_heads(heads: int, kv_heads: int, head_size: int, width: int) -> tuple[int, int] | None:
     """Query heads and key/value heads of a padded layer; None if these heads do not fit its width.
 
-    Attention becomes as wide as the layer, or the next smaller width that transformers allows (heads must divide the
-    width), with as many key/value heads as leave each of them at least as many query heads as before.
+    As wide as the layer, or the next smaller width that its heads divide, with at least as many query heads for each
+    key/value head as before.
 
     >>> choose_heads(6, 2, 64, 1536)
     (24, 8)
@@ -287,9 +282,7 @@ def head_places(heads: int, kv_heads: int, padded_heads: int, padded_kv_heads: i
     """The index of each of the model's query heads in the padded layer; key/value heads keep their index.
 
     Query head i reads key/value head i // group. With 4 query and 2 key/value heads the groups are (0, 1) and (2, 3);
-    padded to 9 and 3 they are (0, 1, 2), (3, 4, 5) and (6, 7, 8). So heads 0 and 1 stay, heads 2 and 3 become 3 and
-    4, which read key/value head 1 as before, and 2, 5, 6, 7 and 8 are new. Heads keep their order, so sums over them
-    do too.
+    padded to 9 and 3 they are (0, 1, 2), (3, 4, 5) and (6, 7, 8). So heads 0 and 1 stay, heads 2 and 3 become 3 and 4.
 
     >>> head_places(4, 2, 9, 3)
     [0, 1, 3, 4]
@@ -302,8 +295,7 @@ def inner_places(inner: int, padded: int, dtype: torch.dtype) -> Tensor:
     """The new indices of an MLP's inner entries: `[inner]`, int64, ascending.
 
     They are the first ones. Only in bfloat16, where sums over 513 to 1,024 entries are made of two halves and longer
-    sums are not split there, the second half moves to the next long block, so that the two are still summed separately.
-    (In float32 no such split was seen.)
+    sums are not, the second half moves to the next long block, so that the two are still summed separately.
     """
     places = torch.arange(inner)
     split = _BLOCK < inner <= _LONG_BLOCK and padded >= _LONG_BLOCK + inner - _BLOCK

@@ -1,10 +1,8 @@
 """Small forwards at load that find out how a model has to be run.
 
-`probe_patterns`: which positions each attention call may see. Some families build a window or chunk mask but do not
-pass the window to the attention function. So a short forward runs with a mask function that records its arguments and
-an attention function that records which mask it received. That attention returns zeros, so no token should see another:
-the gradients of the last row's logits by all other embeddings must be exactly zero, else there is a convolution or a
-recurrent state.
+`probe_patterns`: which positions each attention call may see. A short forward runs with a mask function that records
+its arguments and an attention function that records which mask it received and returns zeros. So the gradients of the
+last row's logits by all other embeddings must be exactly zero, else there is a convolution or a recurrent state.
 
 `check_against_stock`: whether the packed forward gives the logits of the model's own forward, up to rounding. How far
 rounding moves them is measured: its own forward is run again with every module's output moved at random by up to one
@@ -104,11 +102,7 @@ class _Recorder:
 
 
 def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
-    """The pattern of each attention call of a forward, in order of the calls.
-
-    Raises:
-        UnsupportedModelError: the model mixes tokens by other means, hides its mask, or uses another kind of pattern.
-    """
+    """The pattern of each attention call, in order; UnsupportedModelError for other mixing, masks or patterns."""
     name = type(model).__name__
     _refuse_scaled_queries(model, name)
     carrying = carrying_modules(model)
@@ -179,7 +173,6 @@ class _WithoutProducts(TorchFunctionMode):
 
 @torch.inference_mode(False)
 def _mixes_without_attention(model: nn.Module) -> bool:
-    """Run the forward; returns whether the last row depends on other tokens although attention returns zeros."""
     embedded: list[Tensor] = []
 
     def watch(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -216,7 +209,6 @@ def _mixes_without_attention(model: nn.Module) -> bool:
 
 
 def _classify(function: MaskFunction | None, name: str) -> AttentionPattern:
-    """Find the pattern by the lowest keys that two neighbouring distant queries may see."""
     if function is None:
         raise UnsupportedModelError(f"{name} calls attention without a causal mask; truedraft cannot run it")
     if _allows(function, 0, 1):
@@ -258,12 +250,7 @@ def some_ids(count: int, vocab_size: int, device: torch.device) -> Tensor:
 
 
 def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], None]:
-    """Run the stock forward now, before attention is redirected. The returned check raises UnsupportedModelError if a
-    packed forward differs by more than rounding.
-
-    Raises:
-        UnsupportedModelError: transformers itself cannot run it.
-    """
+    """Run the stock forward before attention is redirected; it and the returned check raise UnsupportedModelError."""
     ids = some_ids(_CONTEXT + len(_TREE), len(model.get_input_embeddings().weight), model.device)
     texts = torch.stack([torch.cat([ids[:_CONTEXT], ids[_CONTEXT:][list(path)]]) for path in _TEXTS])
     sources = Sources.of(model, _FAR) if model.config.is_encoder_decoder else None
@@ -278,8 +265,7 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
         error = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
         rounding = error.max()
         if carries_states(model):
-            # Recurrences have another formula for one token than for many, with another order of sums; Zamba 2 bounds
-            # its time steps only in the latter.
+            # Recurrences have another formula for one token than for many, with another order of sums.
             steps = torch.cat([_by_steps(model, text[None]) for text in texts])  # RWKV takes several texts for one
             rounding = torch.maximum(rounding, (steps - stock[:, _CONTEXT:]).abs().max())
             stock[:, _CONTEXT:] = steps
@@ -358,8 +344,7 @@ def _chain_logits(model: LanguageModel, cache: RequestCache, tokens: Tensor, row
 
 
 def refuse_hidden_state(model: LanguageModel) -> None:
-    """Raise UnsupportedModelError for a model that keeps a state of a rejected draft outside its cache, so that later
-    logits have other bits."""
+    """Raise UnsupportedModelError for a model that keeps a state of a rejected draft outside its cache."""
     ids = some_ids(_CONTEXT + len(_TREE), model.vocab_size, model.device)
     seen: list[Tensor] = []
     for drafts in ((1,), (0, 1)):  # the second one by itself, and after the first one
@@ -393,8 +378,7 @@ def refuse_later_tokens(model: LanguageModel) -> None:
 
 
 def rows_depend_on_their_number(model: LanguageModel) -> bool:
-    """Whether a row's logits have other bits if other rows share its forward, tested on a few row counts; then
-    answers with a drafter equal plain decoding's up to near ties, not bit for bit."""
+    """Whether a row's bits depend on other rows, tested on a few counts; then answers equal up to near ties."""
     ids = some_ids(_COUNTS[0], model.vocab_size, model.device)
     seen: list[Tensor] = []
     for most in _COUNTS:
@@ -426,7 +410,6 @@ def _with_rounding(model: PreTrainedModel, texts: Tensor) -> Tensor:
 
 
 def _by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """The logits of a text's last tokens in float32, one by one with the model's own cache as in `generate`."""
     output = model(input_ids=text[:, :_CONTEXT], use_cache=True)
     kept = _kept(output)
     if not kept:  # Recurrent Gemma uses the cache that `generate` passes, and does not return it
@@ -448,8 +431,7 @@ def _kept(output: Any) -> dict[str, Any]:
 
 
 def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
-    """The arguments that `generate` passes for whole texts: positions from 0, which RoBERTa and similar models would
-    count from after their padding id. An encoder-decoder's texts all have the same source."""
+    """The arguments that `generate` passes for whole texts: positions from 0, and one source for all texts."""
     if model.config.is_encoder_decoder:
         sources = Sources.of(model, _FAR)
         length = sources.length(texts[0].tolist())

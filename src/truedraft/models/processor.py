@@ -22,8 +22,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # decoders of other formats are rarel
 # Processors' names of image placeholders in a text; if there are both, the first is used.
 _PLACES = ("boi_token", "image_token")
 # Further tokens that a text may not contain, because the model would look for their inputs.
-_SOUGHT = ("image_token", "video_token", "audio_token")
-# Errors that they raise for an unsuitable text or image.
+_INPUT_TOKENS = ("image_token", "video_token", "audio_token")
 _REFUSALS = (AttributeError, LookupError, MemoryError, RuntimeError, StopIteration, TypeError, ValueError)
 # Processors enlarge an image until its shorter side has some hundred pixels, and the longer one with it.
 _LONGEST = 50  # times the shorter side
@@ -40,12 +39,7 @@ class Processor:
 
     @classmethod
     def load(cls, source: str, name: str, revision: str | None = None) -> Processor:
-        """The processor in a model's folder, or under its name on the hub.
-
-        Raises:
-            MissingExtraError: Pillow is not installed.
-            ModelError: there is none, or it cannot be read.
-        """
+        """A model's processor, from folder or hub; MissingExtraError without Pillow, ModelError if unreadable."""
         _pillow()
         from transformers import AutoProcessor
 
@@ -69,16 +63,11 @@ class Processor:
 
     @property
     def chat_template(self) -> str | None:
-        """The template for messages with images, if it is not the tokenizer's."""
         found = getattr(self._backend, "chat_template", None)
         return found if isinstance(found, str) else None
 
     def prompt(self, text: str, pictures: Sequence[Picture]) -> MultimodalPrompt:
-        """A text with images at its placeholders, or before it if there are none.
-
-        Raises:
-            PromptError: placeholders and images do not match, or the processor refuses them.
-        """
+        """A text with images at its placeholders, or else before it; PromptError if refused, or they do not match."""
         place = next(iter(self._places), None)
         if place is not None and not any(each in text for each in self._places):
             text = f"{place * len(pictures)}\n{text}"
@@ -118,7 +107,7 @@ class Processor:
                 f"the prompt has {held} places for pictures ({places[0]}), and {len(pictures)} pictures are given"
             )
         holders = (self._backend, self._backend.tokenizer)
-        for other in (getattr(holder, name, None) for holder in holders for name in _SOUGHT):
+        for other in (getattr(holder, name, None) for holder in holders for name in _INPUT_TOKENS):
             if other and str(other) != used and str(other) in text:
                 raise PromptError(f"the prompt holds {other}, and nothing that stands there is given; leave it out")
         try:

@@ -65,11 +65,9 @@ class QuantizedWeight:
 
     @property
     def form(self) -> tuple[int, Scheme]:
-        """The properties that concatenated weights must share."""
         return self.bits, self.scheme
 
     def rows(self, index: Tensor | slice) -> QuantizedWeight:
-        """Some outputs, in any order."""
         rest = [None if each is None else each[index] for each in (self.shifts, self.inner, self.lesser)]
         some = QuantizedWeight(self.bits, self.scheme, self.codes[index], self.scales[index], *rest)
         return replace(some, order=self.order)
@@ -79,7 +77,6 @@ class QuantizedWeight:
         numbers, middle = self.codes.float(), 2 ** (self.bits - 1)
 
         def by(change: Callable[[Tensor, Tensor], Tensor], each: Tensor, over: int = GROUP) -> None:
-            """Apply `change` in place with values that each `over` inputs share."""
             if numbers.shape[1] == over * each.shape[1]:
                 change(numbers.view(len(numbers), -1, over), each.float()[..., None])
             else:  # the last inputs are fewer
@@ -109,12 +106,10 @@ def _of_both(outer: Tensor, inner: Tensor, parts: int = 1) -> tuple[Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A quantised weight, see `QuantizedWeight`, that is read on demand: a parameter's `quantized`.
+    """A quantised weight `[out, in]`, see `QuantizedWeight`, that is read on demand: a parameter's `quantized`.
 
-    Attributes:
-        rows: reads some outputs; may be called by several threads.
-        shape: `[out, in]`.
-        together: outputs to read at a time when all are needed; None for all of them, if reading some takes as long.
+    `rows` reads some outputs, for several threads. `together` outputs are read at a time when all are needed; None
+    reads all of them, if reading some takes as long.
     """
 
     form: tuple[int, Scheme]

@@ -42,12 +42,7 @@ Read = TypeVar("Read")
 
 
 class QuantizedFolder:
-    """The tensors of a quantised model's folder, layer by layer.
-
-    Raises:
-        UnsupportedModelError: its codes are of a kind that cannot be read.
-        ModelError: tensors are missing, or do not fit each other.
-    """
+    """A quantised model's tensors by layer; UnsupportedModelError for unknown codes, ModelError for missing tensors."""
 
     def __init__(self, source: str, config: Any, name: str, revision: str | None) -> None:
         self._name = name
@@ -81,7 +76,6 @@ class QuantizedFolder:
             self._plain[f"{layer.name}.{end}" if layer.name else end] = layer, end
 
     def _reader(self, layer: LayerTensors) -> Callable[[LayerTensors, Layout], StoredWeight] | None:
-        """The reader of a layer of integer codes; None for others."""
         weight = layer.places.get("weight")
         if "qweight" in layer.places:
             self._refuse_other_words(layer, "qweight", "qzeros")
@@ -101,8 +95,7 @@ class QuantizedFolder:
                 raise layer.unread(f"{end} of {layer.places[end].dtype} in place of I32")
 
     def by_codes(self, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
-        """The model with `quantized` weights; None if its parameters have other names, or some are no codes. `config`
-        is that of the unquantised model."""
+        """The model with `quantized` weights, of the unquantised model's `config`; None if some cannot be."""
         model = without_weights(config, dtype)
         self._drop_biases(model)
         self._refuse_turned(model)
@@ -126,7 +119,6 @@ class QuantizedFolder:
         return model
 
     def _tied_alike(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether duplicates of tied weights, such as the embedding and the LM head, are equal."""
         first: dict[int, str] = {}
         for name in (*self._codes, *self._plain):
             other = first.setdefault(id(parameters[name]), name)
@@ -141,13 +133,11 @@ class QuantizedFolder:
         return layer[end]
 
     def numbers(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All tensors dequantised, by the names of the unquantised model's folder."""
         made = {name: stored.read().dequantized().to(dtype) for name, stored in self._codes.items()}
         made |= {name: read().to(dtype) for name, read in self._numbers.items()}
         return made | {name: self._tensor(name) for name in self._plain}
 
     def _drop_biases(self, model: PreTrainedModel) -> None:
-        """Drop biases of zeros that some tools write for layers without biases."""
         known = dict(model.named_parameters(remove_duplicate=False))
         for weight in self._codes:
             name = f"{weight.removesuffix('.weight')}.bias"
@@ -182,8 +172,6 @@ def _later(reader: Callable[[LayerTensors, Layout], StoredWeight], layer: LayerT
 
 
 def _naming(layer: LayerTensors, read: Callable[..., Read], *given: Any) -> Callable[[], Read]:
-    """A reader of a layer with an error that names the layer if its tensors do not fit together."""
-
     def reading() -> Read:
         try:
             return read(layer, *given)
@@ -225,7 +213,6 @@ def _layout_of(method: str, said: Mapping[str, Any], name: str) -> Layout:
 
 
 def _refuse_unlike(said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Refuse settings of compressed-tensors that change the meaning of the tensors."""
     for each in (said, *(said.get("config_groups") or {}).values()):
         if (written := each.get("format")) not in _PACKED:
             raise not_read(name, f"in the format {written!r}")

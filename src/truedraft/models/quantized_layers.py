@@ -1,7 +1,7 @@
 """Layers of Hugging Face folders with quantised weights: GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8.
 
-Integer codes are all scale * (code - zero), with scales and zeros shared by a group of an output's inputs. They differ
-in the positions of codes in words of 32 bits, and in how zeros are stored. Small floating-point ones are dequantised.
+Integer codes are all scale * (code - zero), with scales and zeros shared by a group of an output's inputs. Small
+floating-point ones are dequantised.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ class Layout:
 
 
 def gptq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
-    """A layer of GPTQ: qweight `[in / codes of a word, out]`, qzeros `[groups, out / codes of a word]`, scales
-    `[groups, out]`, and g_idx `[in]`, the group of each input.
+    """GPTQ: qweight `[in / codes of a word, out]`, qzeros `[groups, out / codes of a word]`, scales `[groups, out]`.
 
-    GPTQ's first format stores whole words of zeros less one: a carry changes the next zero, as it did at storing.
+    g_idx `[in]` is the group of each input. The first format stores words of zeros less one: a carry changes the next.
     """
     scales = tensors["scales"]
     groups, out = scales.shape
@@ -98,8 +97,7 @@ def gptq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
 
 
 def awq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
-    """A layer of AWQ: qweight `[in, out / 8]`, qzeros `[groups, out / 8]`, scales `[groups, out]`; a word has the
-    codes of 8 outputs, even ones first."""
+    """AWQ: qweight `[in, out / 8]`, a word's even outputs first; qzeros `[groups, out / 8]`, scales `[groups, out]`."""
     scales = tensors["scales"]
     groups, out = scales.shape
     inputs = tensors.shape("qweight")[0]
@@ -118,9 +116,10 @@ def awq(tensors: LayerTensors, layout: Layout) -> StoredWeight:
 
 
 def packed(tensors: LayerTensors, layout: Layout) -> StoredWeight:
-    """A layer of compressed-tensors in words: weight_packed `[out, in / codes of a word]`, weight_scale `[out,
-    groups]` and weight_shape; optionally weight_zero_point `[out / codes of a word, groups]` and weight_g_idx
-    `[in]`."""
+    """compressed-tensors in words: weight_packed `[out, in / codes of a word]`, weight_scale `[out, groups]` and shape.
+
+    Optionally weight_zero_point `[out / codes of a word, groups]` and weight_g_idx `[in]`.
+    """
     out, inputs = tensors["weight_shape"].tolist()
     scales = tensors["weight_scale"]
     bits = _known_bits(tensors, layout, tensors.shape("weight_packed")[-1], inputs)
@@ -136,8 +135,7 @@ def packed(tensors: LayerTensors, layout: Layout) -> StoredWeight:
 
 
 def whole(tensors: LayerTensors, layout: Layout) -> StoredWeight:
-    """A layer of compressed-tensors in bytes: weight `[out, in]`, int8, weight_scale, and optionally
-    weight_zero_point and weight_g_idx."""
+    """compressed-tensors in bytes: weight `[out, in]`, int8, weight_scale; maybe weight_zero_point and weight_g_idx."""
     out, inputs = tensors.shape("weight")
     scales = _by_output(tensors, tensors["weight_scale"], out)
     written = tensors.get("weight_zero_point")
@@ -170,7 +168,6 @@ def _from_zero(codes: Tensor) -> Tensor:
 
 
 def _known_bits(tensors: LayerTensors, layout: Layout, words: int, codes: int) -> int:
-    """Bits of a layer's codes, from the numbers of codes and of words."""
     fitting = [bits for bits in range(2, 9) if -(-codes * bits // 32) == words]
     bits = next((each for each in layout.bits if each in fitting), fitting[0] if fitting and layout.others else 0)
     if bits == 0:
@@ -187,7 +184,6 @@ def _expect(tensors: LayerTensors, end: str, shape: tuple[int, ...]) -> None:
 
 
 def _by_output(tensors: LayerTensors, scales: Tensor, out: int) -> Tensor:
-    """Scales `[out, groups]` from a single number or one for each output."""
     scales = scales.reshape(len(scales), -1) if scales.dim() else scales.view(1, 1)
     if len(scales) not in (1, out):
         raise tensors.broken(f"has scales of {len(scales)} outputs in place of {out}")
@@ -195,13 +191,11 @@ def _by_output(tensors: LayerTensors, scales: Tensor, out: int) -> Tensor:
 
 
 def _by_order(tensors: LayerTensors, inputs: int, layout: Layout, groups: int) -> Tensor:
-    """The group of each input, by weight_g_idx if there is one."""
     given = tensors.get("weight_g_idx")
     return _in_order(tensors, inputs, layout, groups) if given is None or bool((given < 0).all()) else given
 
 
 def _in_order(tensors: LayerTensors, inputs: int, layout: Layout, groups: int) -> Tensor:
-    """The group of each input for contiguous groups."""
     sizes = dict.fromkeys(min(size, inputs) or inputs for size in layout.groups)
     fitting = [size for size in sizes if -(-inputs // size) == groups]
     if len(fitting) > 1:
@@ -255,8 +249,7 @@ def _grouped(
 
 
 def fp8(tensors: LayerTensors, block: tuple[int, int] | None) -> Tensor:
-    """A layer's weight `[out, in]`, float32, from codes of 8 bits and their scales: one number, one for each output, or
-    one for each `block` of outputs and inputs."""
+    """A layer's weight `[out, in]`, float32, from 8-bit codes and their scales: one, one per output, or per `block`."""
     end = "weight_scale_inv" if tensors.get("weight_scale_inv") is not None else "weight_scale"
     written, weight = tensors[end], tensors["weight"].float()
     scales = (written.float() - 127.0).exp2() if written.dtype is torch.uint8 else written.float()
@@ -275,8 +268,7 @@ def fp8(tensors: LayerTensors, block: tuple[int, int] | None) -> Tensor:
 
 
 def four_bits(tensors: LayerTensors) -> Tensor:
-    """A layer's weight by bitsandbytes in 4 bits (NF4, FP4): codes index a table of numbers, times a scale of a
-    block. Scales may themselves be codes of another table (double quantisation)."""
+    """A layer's weight by bitsandbytes in 4 bits (NF4, FP4): table entries times block scales, maybe codes too."""
     state = next(found for end in STATES if (found := tensors.get(end)) is not None)
     try:
         said: dict[str, Any] = json.loads(bytes(state.tolist()))

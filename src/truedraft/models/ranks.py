@@ -1,7 +1,7 @@
 """Processes of one machine that run one model together: how they connect, and their messages.
 
-The first, rank 0, is the user's own. It starts the others, unless a launcher such as `torchrun` started all. They use
-Gloo, and NCCL, too, for parts on GPUs. A process that dies closes its connections, so that waiting ones fail at once.
+Rank 0 starts the others, unless a launcher such as `torchrun` started all. They use Gloo, and NCCL, too, for parts on
+GPUs. A process that dies closes its connections, so that waiting ones fail at once.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Ranks:
         weakref.finalize(self, _end, others)
 
     @classmethod
-    def start(cls, count: int, asked: Mapping[str, Any]) -> Ranks:
-        """Start the other processes, which call `load_model` with the JSON values `asked`, or join those of a launcher.
+    def start(cls, count: int, options: Mapping[str, Any]) -> Ranks:
+        """Start processes that call `load_model` with the JSON values `options`, or join those of a launcher.
 
         Raises:
             OptionError: a launcher started another number of processes, or this is the second model of its processes.
@@ -68,7 +68,7 @@ class Ranks:
         )
         others = [
             subprocess.Popen(
-                [sys.executable, "-c", code, json.dumps(dict(asked))],
+                [sys.executable, "-c", code, json.dumps(dict(options))],
                 env={**os.environ, **given, "RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -82,7 +82,7 @@ class Ranks:
     def _launched(cls, count: int, launched: int) -> Ranks:
         if launched != count:
             raise OptionError(
-                f"asks for {count} processes, and {launched} were launched; launch as many, or start one process, "
+                f"needs {count} processes, and {launched} were launched; launch as many, or start one process, "
                 "which starts the others",
                 field="tensor_parallel",
             )
@@ -102,11 +102,7 @@ class Ranks:
         return cls(rank, count, store)
 
     def join(self, device: torch.device) -> None:
-        """Wait until all processes have read their parts of the model, and connect with them.
-
-        Raises:
-            RankLostError: one has ended.
-        """
+        """Wait until all processes have read their parts, and connect; RankLostError if one has ended."""
         self._store.set(f"rank {self.rank}", "")
         while self.rank == 0 and not self._store.check([f"rank {rank}" for rank in range(self.count)]):
             self.check()
@@ -120,7 +116,6 @@ class Ranks:
 
     @property
     def failure(self) -> str | None:
-        """Why the group has failed, in a sentence; None while it runs."""
         if self._failure is None:
             found = [(rank, process.poll()) for rank, process in enumerate(self.others, start=1)]
             if ended := [(rank, status) for rank, status in found if status is not None]:
@@ -130,17 +125,12 @@ class Ranks:
         return self._failure
 
     def check(self) -> None:
-        """Raise `RankLostError` if the group has failed."""
         if self.failure is not None:
             raise RankLostError(self.failure)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """All processes run the same code within this context; the group fails if this one does not reach its end.
-
-        Raises:
-            RankLostError: another has ended.
-        """
+        """All processes run the same code in this context, or the group fails; RankLostError if another has ended."""
         try:
             yield
         except BaseException as error:
@@ -157,7 +147,6 @@ class Ranks:
             raise
 
     def send(self, message: Any) -> None:
-        """Broadcast a message from rank 0, made of plain objects and tensors on the CPU."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         with _connected():
             self._words.broadcast(torch.tensor([len(data)]), 0).wait()
@@ -181,10 +170,7 @@ class Ranks:
         return parts
 
     def added(self, part: Tensor) -> Tensor:
-        """The sum of `gathered` parts, added in their order in float32 or better, and rounded once.
-
-        So a row's bits do not depend on the rest of its forward; libraries split sums by their size.
-        """
+        """The sum of `gathered` parts in order, in float32 or better, rounded once: libraries split sums by size."""
         first, *others = self.gathered(part)
         total = first if first.dtype == torch.float64 else first.float()
         for each in others:

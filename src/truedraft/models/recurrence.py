@@ -1,13 +1,12 @@
 """Layers with a state (recurrences, short convolutions) in a packed forward over token trees.
 
 transformers' own modules compute them. A token starts from its parent's state, as in plain decoding, so its bits do not
-depend on the other tokens of the forward. All tokens at one depth, of all requests, go through a module as one batch.
-The input and output projections of the module are computed once for all tokens, which reads their weights only once.
+depend on the other tokens of the forward. All tokens at one depth, of all requests, go through a module as one batch;
+its input and output projections are computed once for all tokens, which reads their weights only once.
 
 Prompt tokens are read in pieces that end at fixed positions, so that their bits do not depend on the chunks.
 
-The state after every token is kept until the request's next commit. So a rejected draft costs no forward: the state
-after the last accepted token exists.
+The state after every token is kept until the request's next commit, so a rejected draft costs no forward.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ _COARSE = 5e-2
 
 
 def carrying_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that carry states in a known way, in the order of the forward.
-
-    Raises:
-        UnsupportedModelError: one of them keeps keys and values too.
-    """
+    """The modules that carry states, in forward order; UnsupportedModelError if one keeps keys and values too."""
     return [module for module in model.modules() if adapter_for(module) is not None]
 
 
@@ -67,12 +62,7 @@ Place = tuple[SegmentPlan, int]
 
 
 class _Order:
-    """The order in which all layers compute the new tokens of a forward.
-
-    Attributes:
-        pieces: of prompts: segment, first token, end.
-        levels: all other tokens; each is one level after its parent.
-    """
+    """The order of the new tokens: `pieces` of prompts (segment, first token, end), then `levels`, by parent."""
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.segments = plan.segments
@@ -132,7 +122,7 @@ class _Layer:
         hidden = torch.linspace(-1.0, 1.0, 9 * width, device=weight.device).sin_().view(1, 9, width).to(weight.dtype)
         with torch.inference_mode():
             self._places = self._places_of_vectors(hidden)
-            self._continues = self._can_go_on(hidden)
+            self._continues = self._can_continue(hidden)
             self._products = _Products(module, self._adapter.shift, lambda: self._run(hidden, {})[0], hidden)
         module.forward = self.mix
 
@@ -155,7 +145,7 @@ class _Layer:
         output, after = self._adapter.run(hidden, states)
         return [output] if self._places is None else [output[place] for place in self._places], after
 
-    def _can_go_on(self, hidden: Tensor) -> bool:
+    def _can_continue(self, hidden: Tensor) -> bool:
         """Whether reading several tokens from a state equals reading one text; some modules ignore it then."""
         whole, _ = self._run(hidden, {})
         _, states = self._run(hidden[:, :4], {})
@@ -184,7 +174,7 @@ class _Layer:
             for part, start, end in order.pieces:
                 whole = self._continues or part.length + start == 0
                 for first, last in [(start, end)] if whole else pairwise(range(start, end + 1)):
-                    before = self._behind((part, first), states)
+                    before = self._state_before((part, first), states)
                     known = {} if before is None else dict(before.copied().states)
                     own = slice(part.start + first, part.start + last)
                     output, found = self._products.run(own, self._run, hidden_states[:, own], known)
@@ -210,7 +200,6 @@ class _Layer:
         return self._given(mixed)
 
     def _given(self, mixed: list[Tensor]) -> Any:
-        """The outputs in the module's own format, without its states."""
         if self._places is None:
             return mixed[0]
         output: list[Tensor | None] = [None] * self._parts
@@ -240,7 +229,7 @@ class _Layer:
             before[0, here] = hidden[0, there]
         return before
 
-    def _behind(self, place: Place, states: dict[int, list[StateRow | None]]) -> StateRow | None:
+    def _state_before(self, place: Place, states: dict[int, list[StateRow | None]]) -> StateRow | None:
         part, node = place
         segment = part.segment
         parent = segment.shape.parents[node]
@@ -251,8 +240,7 @@ class _Layer:
     def _batches(
         self, level: Sequence[Place], states: dict[int, list[StateRow | None]]
     ) -> Iterator[tuple[list[Place], States]]:
-        """The batches of a level: the tokens that begin a text, and all others."""
-        before = [(place, self._behind(place, states)) for place in level]
+        before = [(place, self._state_before(place, states)) for place in level]
         if begin := [place for place, state in before if state is None]:
             yield begin, {}
         if known := [(place, state) for place, state in before if state is not None]:
@@ -271,9 +259,7 @@ def _gathered(rows: Sequence[StateRow]) -> States:
 class _Products:
     """The input and output projections of a module, computed for all tokens of a forward at once.
 
-    Args:
-        shift: see `StateAdapter`; with it the input projections depend on the previous token's input, too.
-        run: runs the module on `hidden`, `[1, tokens, width]`, to find these linear layers.
+    With `shift` they depend on the previous token's input, too; `run` runs the module on `[1, tokens, width]`.
     """
 
     def __init__(self, module: nn.Module, shift: str | None, run: Callable[[], list[Tensor]], hidden: Tensor) -> None:
@@ -301,10 +287,7 @@ class _Products:
 
     @contextmanager
     def of(self, hidden: Tensor, before: Tensor | None, run: Run) -> Iterator[None]:
-        """Within the context, the input projections of `hidden`, `[1, total, width]`, are used.
-
-        `before` is the input at each token's parent, if `shift` is set.
-        """
+        """In the context input projections of `hidden`, `[1, total, width]`, are used; `before` is for `shift`."""
         if before is None:
             self._made = {id(each): self._forwards[id(each)](hidden) for each in self._first}
         else:  # run the module on each token separately, only for its input projections
@@ -317,7 +300,6 @@ class _Products:
             self._made.clear()
 
     def run(self, own: slice | Tensor, module: Run, hidden: Tensor, states: States) -> tuple[list[Tensor], States]:
-        """Run the module on some of the tokens: a sequence, or one for each text of a batch."""
         self._own, self._given = own, hidden
         try:
             return module(hidden, states)
@@ -325,7 +307,6 @@ class _Products:
             self._own = self._given = None
 
     def _part(self, linear: nn.Module, given: Tensor) -> Tensor:
-        """Replaces an input projection's forward: looks up its rows of the product if its input is the module's."""
         key = id(linear)
         if self._own is None:  # `[total, 1, width]`
             output: Tensor = self._forwards[key](given)

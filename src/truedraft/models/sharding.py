@@ -24,12 +24,11 @@ _WHOLE_OUTPUTS = {"colwise_gather_output", "colwise_rep"}
 _WHOLE_INPUTS = {"rowwise_split_input", "rowwise_rep"}
 _SUMMED = _INPUTS | {"moe_tp_experts", "all_reduce"}
 # Unsharded in every process: lookups are fast, and the other style sums gradients.
-_LEFT = {"embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj"}
+_UNSHARDED = {"embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj"}
 
 
 def refuse_unsharded(config: Any, name: str, count: int) -> None:
-    """Raise UnsupportedModelError for a model without a plan, OptionError for heads that `count` processes cannot
-    share; no weight is read."""
+    """Raise UnsupportedModelError for a model without a plan, OptionError for heads that `count` does not divide."""
     text = config.get_text_config()
     plan = getattr(text, "base_model_tp_plan", None) or {}
     if config.is_encoder_decoder or not _INPUTS.intersection(plan.values()):
@@ -59,7 +58,7 @@ def shard(model: PreTrainedModel, name: str, ranks: Ranks) -> Callable[[], None]
         UnsupportedModelError: the plan has an unsupported style, or a width cannot be cut into equal parts.
     """
     plan = model.tp_plan
-    unknown = sorted(set(plan.values()) - _OUTPUTS - _SUMMED - _LEFT)
+    unknown = sorted(set(plan.values()) - _OUTPUTS - _SUMMED - _UNSHARDED)
     if unknown:
         raise UnsupportedModelError(
             f"the tensor parallel plan of {name!r} has the style {unknown[0]!r}, which is not run here; leave "

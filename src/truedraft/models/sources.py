@@ -1,13 +1,12 @@
 """Texts of encoder-decoders: the encoder's text followed by the decoder's, as one list of tokens.
 
-A request of such a model is the source, then the decoder's start token, then the answer. So it is a list of tokens as
-with any other model: a drafter sees the source before the answer, prompt lookup copies from it, and a draft model that
-is an encoder-decoder, too, reads it with its own encoder. The tokens themselves mark the end of the source: the first
-decoder start token; if that is also the end token, as in BART, the first place where it follows another.
+A request is the source, then the decoder's start token, then the answer. So a drafter sees the source before the
+answer, and prompt lookup copies from it. The tokens mark the end of the source: the first decoder start token; if that
+is also the end token, as in BART, the first place where it follows another.
 
-An audio source has no tokens. It is represented by one placeholder for each vector of the encoder, all of one id, and
-ends at the first other id. Families differ in the layout of their feature extractors' output, in its required length,
-and in how far their convolutions shorten it: all of that is determined from the encoder itself.
+An audio source is represented by one placeholder for each vector of the encoder, all of one id, and ends at the first
+other id. The layout of the feature extractor's output, its required length, and how far the convolutions shorten it are
+determined from the encoder itself.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class Sound:
         bands: entries for each moment: bands of a spectrum, or 1 for the waveform.
         limit: most vectors that the encoder makes.
         moments: required number of moments; None if it is free.
-        example: synthetic audio for measurements and checks.
         vectors_of: the number of vectors of a number of moments.
     """
 
@@ -53,11 +51,7 @@ class Sound:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sound:
-        """From a loaded encoder-decoder with an audio encoder.
-
-        Raises:
-            UnsupportedModelError: it does not say how many vectors its encoder makes, or takes another form of audio.
-        """
+        """From a loaded encoder-decoder; UnsupportedModelError if vectors are unknown, or its form of audio is."""
         encoder = model.get_encoder()
         convolutions = [module for module in encoder.modules() if isinstance(module, nn.Conv1d)]
         vectors_of = getattr(encoder, "_get_feat_extract_output_lengths", None)
@@ -84,11 +78,7 @@ class Sound:
         return cls(name, bands, limit, whole, noise(bands, whole), vectors_of)
 
     def vectors(self, inputs: Mapping[str, Tensor]) -> int:
-        """The number of vectors that the encoder makes of a prompt's audio.
-
-        Raises:
-            PromptError: it is not of the encoder's form, of several prompts, too short or too long.
-        """
+        """Vectors that the encoder makes of a prompt's audio; PromptError for another form, or too short or long."""
         shape = tuple(inputs[self.name].shape)
         axis = list(self.example.shape[1:]).index(self.bands) + 1 if self.bands > 1 else 0
         if shape[:1] != (1,) or len(shape) != self.example.dim() or (axis and shape[axis] != self.bands):
@@ -133,11 +123,7 @@ class Sources:
 
     @classmethod
     def of(cls, model: PreTrainedModel, limit: int) -> Sources:
-        """The layout of a loaded encoder-decoder.
-
-        Raises:
-            UnsupportedModelError: it has no decoder start token or no end token.
-        """
+        """The layout of a loaded encoder-decoder; UnsupportedModelError without a start or an end token."""
 
         def known(*names: str) -> int | None:
             given = (getattr(at, name, None) for name in names for at in (model.generation_config, model.config))
@@ -157,7 +143,6 @@ class Sources:
 
     @property
     def source_limit(self) -> int:
-        """Most tokens of a source, placeholders of audio included."""
         return self.limit if self.sound is None else self.sound.limit
 
     @property
@@ -167,7 +152,6 @@ class Sources:
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """A short text without an answer, for measurements and checks."""
         if self.sound is not None:
             return tuple(self.heard(self.opening_inputs))
         ids = (token for token in range(3, 1 << 30) if token not in (self.start, self.end))
@@ -175,7 +159,6 @@ class Sources:
 
     @property
     def opening_inputs(self) -> dict[str, Tensor]:
-        """Non-text inputs of `opening`; empty for an encoder of text."""
         return {} if self.sound is None else {self.sound.name: self.sound.example}
 
     def length(self, tokens: Sequence[int]) -> int | None:
@@ -224,8 +207,7 @@ class Sources:
     def heard(self, inputs: Mapping[str, Tensor], begun: Sequence[int] = ()) -> list[int]:
         """The first tokens of a request with an audio source; `begun` are the decoder's, empty for its default ones.
 
-        Raises:
-            PromptError: there is no audio that the encoder could read, or its end is ambiguous.
+        Raises PromptError where there is no audio that the encoder could read, or its end is ambiguous.
         """
         assert self.sound is not None
         if begun and begun[0] == self.placeholder:

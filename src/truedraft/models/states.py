@@ -1,9 +1,4 @@
-"""Run stateful modules (recurrences, short convolutions) with an explicit state, one class for each way of passing it.
-
-Most modules keep the state in transformers' cache for linear attention. RWKV and xLSTM take it as an argument and
-return it; Recurrent Gemma keeps it in the module. A `StateAdapter` runs the module from given states, one
-for each text of a batch, and returns the states after the last token.
-"""
+"""Run stateful modules (recurrences, short convolutions) with an explicit state, a class for each way of passing it."""
 
 from __future__ import annotations
 
@@ -29,9 +24,8 @@ _UPDATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 class StateAdapter(ABC):
     """Runs one module from given states.
 
-    Attributes:
-        shift: the name of a state that equals the module's input at the previous token. Then all linear layers of the
-            module but the last depend on this token and the previous one only, however far the other states reach back.
+    `shift` names a state that equals the module's input at the previous token. Then all linear layers of the module but
+    the last depend on this token and the previous one only, however far the other states reach back.
     """
 
     shift: str | None = None
@@ -42,16 +36,11 @@ class StateAdapter(ABC):
 
     @abstractmethod
     def run(self, hidden: Tensor, states: States) -> tuple[Any, States]:
-        """Run the module on `[batch, tokens, width]`, from `states`, which it may overwrite; returns its output and
-        the states after the last token."""
+        """Run `[batch, tokens, width]` from `states`, which may be overwritten; returns output and last states."""
 
 
 def adapter_for(module: nn.Module) -> type[StateAdapter] | None:
-    """The `StateAdapter` class of a module, or None if it carries no state.
-
-    Raises:
-        UnsupportedModelError: it keeps keys and values too.
-    """
+    """A module's `StateAdapter` class, or None without a state; UnsupportedModelError if it has keys and values too."""
     known = _OWN_WAYS.get(type(module).__name__)
     if known is not None:
         return known
@@ -197,8 +186,6 @@ class _XLSTMAdapter(StateAdapter):
 
 
 class _Slot:
-    """Replaces a tensor of all layers' states by that of one layer, for every index."""
-
     def __init__(self, value: Tensor) -> None:
         self.value = value
 

@@ -1,8 +1,7 @@
 """Divides the CPU's threads between forwards and torch's own kernels, and avoids threads that wait for each other.
 
-The threads of torch's own kernels synchronise after every product. If another program takes a core, all wait for the
-one thread that lost it, dozens of times in a forward, and a single thread is many times faster (benchmarks/LOG.md). The
-native forward has its own threads and needs none of this.
+Threads of torch's kernels synchronise after every product. If another program takes a core, all wait for the thread
+that lost it, and a single thread is many times faster (benchmarks/LOG.md). The native forward has its own threads.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def forward_threads() -> int:
 def torch_on_one_thread() -> Iterator[None]:
     """Run torch's own kernels on one thread within this context, forwards on as many as before.
 
-    After each kernel, torch's threads spin for milliseconds on processors that the threads of the native forward need:
-    a step of the embedded target with its draft took half as long again.
+    After each kernel, torch's threads spin for milliseconds on processors that the native forward's threads need: a
+    step of the embedded target with its draft took half as long again.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -75,9 +74,9 @@ def torch_on_all_threads() -> Iterator[None]:
 class ThreadChoice:
     """Runs forwards on all of torch's threads, or on one while measured times say that it is faster.
 
-    Forwards with about as many rows are compared. The last eight on all threads, without the slowest, are compared with
-    the time on one thread. While it is on one thread, all are tried now and then, and must win five times in a row. An
-    idle machine pays with one forward in 200.
+    Forwards with about as many rows are compared: the last eight on all threads, without the slowest, with the time on
+    one. While it is on one thread, all are tried now and then, and must win five times in a row. An idle machine pays
+    with one forward in 200.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -122,25 +121,25 @@ class ThreadChoice:
         if self._on_single and one:
             self._since_s += seconds
         elif self._on_single:
-            self._judge_try(seconds, median(single) if single else 0.0)
+            self._evaluate_trial(seconds, median(single) if single else 0.0)
         else:
             self._forwards += 1
             if len(single) > 1 and len(together) == _JUDGED and fmean(sorted(together)[:-1]) > median(single):
-                self._go_single(median(together))
+                self._use_single(median(together))
 
-    def _go_single(self, together_s: float) -> None:
+    def _use_single(self, together_s: float) -> None:
         self._on_single = True
         # If the return to all threads was too early, the next one is later.
         self._factor = min(2 * self._factor, _LONGEST_FACTOR) if self._forwards < _SOON else 1
-        self._put_off(together_s)
+        self._postpone(together_s)
 
-    def _put_off(self, seconds: float) -> None:
+    def _postpone(self, seconds: float) -> None:
         self._since_s, self._wins = 0.0, 0
         self._wait_s = _BETWEEN_TRIES * self._factor * seconds
 
-    def _judge_try(self, seconds: float, single_s: float) -> None:
+    def _evaluate_trial(self, seconds: float, single_s: float) -> None:
         if seconds >= _CLEARLY * single_s:
-            self._put_off(seconds)
+            self._postpone(seconds)
             return
         self._wins += 1
         if self._wins == _WINS:

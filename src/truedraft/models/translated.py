@@ -19,8 +19,8 @@ from truedraft.text.translation import Translation
 class TranslatedModel(LanguageModel):
     """Presents a draft in the vocabulary of a target with another tokenizer; `translation` is between the two.
 
-    The target's tokens are spelled in the draft's ids, one or several for each. The draft's distribution is that of the
-    shared ids, renormalised: an ordinary distribution over the target's ids, so samples from it are verified exactly.
+    The target's tokens are spelled in one or several of the draft's ids. The draft's distribution is that of the shared
+    ids, renormalised: an ordinary distribution over the target's ids, so samples from it are verified exactly.
 
     Raises:
         VocabularyMismatchError, CompositionError: see `translation_between`.
@@ -118,8 +118,8 @@ def translation_between(draft: LanguageModel, target: LanguageModel) -> Translat
         )
     if draft.sources is not None:
         raise CompositionError(
-            f"draft {draft.name!r} is an encoder-decoder with another tokenizer than the target's, whose texts it "
-            "cannot tell from sources; use one with the target's tokenizer, or prompt-lookup"
+            f"draft {draft.name!r} is an encoder-decoder with another tokenizer than the target's; it cannot "
+            "distinguish texts from sources; use one with the target's tokenizer, or prompt-lookup"
         )
     sizes, ends = (target.vocab_size, draft.vocab_size), (target.eos_token_ids, draft.eos_token_ids)
     return Translation.between(target.tokenizer, draft.tokenizer, sizes, ends)

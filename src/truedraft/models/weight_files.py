@@ -41,16 +41,11 @@ class Place:
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """The tensor, in memory."""
         return in_memory(self.file.get_tensor(self.name))
 
 
 def tensors_of(source: str, name: str, revision: str | None) -> dict[str, Place]:
-    """The tensors in a model's safetensors files, by their names; empty if it has other files. None is read.
-
-    Raises:
-        ModelError: a file is missing or cannot be read.
-    """
+    """The tensors in a model's safetensors files by name, unread; empty without. ModelError if a file is broken."""
     found: dict[str, Place] = {}
     try:
         for path in weight_files(source, name, revision):
@@ -94,8 +89,7 @@ def weight_files(source: str, name: str, revision: str | None) -> list[str]:
 
 
 def refuse_vast_sizes(said: Mapping[str, Any], source: str, name: str, revision: str | None) -> None:
-    """Raise ModelError if a config.json, with the content `said`, has more layers, experts or entries than the weights
-    can have, or these cannot be read."""
+    """Raise ModelError if a config.json, `said`, has more layers or entries than the weights can have."""
     vast = [(word, size) for word, size in _sizes_in(said) if size > (_LEAST_COUNT if word in _COUNTS else _LEAST_SIZE)]
     if not vast:
         return
@@ -145,15 +139,12 @@ class MtpNames:
 
     @property
     def parts(self) -> tuple[str, str, str, str]:
-        """All tensors outside the decoder layer: fusion, the norms of embedding and vector, and the last norm."""
         return self.fusion, self.of_embedding, self.of_vector, self.final
 
     def is_further(self, name: str) -> bool:
-        """Whether a tensor belongs to a later layer, which predicts a further token."""
         return bool(self.layer) and name.startswith(f"{self.prefix}layers.") and self.of_layer(name) is None
 
     def of_layer(self, name: str) -> str | None:
-        """The name of a decoder layer's tensor within the layer; None for another tensor."""
         start = self.prefix + self.layer
         return name.removeprefix(start) if name.startswith(start) else None
 

@@ -65,11 +65,7 @@ class Process(ABC):
     def judge(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
     ) -> Judged:
-        """Verify outcomes that were drafted from guesses of the outputs of `evaluate`.
-
-        Returns:
-            Which are kept, and the outcomes of the step, which have the target's distribution.
-        """
+        """Verify outcomes drafted from guesses; returns which are kept, and outcomes with the target's distribution."""
 
     def judge_window(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: RoundNoise
@@ -81,16 +77,12 @@ class Process(ABC):
         return kept.unflatten(0, shape), outcomes.unflatten(0, shape)
 
     def moved(self, states: Tensor, steps: Tensor, outcomes: Tensor) -> Tensor:
-        """The states after outcomes: the outcomes themselves."""
         return outcomes
 
     def events(
         self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor | None, outcomes: Tensor
     ) -> Events:
-        """Events with probabilities under the target's distribution, for certificates: none by default.
-
-        They may depend on the draft's guesses, because these do not depend on what the step draws.
-        """
+        """Events with probabilities under the target's distribution, for certificates; they may depend on guesses."""
         return (), outputs[:0], outputs[:0] > 0
 
     def sound(self, outcomes: Tensor) -> Tensor:
@@ -144,9 +136,7 @@ class GaussianSteps(Process):
     """
 
     @abstractmethod
-    def law(self, states: Tensor, steps: Tensor, outputs: Tensor) -> Gaussian:
-        """The distributions of the next states."""
-
+    def law(self, states: Tensor, steps: Tensor, outputs: Tensor) -> Gaussian: ...
     def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
         return self.law(states, steps, outputs).at(noise.normal(purpose, states.shape[-1]))
 
@@ -259,7 +249,6 @@ class MetropolisHastings(SharedNoise):
         return torch.where(moves[:, None], proposed, states)
 
     def same(self, drafted: Tensor, outcomes: Tensor) -> Tensor:
-        """By theta only, because a draft's densities are its own guesses."""
         return super().same(drafted[:, :-1], outcomes[:, :-1])
 
 

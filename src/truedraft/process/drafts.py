@@ -10,19 +10,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-Cheap = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Tensor, Tensor], Tensor]
 """A faster function in place of `Process.evaluate`, from points and steps."""
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """Outputs of the costly function at the last two kept states of each chain, the last one first.
-
-    Only kept states are included: outputs at discarded drafts were drawn with noise that a guess must not depend on.
+    """Outputs of the costly function at the last two kept states of each chain, the last one first. Those of discarded
+    drafts are left out, because they were drawn with noise that a guess must not depend on.
 
     Attributes:
-        points: `[chains, 2, ...]`.
-        outputs: `[chains, 2, ...]`.
+        points: `[chains, 2, ...]`, as are outputs.
         steps: `[chains, 2]`.
         count: how many of the two are valid `[chains]`.
     """
@@ -34,7 +32,6 @@ class Known:
 
     @classmethod
     def nothing(cls, points: Tensor, outputs: Tensor, chains: int) -> Known:
-        """Empty, for points and outputs of these shapes."""
         like = [each.new_zeros(chains, 2, *each.shape[1:]) for each in (points, outputs)]
         steps = torch.zeros(chains, 2, dtype=torch.int64, device=points.device)
         return cls(like[0], like[1], steps, steps[:, 0].clone())
@@ -85,7 +82,7 @@ class Extrapolation(Draft):
     Worked example: outputs 3.0 at step 4 and 3.2 at step 5 make 3.6 at step 7 with share 1, and 3.4 with share 0.5.
 
     Args:
-        share: factor of the difference; less than 1 is better for noisy outputs.
+        share: less than 1 is better for noisy outputs.
     """
 
     needs: ClassVar[int] = 2
@@ -103,7 +100,7 @@ class Extrapolation(Draft):
 class Cheaper(Draft):
     """Another function: a coarser solver, a smaller network, a part of the data."""
 
-    def __init__(self, function: Cheap) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
 
     def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
@@ -115,7 +112,7 @@ class Corrected(Draft):
 
     needs: ClassVar[int] = 1
 
-    def __init__(self, function: Cheap) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
 
     def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:

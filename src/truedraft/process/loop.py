@@ -22,15 +22,7 @@ from truedraft.process.windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The steps of some chains at one depth of a round, as passed to `watch`.
-
-    Attributes:
-        chains: their numbers `[rows]`.
-        steps: numbers of the steps `[rows]`.
-        states: before the step.
-        guesses: of the draft; None if nothing was drafted.
-        kept: whether drafts were accepted `[rows]`, bool; None if nothing was drafted.
-    """
+    """Steps of some chains at one depth of a round; `guesses` and `kept` are None if nothing was drafted."""
 
     chains: Tensor
     steps: Tensor
@@ -49,11 +41,9 @@ class Chains:
         states: `[chains, ...]`.
         at: steps made `[chains]`, int64.
         errors: the exception that ended a chain, or None.
-        calls: number of calls of the costly function with a point of the chain `[chains]`: its sequential depth.
-        drafted: number of drafted steps `[chains]`.
-        accepted: number of accepted drafted steps `[chains]`.
+        calls: calls of the costly function with a point of the chain `[chains]`: its sequential depth.
+        drafted, accepted: steps `[chains]`.
         rounds: calls of the costly function, one for all chains together.
-        evaluations: points evaluated in these calls.
         trials: further calls, to measure the times of batches.
         path: states by step `[chains, steps + 1, ...]` if requested, zeros after a chain's end.
     """
@@ -92,7 +82,6 @@ class Chains:
 
     @property
     def acceptance_rate(self) -> float:
-        """Fraction of drafted steps that were accepted; 0 if none were drafted."""
         return float(self.accepted.sum()) / max(int(self.drafted.sum()), 1)
 
     @property
@@ -169,10 +158,9 @@ def speculate(
 ) -> Chains:
     """Run chains up to a number of steps; their distribution is that of the plain process.
 
-    Seeds. Under shared noise the same seed gives the same path, with any draft and window or none. Otherwise it gives
-    the same path with the same draft and fixed windows, even if the run is interrupted and resumed; with other drafts
-    or measured windows it gives another path of the same distribution. Both hold up to the rounding of `evaluate`, if
-    rows are not computed identically in batches of all sizes.
+    Under shared noise the same seed gives the same path, with any draft and window. Otherwise it does with the same
+    draft and fixed windows, even if the run is resumed; with others another path of the same distribution. Both hold up
+    to the rounding of `evaluate`, if rows are not computed identically in batches of all sizes.
 
     Args:
         chains: initial states `[chains, ...]`, or chains to continue, which are not changed.
@@ -180,12 +168,10 @@ def speculate(
         window: drafted steps per round, 0 for the plain process; None chooses from measured times and acceptance.
         seed: for new chains; continued chains keep theirs.
         rounds: maximum number of calls; None runs to the end.
-        keep_path: whether all states are kept.
         watch: callback with every step that was made.
 
     Returns:
-        The chains, with their counts. A chain with a failed step has its error, and remains at its state before that
-        step.
+        A chain with a failed step has its error, and remains at its state before that step.
 
     Raises:
         OptionError: an option is out of range.
@@ -232,7 +218,6 @@ def _go_on(
     most: int,
     watch: Callable[[Seen], None] | None,
 ) -> int:
-    """Run one round, or several plain steps at once; returns the number of calls of the costly function."""
     began = time.perf_counter()
     remaining = steps - chains.at[active]
     longest = int(remaining.max())
@@ -257,7 +242,6 @@ def _go_on(
 
 
 def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, remaining: int) -> int:
-    """The window of the next round; before the first one, call times are measured."""
     if not windows.times.covers(len(active)):
         states, at, count = chains.states[active], chains.at[active], len(active)
         dtype = states.dtype if states.is_floating_point() else torch.float64
@@ -278,8 +262,6 @@ def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, 
 
 
 class _Round:
-    """One call of the costly function, and the steps that it decides."""
-
     def __init__(
         self,
         process: Process,
@@ -308,7 +290,7 @@ class _Round:
         began = time.perf_counter()
         depth = self._propose(0 if self._known is None and self._draft.needs else window)
         drafted = time.perf_counter()
-        outputs, index = self._ask()
+        outputs, index = self._evaluate()
         evaluated = time.perf_counter()
         accepted = self._judge(outputs, index)
         chains, active = self._chains, self._active
@@ -319,7 +301,6 @@ class _Round:
         return depth, accepted, drafted - began, evaluated - drafted
 
     def _propose(self, window: int) -> Tensor:
-        """Draft up to `window` steps; returns the number of drafted steps `[chains]`."""
         process, chains, begun = self._process, self._chains, self._begun
         depth = (self._remaining - 1).clamp_max(window)
         if self._known is not None:
@@ -346,11 +327,8 @@ class _Round:
         self._depth = depth
         return depth
 
-    def _ask(self) -> tuple[Tensor, Tensor]:
-        """Call the costly function at all points at once.
-
-        Returns its outputs, and their row for each point of each chain `[depth + 1, chains]`, -1 where there is none.
-        """
+    def _evaluate(self) -> tuple[Tensor, Tensor]:
+        """Outputs of the costly function, and their row by point and chain `[depth + 1, chains]`, -1 for none."""
         deepest = int(self._depth.max())
         valid = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]
         rows = torch.where(valid, torch.cumsum(valid.flatten(), 0).view_as(valid) - 1, -1)
@@ -370,10 +348,8 @@ class _Round:
         return outputs, rows
 
     def _evaluate_one_by_one(self, points: Tensor, steps: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs up to each chain's first point that raises; a chain ends if that is its current state's.
-
-        A draft that led to a point that raises is still verified, because acceptance must not depend on what follows.
-        If it is accepted, the next round begins there.
+        """Outputs up to each chain's first point that raises; a chain ends if that is its current state's. A draft that
+        led there is still verified, because acceptance must not depend on what follows.
         """
         found: list[Tensor] = []
         left = torch.full_like(rows, -1)
@@ -391,11 +367,7 @@ class _Round:
         return torch.cat(found) if found else points[:0], left
 
     def _judge(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Verify the drafts and move the chains; returns accepted steps `[chains]`.
-
-        A chain keeps its drafts up to the first rejected one, and that one's outcome, too. If all are accepted
-        and the costly function was called at the last of them, one more step is drawn.
-        """
+        """Verify the drafts and move the chains, by one more step if all are accepted; returns the accepted steps."""
         process, depth = self._process, len(index) - 1
         found = index >= 0  # [depth + 1, chains], as all below
         if not found.any():
@@ -459,7 +431,6 @@ class _Round:
                 self._watch_step(done, number, self._depth > number)
 
     def _watch_step(self, done: _Made, place: int, drafted: Tensor) -> None:
-        """Report the steps at one depth to `watch`: the verified ones, and the drawn ones."""
         assert self._watch is not None
         for judged in (True, False):
             some = torch.nonzero((done.made > place) & (drafted == judged))[:, 0]

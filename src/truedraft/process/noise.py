@@ -30,7 +30,7 @@ class RoundNoise:
     Args:
         calls: number of target calls so far `[chains]`, or by step `[depth, chains]`.
         depth: maximum number of steps in the round.
-        at_once: purposes that most steps use, so that numbers for all steps are made at once.
+        at_once: purposes that most steps use, for which numbers of all steps are made at once.
     """
 
     def __init__(
@@ -49,11 +49,9 @@ class RoundNoise:
         self._blocks: dict[tuple[int, bool, Purpose], Tensor] = {}
 
     def at(self, depth: int) -> StepNoise:
-        """The noise of all chains at one depth, 0 for the first step."""
         return StepNoise(self, lambda of_round: of_round[depth])
 
     def of(self, depths: Tensor, chains: Tensor) -> StepNoise:
-        """The noise of some chains, each at its own depth."""
         return StepNoise(self, lambda of_round: of_round[depths, chains])
 
     def first(self, depth: int) -> StepNoise:
@@ -118,6 +116,5 @@ def numbers(keys: Tensor, size: int, purpose: Purpose, index: int, dtype: torch.
 
 
 def _few_uniforms(keys: NDArray[np.int64], size: int, purpose: Purpose, index: int) -> NDArray[np.float64]:
-    """The same uniform numbers for few keys, where numpy takes a third of torch's time."""
     places = mixed_each(mixed_each(keys.view(np.uint64), np.uint64(purpose)), np.uint64(index))[..., None]
     return open_units(mixed_each(places, np.arange(1, size + 1, dtype=np.uint64) if size else np.uint64(0)))

@@ -35,7 +35,6 @@ class Gaussian:
     scale: Tensor
 
     def at(self, z: Tensor) -> Tensor:
-        """mean + L z `[rows, size]`."""
         return self.mean + (self.scale * z if self.scale.dim() == 2 else (self.scale @ z[..., None])[..., 0])
 
     def whitened(self, offsets: Tensor) -> Tensor:
@@ -67,11 +66,9 @@ def discrete(p: Tensor, q: Tensor, drafted: Tensor, accept: Tensor, again: Tenso
     x comes out with probability min(p, q) + (1 - overlap) max(0, p - q) / (1 - overlap) = p.
 
     Args:
-        p: target distribution `[rows, outcomes]`.
-        q: draft distribution `[rows, outcomes]`.
+        p, q: target and draft distribution `[rows, outcomes]`.
         drafted: outcomes `[rows]`, int64.
-        accept: uniform numbers `[rows]` for the acceptance.
-        again: uniform numbers `[rows]` for the residual draw.
+        accept, again: uniform numbers `[rows]` for the acceptance and the residual draw.
     """
     at = drafted[:, None]
     kept = accept < accept_probability(p.gather(1, at), q.gather(1, at))[:, 0]
@@ -140,10 +137,7 @@ def residual_keeps(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def gaussian(p: Gaussian, q: Gaussian, drafted: Tensor, z: Tensor, accept: Tensor, draws: Draws) -> Judged:
-    """Rows with equal scales by `reflection`, others by `rejection`; arguments as there.
-
-    The choice of rule depends only on the two distributions, never on what was drafted.
-    """
+    """Rows with equal scales by `reflection`, others by `rejection`; what was drafted does not decide."""
     if p.scale.shape == q.scale.shape:
         equal = (p.scale == q.scale).flatten(1).all(-1)
         if equal.all():

@@ -35,8 +35,7 @@ Measure = Callable[[int], float]
 class _Measured:
     """Seconds by size, from times that other programs can only increase.
 
-    A low quantile of the last times of each size counts, and no size takes longer than a larger one. The
-    minimum would underestimate rounds, but not plain steps, many of which are measured together.
+    A low quantile of the last times of each size counts, and no size takes longer than a larger one.
 
     Worked example: 3.0 for size 1, 1.0 for 2 and 1.5 for 4 make 1.0, 1.0 and 1.5.
     """
@@ -70,11 +69,9 @@ class _Measured:
 class Times:
     """Times of rounds: `truedraft.engine.policy.StepTimes`, for the batch of all running chains as one request.
 
-    Rows are those of each chain. The costly function is measured for 1, 2, 4, ... of them, as long as a batch takes
-    less time than its points one by one, and updated with the rounds' own times.
+    Rows are those of each chain. The costly function is measured for 1, 2, 4, ... of them, as long as that pays.
 
     Attributes:
-        active: number of running chains.
         together: number of plain steps in the round that is observed next.
         pays: whether two points in one call take less time than two calls.
     """
@@ -111,7 +108,6 @@ class Times:
 
     @property
     def settled(self) -> bool:
-        """Whether the time of a plain step is known; the first ones have cold caches."""
         return self._settled >= _TRIALS
 
     def may_pay(self, depth: int) -> bool:
@@ -135,9 +131,7 @@ class Times:
     def ready(self, greedy: bool) -> bool:
         return True
 
-    def measure(self, greedy: bool) -> None:
-        """Nothing is left to measure."""
-
+    def measure(self, greedy: bool) -> None: ...
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         self._target.add(record.rows, record.target_s)
         rest = self._judging if record.drafting else self._plain
@@ -151,14 +145,8 @@ class Times:
 class Windows:
     """Chooses the number of drafted steps in each round; 0 makes it a step of the plain process.
 
-    An object may serve several runs of a process; later ones start with what it learned.
-
-    The text engine's `Goodput` decides, for steps with noise of their own and plain steps that are made together; it
-    keeps comparing with the plain process.
-
-    Args:
-        most: maximum number of drafted steps.
-        clock: in seconds.
+    An object may serve several runs of a process; later ones start with what it learned. `Goodput` decides, and keeps
+    comparing with the plain process.
 
     Attributes:
         together: number of plain steps that the last choice of 0 represents.
@@ -206,17 +194,12 @@ class Windows:
         seconds: tuple[float, float, float, float],
         together: int = _SETTLED,
     ) -> None:
-        """Record a finished round.
-
-        Args:
-            rows: number of evaluated points.
-            seconds: of choosing, of drafting, of the costly function, and of the round without choosing.
-            together: number of plain steps that were made at once; the seconds are for one of them.
+        """Record a finished round of `rows` evaluated points. Seconds are of choosing, of drafting, of the costly
+        function, and of the round without choosing; for one of the plain steps made `together`.
         """
         if self._rests > 0:
             self._rests -= 1
             return
-        # Plain steps were made together.
         self._rests = self._controller.rests if self._last and not self._opening else 0
         choose_s, draft_s, target_s, total_s = seconds
         steps = []

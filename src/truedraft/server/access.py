@@ -1,8 +1,7 @@
-"""Who may send requests: API keys, accepted `Host` headers, and limits of bodies.
+"""API keys, accepted `Host` headers, and limits of bodies.
 
-Only accepted `Host` headers protect a local server from pages with a host name of their own (DNS rebinding). Such a
-page, loaded from http://evil.example:8000, lets its name point to 127.0.0.1 afterwards. For the browser that is still
-the page's own server, with responses that the page may read; only the `Host` header shows the difference.
+Checking `Host` protects a local server from DNS rebinding: a page from http://evil.example:8000 lets its name point to
+127.0.0.1 later, and may then read the server's responses as its own; only the `Host` header shows the difference.
 """
 
 from __future__ import annotations
@@ -83,9 +82,7 @@ class ApiKeys:
         return cls(clients)
 
     def client(self, authorization: str | None) -> Client:
-        """The client of a request, by its `Authorization` header.
-
-        All hashes are compared in constant time, so that the duration reveals nothing about a key.
+        """The client of a request; keys are compared in constant time, so that the duration reveals nothing.
 
         Raises:
             ApiError: the key is missing or unknown.
@@ -98,7 +95,7 @@ class ApiKeys:
         digest = hashlib.sha256(key.strip().encode()).digest()
         found = [client for known, client in self._clients.items() if hmac.compare_digest(known, digest)]
         if not found:
-            raise ApiError(401, "the API key is not known here; check it, or ask who runs this server")
+            raise ApiError(401, "the API key is not known here; check it, or contact who runs this server")
         return found[0]
 
 
@@ -117,12 +114,8 @@ def _digest_in_file(word: str, number: int) -> bytes:
 class Hosts:
     """The names that requests may have in their `Host` header, with any port.
 
-    A server that listens only on loopback accepts loopback's names, the name in `host` and the allowed ones. Any other
-    server accepts all names, unless some are allowed.
-
-    Args:
-        host: the address that is listened on.
-        allowed: further names; "*" is any.
+    A server that listens only on loopback accepts loopback's names, `host` and the allowed ones. Any other server
+    accepts all names, unless some are allowed; "*" is any.
 
     Raises:
         OptionError: one is not a host name.
@@ -134,11 +127,7 @@ class Hosts:
             self._names = {_plain(host) or host, *map(_allowed, allowed)}
 
     def check(self, given: Sequence[str]) -> None:
-        """Refuse a request with another name, no name or several.
-
-        Raises:
-            ApiError: the request is refused.
-        """
+        """Refuse a request with another name, no name or several, by an `ApiError`."""
         if self._names is None:
             return
         if len(given) != 1 or not given[0]:
@@ -148,8 +137,8 @@ class Hosts:
             shown = (name or given[0])[:_SHOWN]
             raise ApiError(
                 421,
-                f"this server is not asked by the name {shown!r}, which keeps out pages that let their name point here "
-                f"(DNS rebinding); ask localhost, or start it with --allowed-host {shown}",
+                f"this server does not accept the name {shown!r}, which keeps out pages that let their name point here "
+                f"(DNS rebinding); use localhost, or start it with --allowed-host {shown}",
                 code="host_not_allowed",
             )
 
@@ -188,7 +177,6 @@ def _is_loopback(name: str) -> bool:
 
 
 def _on_loopback(host: str) -> bool:
-    """Whether the address can be reached only from this machine."""
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):  # cannot be listened on; `serve` reports it

@@ -33,13 +33,7 @@ _SHARED_NAMES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_
 
 
 class View:
-    """The answers to one HTTP request in the format of an endpoint.
-
-    Args:
-        body: of the request.
-        use: of tools; None for plain text.
-        warnings: about ignored parts of the request.
-    """
+    """The answers to one HTTP request in the format of an endpoint; `use` of tools is None for plain text."""
 
     kind: ClassVar[str]
     """Prefix of the answers' ids."""
@@ -61,15 +55,12 @@ class View:
         self._use = use
 
     def begun(self) -> Iterator[str]:
-        """The first events of a stream."""
         yield from ()
 
     def read(self, part: StreamUpdate) -> Iterator[str]:
-        """The events of new output."""
         raise NotImplementedError
 
     def ended(self) -> Iterator[str]:
-        """The last events."""
         raise NotImplementedError
 
     def whole(self, parts: Sequence[StreamUpdate]) -> dict[str, Any]:
@@ -81,11 +72,7 @@ class View:
         return event(error.body)
 
     async def reply(self, http: HttpRequest, stream: bool | None) -> Response:
-        """The HTTP response: a stream of events, or one body.
-
-        Raises:
-            ApiError: an answer that is not streamed failed, or the client has disconnected.
-        """
+        """The HTTP response, a stream of events or one body; an `ApiError` if the latter fails or the client left."""
         if stream:
             return EventStream(self._events(http), self._answering.close, self.failed)
         await cancel_on_disconnect(http.receive, self._answering.finished())
@@ -107,9 +94,7 @@ class View:
             yield each
 
     async def _run(self, http: HttpRequest, work: Callable[[], _Value]) -> _Value:
-        """Run work over all of the request and its answers; in a thread if that is long, so that other clients need not
-        wait.
-        """
+        """Run work over the whole request; in a thread if it is long, so that other clients need not wait."""
         written = sum(len(stream.answer.token_ids) for stream in self.streams if stream.answer is not None)
         if written <= _LONG and not self.front.is_long(http):
             return work()
@@ -125,12 +110,7 @@ class View:
         return {"trace": _trace_of(part, self.front.token_text)} if part.stream.shows_steps else {}
 
     def usage(self, samples_of_one: int = 1, *, answers_count: bool = True) -> dict[str, Any]:
-        """Token usage of the whole HTTP request; call it after all samples are read.
-
-        Args:
-            samples_of_one: samples per prompt; the prompt is counted once.
-            answers_count: whether generated tokens count.
-        """
+        """Token usage of the whole request after all samples are read; `samples_of_one` of them share one prompt."""
         streams, firsts = self.streams, self.streams[::samples_of_one]
         answers = [stream.answer for stream in streams if stream.answer is not None]
         prompt = sum(stream.request.prompt_tokens for stream in firsts)
@@ -155,7 +135,6 @@ class View:
             yield event({**head, "choices": [], "usage": usage(), **self.metrics()})
 
     def _reasoning_tokens(self, stream: Stream) -> int:
-        """Number of tokens of the reasoning at the beginning of an answer."""
         count, tokens = 0, () if stream.answer is None else stream.answer.token_ids
         characters = 0 if stream.reader is None else stream.reader.reasoned
         while characters > 0 and count < len(tokens):
@@ -189,10 +168,7 @@ class View:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The same for one sample, where vLLM's `--per-request-spec-decode-metrics summary` puts it.
-
-        AIPerf and llama-swap read it. Empty for several samples, or without a drafter.
-        """
+        """The same for one sample, as vLLM's `--per-request-spec-decode-metrics summary`, for AIPerf and llama-swap."""
         depth = self.front.service.engine.drafter.limits.depth
         if len(self.streams) != 1 or not depth:
             return {}
@@ -204,12 +180,7 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """A contiguous part of an answer of one kind.
-
-    Attributes:
-        index: position in the answer, from 0.
-        logprobs: of the tokens of its text, in the format of chats.
-    """
+    """A contiguous part of an answer of one kind; `logprobs` of its text's tokens are in the format of chats."""
 
     index: int
     kind: Literal["text", "reasoning", "call"]
@@ -263,13 +234,11 @@ class Segments:
         yield "wrote", segment, text, logprobs
 
     def begin(self, kind: Literal["text", "reasoning", "call"], call: Call | None = None) -> Iterator[Step]:
-        """Begin a new segment and end the last one."""
         yield from self.end()
         self.found.append(Segment(len(self.found), kind, call))
         yield "began", self.found[-1], "", []
 
     def end(self) -> Iterator[Step]:
-        """End the last segment, if there is one."""
         for segment in self.found[-1:]:
             yield "ended", segment, "", []
 

@@ -81,7 +81,6 @@ def build_app(front: Front, metrics: Metrics, keys: ApiKeys, hosts: Hosts) -> Fa
             return HTMLResponse(page, headers=headers)
 
     async def answer_error(http: HttpRequest, error: Exception) -> Response:
-        """The response to an error of the library or of the web framework, such as an unknown path or method."""
         if isinstance(error, HTTPException) and error.status_code == 404:
             path = http.scope["path"]
             error = ApiError(404, f"there is nothing at {path!r}: this server only generates text, at {_GENERATING}")
@@ -112,7 +111,6 @@ class DetokenizeRequest(Fields):
 
 
 def _models(front: Front) -> APIRouter:
-    """The router of the endpoints about models."""
     router = APIRouter()
     engine = front.service.engine
 
@@ -148,7 +146,6 @@ def _models(front: Front) -> APIRouter:
 
 
 def _texts(front: Front) -> APIRouter:
-    """The router of the endpoints that convert between text and token ids."""
     router = APIRouter(route_class=BodyRoute)
     target = front.service.engine.target
 
@@ -187,7 +184,6 @@ def _texts(front: Front) -> APIRouter:
 
 
 def _state(front: Front, metrics: Metrics) -> APIRouter:
-    """The router of the endpoints about the server."""
     router = APIRouter()
     service = front.service
 

@@ -45,8 +45,6 @@ class BodyRoute(APIRoute):
 
 
 class _ReadRequest(HttpRequest):
-    """A request with its parsed body."""
-
     known: BaseModel
 
     async def json(self) -> BaseModel:

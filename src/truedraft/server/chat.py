@@ -82,7 +82,6 @@ class Message(LenientModel):
 
     @property
     def calls(self) -> list[CalledTool]:
-        """Its calls, in either field."""
         old = [] if self.function_call is None else [CalledTool(function=self.function_call)]
         return [*(self.tool_calls or ()), *old]
 
@@ -131,22 +130,18 @@ class ChatRequest(SamplingFields):
         return found
 
     def conversation(self, front: Front) -> Conversation:
-        """What is to be answered.
-
-        Raises:
-            ApiError: the fields conflict, or the required function does not exist.
-        """
+        """What is to be answered; an `ApiError` if fields conflict, or the required function does not exist."""
         if not self.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
         use, continues = self._use(front), self._continues
         if continues and use.forced is not None:
-            message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
+            message = "tool_choice begins the answer with a call, and continue_final_message continues a text"
             raise ApiError(400, message, param="continue_final_message")
         return Conversation(
             self.templated,
             use,
             self.thinks,
-            form=None if self.response_format is None else self.response_format.asked,
+            form=None if self.response_format is None else self.response_format.form,
             variables=self.chat_template_kwargs or {},
             continues=continues,
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
@@ -165,7 +160,6 @@ class ChatRequest(SamplingFields):
 
     @property
     def _continues(self) -> bool:
-        """Whether the answer continues the last message."""
         param = "continue_final_message"
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
@@ -174,7 +168,7 @@ class ChatRequest(SamplingFields):
             return False
         last = self.messages[-1]
         if self.add_generation_prompt:
-            message = f"{param} goes on with the last message and add_generation_prompt begins another; leave one out"
+            message = f"{param} continues the last message and add_generation_prompt begins another; leave one out"
         elif last.role != "assistant" or last.calls or not last.content:
             message = f"{param} needs a last message of the assistant's that has text and no calls; send that"
         else:
@@ -205,8 +199,6 @@ def chat_router(front: Front) -> APIRouter:
 
 
 class _Chat(View):
-    """The answers as chat messages."""
-
     kind = "chatcmpl"
 
     def __init__(self, front: Front, answering: ResponseHandle, body: ChatRequest, use: ToolUse) -> None:
@@ -222,7 +214,6 @@ class _Chat(View):
 
     @property
     def _warned(self) -> dict[str, Any]:
-        """Warnings about tools and calls; empty if there are none."""
         warnings = self.warnings + self.misfits()
         return {"warnings": warnings} if warnings else {}
 

@@ -58,13 +58,9 @@ class CompletionRequest(SamplingFields):
         return 16 if self.max_tokens is None else self.max_tokens
 
     def check(self) -> None:
-        """Refuse fields that conflict.
-
-        Raises:
-            ApiError: names them.
-        """
+        """Refuse fields that conflict, by an `ApiError` with their names."""
         if self.suffix and self.echo:
-            message = "echo gives the prompt back, and with suffix the answer stands in its middle; leave one out"
+            message = "echo gives the prompt back, and with suffix the answer is in its middle; leave one out"
             raise ApiError(400, message, param="suffix")
         if not self.prompts:
             raise ApiError(400, "prompt is an empty list; give at least one", param="prompt")
@@ -74,7 +70,7 @@ class CompletionRequest(SamplingFields):
             raise ApiError(400, "best_of cannot be streamed: the best is known at the end", param="best_of")
         checked_logprobs("logprobs", self.logprobs)
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens is 0, so nothing would be answered; ask for 1 or more", param="max_tokens")
+            raise ApiError(400, "max_tokens is 0, so nothing would be answered; request 1 or more", param="max_tokens")
 
 
 def completions_router(front: Front) -> APIRouter:
@@ -100,7 +96,7 @@ def completions_router(front: Front) -> APIRouter:
 
     def prepared(body: CompletionRequest) -> tuple[Sequence[TextPrompt], SamplingParams]:
         logprobs = body.logprobs if body.logprobs is not None else (0 if body.drawn > body.samples else None)
-        form = None if body.response_format is None else body.response_format.asked
+        form = None if body.response_format is None else body.response_format.form
         params = body.sampling(max(body.most_tokens, 1), logprobs=logprobs, form=form)
         if body.echo and body.logprobs is not None:
             params = replace(params, prompt_logprobs=body.logprobs)
@@ -117,8 +113,6 @@ def completions_router(front: Front) -> APIRouter:
 
 
 class _Completion(View):
-    """The answers as completions."""
-
     kind = "cmpl"
 
     def __init__(self, front: Front, answering: ResponseHandle, body: CompletionRequest) -> None:
@@ -226,6 +220,5 @@ def _delta(number: int, text: str) -> dict[str, Any]:
 
 
 def _mean_logprob(part: StreamUpdate) -> float:
-    """Mean logprob of an answer's tokens, by which the best answers are chosen."""
     values = [each.logprob for each in part.logprobs]
     return math.fsum(values) / len(values) if values else -math.inf

@@ -1,7 +1,7 @@
 """From a conversation and its tools, in the format of any endpoint, to a prompt and its answers.
 
-Functions that a model may call are described by the chat template, which defines the format of calls, and parsed from
-the text. A required call (`tool_choice` "required", or a function by name) is forced by a grammar, arguments included.
+The chat template describes functions and the format of calls; calls are parsed from the text. A required call
+(`tool_choice` "required", or a function by name) is forced by a grammar, arguments included.
 """
 
 from __future__ import annotations
@@ -76,12 +76,10 @@ class NamedTool(Fields):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The requested use of tools.
+    """The requested use of tools; `tools` is empty if no call is possible.
 
     Attributes:
-        tools: that may be called; empty if no call is possible.
         forced: grammar of required calls; None leaves calls to the model.
-        parallel: whether several calls are allowed.
         unheld: required functions with free arguments, because no grammar supports their schema; the reasons by name.
     """
 
@@ -100,18 +98,14 @@ class ToolUse:
         notation: Notation,
         fields: tuple[str, str] = ("tools", "tool_choice"),
     ) -> ToolUse:
-        """From the fields of a request.
-
-        Args:
-            parallel: whether several calls are allowed; None allows them.
-            fields: the client's names of the fields for tools and tool choice.
+        """From the fields of a request; `fields` are the client's names of those for tools and tool choice.
 
         Raises:
             ApiError: there are no tools to choose from, none of that name, or two with one name.
         """
         listed, chosen = fields
         if not tools and choice not in (None, "none", "auto"):
-            raise ApiError(400, f"{chosen} asks for a call and {listed} is empty; list tools there", param=chosen)
+            raise ApiError(400, f"{chosen} requires a call and {listed} is empty; list tools there", param=chosen)
         if len(tools) > MOST_TOOLS:
             raise ApiError(400, f"{listed} holds {len(tools)} functions, of at most {MOST_TOOLS}", param=listed)
         names = Counter(tool.name for tool in tools)
@@ -137,7 +131,6 @@ class ToolUse:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about functions with free arguments."""
         return [
             f"{name} is called with free arguments, which are checked: its schema, {why}"
             for name, why in self.unheld.items()
@@ -183,13 +176,8 @@ class Conversation:
     Attributes:
         messages: in the format of chat templates; `prompt` removes the URLs of pictures from them.
         param: the request field that holds the messages.
-        form: grammar of the answer's text; None for free text.
-        variables: further variables of the chat template.
-        continues: whether the answer continues the last message.
         max_tokens: per answer; None is the rest of the context.
-        logprobs: number of top logprobs per token; None for none.
         counts: whether it may be longer than the context, because its tokens are only counted.
-        warnings: about ignored parts of the request.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -205,10 +193,7 @@ class Conversation:
     warnings: Sequence[str] = ()
 
     async def prompt(self, front: Front, http: HttpRequest, samples: int = 1) -> list[int] | MultimodalPrompt:
-        """The conversation formatted by the chat template, in a thread if it is long.
-
-        Args:
-            samples: number of requested answers; their places are reserved while pictures are read.
+        """The conversation as the chat template writes it, in a thread if long. Pictures reserve places for `samples`.
 
         Raises:
             ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
@@ -223,7 +208,6 @@ class Conversation:
         return await front.pictures.chat(messages, urls, param=self.param, **how)
 
     def _urls(self) -> list[str]:
-        """Remove and return the URLs of its pictures."""
         contents = [each["content"] for each in self.messages if not isinstance(each["content"], str)]
         return [part.pop("url") for content in contents for part in content if part["type"] == "image"]
 
@@ -231,7 +215,7 @@ class Conversation:
         target = front.service.engine.target
         tokenizer = target.tokenizer
         if tokenizer is None:
-            message = "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids"
+            message = "this model has no tokenizer, so there are no chats; use /v1/completions with token ids"
             raise ApiError(400, message)
         messages, how = self._templated(front, variables)
         try:

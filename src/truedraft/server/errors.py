@@ -68,13 +68,11 @@ class AnthropicErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that is sent to the client.
+    """An error that is sent to the client; `code` None is the default of the status.
 
     Args:
         message: one sentence: what was wrong, and what to do.
-        param: the request field that it is about.
-        code: a word for programs; None is the default of the status.
-        retry_s: seconds after which the client may ask again.
+        retry_s: seconds after which the client may retry.
     """
 
     def __init__(
@@ -95,17 +93,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body in OpenAI's format."""
         message = self.message.encode(errors="replace").decode()  # text of a client may hold a lone surrogate
         return {"error": {"message": message, "type": self._openai, "param": self.param, "code": self.code}}
 
     @property
     def anthropic(self) -> dict[str, Any]:
-        """The body in Anthropic's format."""
         return {"type": "error", "error": {"type": self._anthropic, "message": self.body["error"]["message"]}}
 
     def response(self, path: str) -> JSONResponse:
-        """The HTTP response, in the format of an endpoint's clients."""
         body = self.anthropic if path.startswith("/v1/messages") else self.body
         return JSONResponse(body, self.status, self.headers)
 
@@ -175,7 +170,7 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
     if kind == "extra_forbidden" and named.startswith("guided_"):  # vLLM's former fields
         options = "response_format, or structured_outputs with json, regex, choice or grammar"
-        return ApiError(400, f"{named} is not known here; ask for a form by {options}", param=named)
+        return ApiError(400, f"{named} is not known here; request a form by {options}", param=named)
     if kind == "extra_forbidden":
         return ApiError(400, f"unrecognized request argument: {named}", param=named)
     if not place:
@@ -239,7 +234,6 @@ def quoted(given: object) -> str:
 
 
 def _written(given: object) -> Iterator[str]:
-    """`repr` in parts."""
     if isinstance(given, str):
         yield repr(given[: _SHOWN + 1])
     elif isinstance(given, dict | list):

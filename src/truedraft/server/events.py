@@ -34,12 +34,9 @@ OR_STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class EventStream(Response):
-    """A response that sends events as they come, and stops when the client disconnects.
+    """A response that sends events until the client disconnects.
 
-    Args:
-        events: made by `event`.
-        close: is called after the last event, also if none was sent.
-        failed: makes the last event of a failed stream.
+    `close` is called after the last event, also if none was sent, and `failed` makes the last event of a failed stream.
     """
 
     media_type = "text/event-stream"
@@ -98,11 +95,7 @@ async def _kept_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[_Value]) -> _Value:
-    """The result of `work`, which is cancelled when the client closes the connection.
-
-    Raises:
-        ApiError: the client has disconnected.
-    """
+    """The result of `work`, which is cancelled with an `ApiError` when the client closes the connection."""
     doing = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_until_disconnected(receive))
     try:

@@ -1,7 +1,7 @@
 """The fields that requests of all endpoints share, and their conversion to the library's options.
 
-An unknown field is refused, as by OpenAI's server; known ones without effect are in `Ignored`. In the messages of a
-conversation (`LenientModel`) unknown fields are ignored, because each client adds its own.
+An unknown field is refused, as by OpenAI's server; in messages (`LenientModel`) it is ignored, because each client adds
+its own. Known fields without effect are in `Ignored`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ Texts: TypeAlias = str | Items[str]
 
 
 def checked_logprobs(name: str, count: int | None) -> int | None:
-    """The number of top logprobs in the field `name`.
-
-    Raises:
-        ApiError: it is out of range.
-    """
+    """The number of top logprobs in the field `name`; an `ApiError` if it is out of range."""
     if count is not None and not 0 <= count <= _MOST_LOGPROBS:
         raise ApiError(400, f"{name} must lie in 0 to {_MOST_LOGPROBS}, got {count}", param=name)
     return count
@@ -52,7 +48,6 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, given: Any) -> Any:
-        """Report only one unknown field."""
         if not isinstance(given, dict):
             return given
         kept = {name for field, about in cls.model_fields.items() for name in (field, about.alias or field)}
@@ -235,7 +230,7 @@ class StructuredFields(Fields):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
     @property
-    def asked(self) -> Structured:
+    def form(self) -> Structured:
         given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             message = f"give one of json, regex, choice, grammar and json_object, got {len(given)}"
@@ -260,7 +255,7 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
     @property
-    def asked(self) -> Structured | None:
+    def form(self) -> Structured | None:
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema is None:
@@ -288,12 +283,7 @@ _THINKS = ("enabled", "disabled", "adaptive", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The requested reasoning, from any client's format.
-
-    Attributes:
-        enabled: None leaves it to the model.
-        budget: maximum tokens of reasoning; None is no limit.
-    """
+    """The requested reasoning: `enabled` None leaves it to the model, and `budget` None does not limit its tokens."""
 
     enabled: bool | None = None
     budget: int | None = None
@@ -307,15 +297,7 @@ class Thinking:
         reasoning: Mapping[str, Any] | None = None,
         effort: str | None = None,
     ) -> Thinking:
-        """From the fields of a request.
-
-        Args:
-            thinking: Anthropic's field.
-            reasoning: the field of OpenAI's responses, with `max_tokens` and `enabled` of other servers.
-
-        Raises:
-            ApiError: a key is unknown, or has an invalid value.
-        """
+        """From the fields of Anthropic (`thinking`) and OpenAI (`reasoning`); an `ApiError` for unknown keys."""
         thinking, reasoning = thinking or {}, reasoning or {}
         for field, given in (("thinking", thinking), ("reasoning", reasoning)):
             for name, value in given.items():
@@ -371,7 +353,6 @@ class SamplingFields(Ignored):
 
     @property
     def samples(self) -> int:
-        """Answers per prompt."""
         return 1 if self.n is None else self.n
 
     @property
@@ -398,12 +379,7 @@ class SamplingFields(Ignored):
     def sampling(
         self, max_tokens: int, *, logprobs: int | None = None, form: Structured | None = None
     ) -> SamplingParams:
-        """The library's options.
-
-        Args:
-            max_tokens: per answer.
-            logprobs: number of top logprobs per token; None for none.
-            form: grammar of the answer, where the endpoint has its own field for it.
+        """The library's options; `form` is the grammar of an endpoint with its own field for it.
 
         Raises:
             OptionError: a value is out of range; the error has the request's names of fields.
@@ -415,9 +391,9 @@ class SamplingFields(Ignored):
             if len(values) > _MOST_STOPS:
                 raise ApiError(400, f"{name} holds {len(values)} entries, of at most {_MOST_STOPS}", param=name)
         with _errors_in(self.called):
-            own = None if self.structured_outputs is None else self.structured_outputs.asked
+            own = None if self.structured_outputs is None else self.structured_outputs.form
         if form is not None and own is not None:
-            message = "structured_outputs and another form are asked for; leave one out"
+            message = "structured_outputs and another form are requested; leave one out"
             raise ApiError(400, message, param="structured_outputs")
         given = {name: getattr(self, name) for name in _SHARED} | {
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -439,7 +415,6 @@ _SHARED = [each.name for each in dataclasses.fields(SamplingParams) if each.name
 
 @contextlib.contextmanager
 def _errors_in(names: Mapping[str, str]) -> Iterator[None]:
-    """Convert the names of fields in errors raised inside to those of the request."""
     try:
         yield
     except OptionError as error:

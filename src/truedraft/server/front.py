@@ -53,12 +53,10 @@ class Front:
     Args:
         names: of the model; answers give the first one.
         rules: verification rules that a request may select, by their text form.
-        chat_template: replaces the model's own; None keeps that.
 
     Attributes:
         created: when the server started, in seconds since 1970.
         token_text: the text of a token; its id if the model has no tokenizer.
-        writer: thread for formatting long answers.
     """
 
     def __init__(
@@ -91,18 +89,13 @@ class Front:
         return self.names[0] if name is None or name in self.names else name
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served.
-
-        Raises:
-            ApiError: lists the served ones.
-        """
+        """Refuse a model that is not served, by an `ApiError` with the served ones."""
         if name is not None and name not in self.served:
             message = f"there is no model {quoted(name)} here; served is {', '.join(map(repr, self.served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     @property
     def template(self) -> str:
-        """The chat template in use; "" if there is none."""
         return self.chat_template or ("" if self._tokenizer is None else self._tokenizer.chat_template)
 
     @cached_property
@@ -135,17 +128,13 @@ class Front:
         return next((name for name, pattern in _SWITCHES.items() if pattern.search(self.template)), None)
 
     def switches(self, thinks: Thinking) -> dict[str, Any]:
-        """The template variables for the requested reasoning.
-
-        Raises:
-            ApiError: reasoning is to be switched off, and neither the template nor its marks allow that.
-        """
+        """The template variables for the requested reasoning; an `ApiError` if it cannot be switched off."""
         effort = {"reasoning_effort": thinks.effort} if thinks.effort and "reasoning_effort" in self.template else {}
         if thinks.enabled is None:
             return effort
         if self._switch is None:
             if not thinks.enabled and self.notation.reasoning is None and "reasoning_effort" in self.template:
-                message = "the chat template of this model cannot switch reasoning off; ask for little of it"
+                message = "the chat template of this model cannot switch reasoning off; request little of it"
                 raise ApiError(400, message, param="reasoning_effort")
             return effort
         return {self._switch: thinks.enabled} | effort
@@ -153,7 +142,6 @@ class Front:
     def _reasoned(
         self, params: SamplingParams, prompt: Prompt, fields: SamplingFields, notation: Notation | None
     ) -> SamplingParams:
-        """Options with the adapter, the end-of-turn tokens and the reasoning budget."""
         marks, thinks = None if notation is None else notation.reasoning, fields.thinks
         if fields.model is not None and fields.model not in self.names:
             params = replace(params, adapter=fields.model)
@@ -183,9 +171,6 @@ class Front:
         """Queue all samples of all prompts, prompt by prompt.
 
         Args:
-            prompts: texts, ids, or the output of a processor for pictures.
-            params: shared by all prompts.
-            fields: of the HTTP request.
             samples: per prompt; None is `params.n`.
             notation: its marks are shown in the texts, and its end tokens end answers; None for plain text.
 
@@ -230,36 +215,24 @@ class Front:
         return answering
 
     def check_count(self, count: int, prompts: int = 1) -> None:
-        """Refuse more answers to one request than the limit.
-
-        Raises:
-            ApiError: gives the limit.
-        """
+        """Refuse more answers to one request than the limit, by an `ApiError`."""
         if count > (most := self.options.max_samples):
             message = f"asks for {count} answers, and this server gives {most}"
             raise ApiError(400, message, param="prompt" if prompts > most else "n")
 
     def reserve(self, http: HttpRequest, count: int) -> None:
-        """Reserve places for a request that takes long to prepare, until it begins or ends.
-
-        Raises:
-            ApiError: there is no room, or too many answers are requested.
-        """
+        """Reserve places for a request until it begins or ends; an `ApiError` if there is no room for them."""
         self.check_count(count)
         self.service.reserve(http.state.client, count)
         http.state.reserved = count
 
     def release(self, http: HttpRequest) -> None:
-        """Release the reserved places."""
         if (count := http.state.reserved) is not None:
             http.state.reserved = None
             self.service.give_back(http.state.client, count)
 
     async def run_in_thread(self, http: HttpRequest, work: Callable[..., _Value], *given: Any) -> _Value:
-        """Run work over a request's body; in a thread if the body is long, so that other clients need not wait.
-
-        Each client has at most `_AT_ONCE` such threads.
-        """
+        """Run work over a request's body; in a thread if it is long, of which each client has at most `_AT_ONCE`."""
         if not self.is_long(http):
             return work(*given)
         loop, slots = asyncio.get_running_loop(), self._turns.setdefault(http.state.client, asyncio.Semaphore(_AT_ONCE))
@@ -269,7 +242,7 @@ class Front:
         return await asyncio.wrap_future(doing)
 
     def is_long(self, http: HttpRequest) -> bool:
-        """Whether a request's body is so long that work over it would delay other clients."""
+        """Whether work over a request's body would delay other clients."""
         return bool(http.state.body_bytes > _LONG_BODY)
 
     def _prepared(
@@ -307,7 +280,7 @@ class Front:
         return {"token": text, "logprob": finite(logprob), "bytes": spelled}
 
     def left_out(self, warnings: Sequence[str]) -> None:
-        """Log that parts of a request are ignored. The log has no text of clients; the answer lists the parts."""
+        """Log that parts of a request are ignored, without text of clients; the answer lists the parts."""
         if warnings:
             _log.warning("left out of a request: %d tools or items that this server has not", len(warnings))
 

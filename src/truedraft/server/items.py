@@ -260,11 +260,7 @@ class Toolbox:
 
     @classmethod
     def of(cls, tools: Sequence[Tool], items: Sequence[Item]) -> Toolbox:
-        """From the fields of a request.
-
-        Raises:
-            ApiError: two have one name.
-        """
+        """From the fields of a request; an `ApiError` if two tools have one name."""
         found = cls()
         for number, tool in enumerate(tools):
             found._add(tool, f"tools[{number}]")
@@ -289,11 +285,7 @@ class Toolbox:
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
 
     def use(self, choice: Choice | None) -> tuple[list[FunctionFields], str | NamedFunction | None]:
-        """Functions and tool choice in the format of chats.
-
-        Raises:
-            ApiError: an ignored tool must be called, or no tool is allowed.
-        """
+        """Functions and tool choice in the format of chats; an `ApiError` if none is allowed or an ignored one set."""
         tools = {name: each.function for name, each in self.callables.items()}
         if isinstance(choice, Hosted):
             message = f"tool_choice asks for {choice.type}, a tool that this server has not; name a function"
@@ -311,7 +303,6 @@ class Toolbox:
         return list(tools.values()), choice
 
     def _named(self, *names: str) -> list[str]:
-        """The names in a prompt of tools with some names or in some namespaces."""
         requested = set(names)
         plain = requested & self.callables.keys()
         return [flat for flat, each in self.callables.items() if flat in plain or each.name in requested - plain]

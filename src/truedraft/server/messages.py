@@ -160,7 +160,7 @@ class CountRequest(Fields):
         return Thinking.of(getattr(self, "reasoning_budget", None), self.thinking, effort=effort)
 
     def conversation(self, front: Front) -> Conversation:
-        """What is to be answered, or counted.
+        """What is to be answered or counted.
 
         Raises:
             ApiError: the required function does not exist, or an answer cannot begin with a call.
@@ -242,8 +242,6 @@ def messages_router(front: Front) -> APIRouter:
 
 
 class _Message(View):
-    """The answer as a message."""
-
     kind = "msg"
 
     def __init__(self, front: Front, answering: ResponseHandle, body: MessagesRequest, *about: Any) -> None:
@@ -314,7 +312,6 @@ _DELTAS = {
 
 
 def _block(segment: Segment, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A segment as a content block; a call with the given arguments."""
     if segment.call is not None:
         return {"type": "tool_use", "id": segment.call.id, "name": segment.call.name, "input": arguments or {}}
     if segment.kind == "text":

@@ -1,8 +1,7 @@
-"""What operators see: `/metrics` for Prometheus, and spans of answers for OpenTelemetry.
+"""What operators see: `/metrics` for Prometheus, and spans for OpenTelemetry (`pip install 'truedraft[otel]'`).
 
 Metrics that vLLM has keep its names after the prefix `truedraft:`. Those of the model server protocol (proposal 003 of
-the Gateway API inference extension) also have the prefix `vllm:`. Spans need the extra `otel`:
-`pip install 'truedraft[otel]'`.
+the Gateway API inference extension) also have the prefix `vllm:`.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class Metrics(Collector):
         yield self._labelled("drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter", accepted)
         yield self._counter("prompt_tokens", "Tokens of prompts that were computed.", self._prompt_tokens)
         yield self._counter("generation_tokens", "Tokens of answers.", steps.emitted_tokens + steps.prefill_tokens)
-        yield self._counter("prefix_cache_queries", "Tokens of prompts that were asked.", self._queried_tokens)
+        yield self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.", self._queried_tokens)
         yield self._counter("prefix_cache_hits", "Of them, copied instead of computed.", self._shared_tokens)
         yield self._counter("preemptions", "Requests that gave their room back.", self._service.engine.preemptions)
         yield self._counter("recoveries", "Steps or drafts that failed and were done again.", self._recoveries)
@@ -157,7 +156,6 @@ class Metrics(Collector):
                 yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
 
     def _learned(self) -> Iterator[Metric]:
-        """Metrics of the learner, if there is one."""
         if (learner := self._service.engine.learner) is None:
             return
         status = learner.status
@@ -207,8 +205,7 @@ class Spans:
     """Sends a span for every finished answer to an OpenTelemetry collector; called in the event loop.
 
     Args:
-        endpoint: of a collector that accepts OTLP over HTTP, as http://127.0.0.1:4318/v1/traces.
-        exporter: replaces the collector.
+        endpoint: accepts OTLP over HTTP, as http://127.0.0.1:4318/v1/traces.
 
     Raises:
         MissingExtraError: OpenTelemetry is not installed.
@@ -260,5 +257,4 @@ class Spans:
         span.end(end)
 
     def close(self) -> None:
-        """Send the remaining spans."""
         self._provider.shutdown()

@@ -29,17 +29,17 @@ class ServerOptions:
     trust_control_tokens: bool = flag(
         "Read control tokens that messages spell, as <|im_end|>, as the tokens; otherwise they stay text."
     )
-    allow_rule: tuple[str, ...] = option((), "A rule beside --rule that a request may ask for; may be repeated.", "R")
+    allow_rule: tuple[str, ...] = option((), "A further rule that a request may select; may be repeated.", "R")
     max_batch: int = option(32, "Most requests that are answered together.", "N", least=1)
     max_queue: int = option(256, "Most requests that wait; further ones are refused with status 429.", "N", least=0)
     max_per_client: int | None = option(
         None, "Most requests that one API key has open.", "N", least=1, shown_default="no limit"
     )
     max_samples: int = option(16, "Most answers to one request (n, best_of, prompts).", "N", least=1)
-    max_new_tokens: int = option(4096, "Most new tokens of an answer, whatever its request asks for.", "N", least=1)
+    max_new_tokens: int = option(4096, "Most new tokens of an answer, even if its request allows more.", "N", least=1)
     max_body_bytes: str = option("8M", "Most bytes of a request's body.", "SIZE")
     max_connections: int | None = option(
-        None, "Most open connections; further ones take the place of those that have not asked.", "N", least=1,
+        None, "Most open connections; further ones take the place of those without a request.", "N", least=1,
         shown_default="what the limit of open files leaves",
     )  # fmt: skip
     head_timeout_s: float = option(10.0, "Close a connection that has sent no request's head after so long.", "S")
@@ -50,16 +50,16 @@ class ServerOptions:
     share_prefixes: bool = flag("Let clients with different API keys share what their requests begin with.")
     request_timeout_s: float | None = option(None, "End a request after so many seconds.", "S", shown_default="never")
     hung_after_s: float = option(300.0, "Say at /health that the engine hangs after a step of so many seconds.", "S")
-    drain_s: float = option(30.0, "When told to stop, go on for so many seconds with what is open.", "S")
+    drain_s: float = option(30.0, "When stopped, continue open requests for so many seconds.", "S")
     tls_certificate: Path | None = option(None, "Serve https with this certificate.", "FILE")
     tls_key: Path | None = option(None, "The certificate's private key.", "FILE")
     allowed_host: tuple[str, ...] = option(
         (),
-        "Answer requests to this host name; may be repeated, * is any. On loopback its own names are answered besides "
+        "Answer requests to this host name; may be repeated, * is any. On loopback its own names are answered, too, "
         "and no others; elsewhere all are where none is given.",
         "NAME",
     )
-    cors_origin: tuple[str, ...] = option((), "Pages from this origin may ask; may be repeated.", "ORIGIN")
+    cors_origin: tuple[str, ...] = option((), "Pages from this origin may send requests; may be repeated.", "ORIGIN")
     price_per_hour: float | None = option(
         None, "What this machine costs an hour, for the estimated cost of a million tokens in /metrics.", "PRICE"
     )
@@ -81,8 +81,8 @@ class LearningOptions:
         shown_default="nothing is written",
     )  # fmt: skip
     learn_share: float = option(0.05, "Learn for this share of the time at most, and never at capacity.", "X")
-    learn_keep_s: float = option(86400.0, "Forget an answer after so many seconds; it is in memory alone.", "S")
-    learn_per_tenant: bool = flag("Learn for each API key from its own answers alone.")
+    learn_keep_s: float = option(86400.0, "Forget an answer after so many seconds; it is only in memory.", "S")
+    learn_per_tenant: bool = flag("Learn for each API key only from its own answers.")
 
 
 @dataclass(frozen=True)

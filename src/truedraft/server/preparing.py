@@ -58,17 +58,12 @@ class FormQueue:
         self._stopped = threading.Event()
 
     async def prepared(self, structured: Structured, deadline: float | None, owner: Hashable = None) -> Prepared | None:
-        """Prepare a form, which stays cached while the result is referenced. Cancelling this stops the work.
+        """Prepare a form, cached for its `owner` while the result is referenced; None if requests are to be refused.
 
-        Args:
-            deadline: by `time.monotonic`; None is no limit.
-            owner: forms are shared only within one owner.
-
-        Returns:
-            None if requests with it are to be refused.
+        Cancelling this stops the work.
 
         Raises:
-            ApiError: it took too long, or the server is being stopped.
+            ApiError: it took longer than the deadline (by `time.monotonic`), or the server is being stopped.
             TruedraftError: the form cannot be prepared.
         """
         forms = self._forms
@@ -86,7 +81,6 @@ class FormQueue:
             trial.cancel()
 
     async def _run(self, pool: Executor, work: Callable[..., _Value], *given: Any) -> _Value:
-        """Run work in a thread; cancelling this removes work that has not begun."""
         if self._stopped.is_set():
             raise stopping()
         doing = asyncio.wrap_future(pool.submit(work, *given))
@@ -111,10 +105,7 @@ class FormQueue:
 
 
 class PictureReader:
-    """Processes chats with pictures, one request at a time, in its own thread.
-
-    The target's processor is loaded once, at once; if it cannot be, every request with pictures is refused.
-    """
+    """Processes chats with pictures, one request at a time, in its own thread; refuses them without a processor."""
 
     def __init__(self, target: LanguageModel) -> None:
         self._processor: Processor | str
@@ -130,12 +121,7 @@ class PictureReader:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], urls: Sequence[str], *, param: str, **how: Any
     ) -> MultimodalPrompt:
-        """A conversation as a prompt.
-
-        Args:
-            urls: of the pictures in the messages, in order.
-            param: the request field that holds the messages.
-            how: arguments of `Processor.chat`.
+        """A conversation as a prompt, with the pictures of `urls` in order, by `Processor.chat` with `how`.
 
         Raises:
             ApiError: the pictures cannot be used, the template refuses the messages, or too many requests wait.

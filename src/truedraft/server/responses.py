@@ -98,11 +98,7 @@ class ResponseRequest(SamplingFields):
         return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def conversation(self, front: Front, toolbox: Toolbox) -> Conversation:
-        """What is to be answered.
-
-        Raises:
-            ApiError: it is empty, or the required tool does not exist.
-        """
+        """What is to be answered; an `ApiError` if it is empty, or the required tool does not exist."""
         tools, choice = toolbox.use(self.tool_choice)
         use = ToolUse.of(tools, choice, self.parallel_tool_calls, front.notation)
         messages = messages_of(self.items)
@@ -217,8 +213,6 @@ _REASONING: dict[str, Any] = {"type": "reasoning", "summary": []}
 
 
 class _Response(View):
-    """The answer as a response."""
-
     kind = "resp"
 
     def __init__(
@@ -265,7 +259,6 @@ class _Response(View):
     def _step(
         self, what: str, segment: Segment, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
     ) -> Iterator[str]:
-        """Events of a change of an item; `status` is the item's status at its end."""
         index = segment.index
         if what == "began":
             named = None if segment.call is None else self._callables.get(segment.call.name)
@@ -284,7 +277,6 @@ class _Response(View):
 
     @property
     def _last_status(self) -> str:
-        """Status of the last item, which a stop text may have cut."""
         cut = self._segments.found[-1].call is not None and self._ending != "calls"
         return "incomplete" if cut else self._status
 

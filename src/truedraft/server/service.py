@@ -48,16 +48,12 @@ class Stream:
     """One sample of an HTTP request, from the queue to its last token.
 
     Attributes:
-        number: index of the sample in its `ResponseHandle`.
-        shows_steps: whether draft trees are passed on, too.
         reader: parses the text; None for plain text.
         waits: whether the request is in the service's queue and not in the engine.
         accepted: entry `i` counts the drafts with `i` accepted tokens.
-        last_item: the last step that was passed on.
         began_s: when the engine first received it, by `time.monotonic`; 0 before.
         turn: its number among all admissions to the engine, at the latest one; 0 before the first.
         held_steps: decoding steps since it was last admitted.
-        shown_tokens: tokens of the answer that are in traces so far.
         forced_tokens: indices in the answer of tokens that a grammar forced, for traces.
     """
 
@@ -107,9 +103,7 @@ class Stream:
 class StreamUpdate:
     """New output of a sample, from one or several steps.
 
-    Attributes:
-        steps: with their outcomes; empty unless the sample `shows_steps`.
-        found: plain text, reasoning and pieces of calls, in order, once `parsed` was called.
+    `steps` are empty unless the sample `shows_steps`; `found` is text, reasoning and calls, once `parsed` was called.
     """
 
     stream: Stream
@@ -130,7 +124,6 @@ class StreamUpdate:
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Logprobs of its tokens; empty unless requested."""
         return [entry for piece in self.pieces for entry in piece.logprobs]
 
     @property
@@ -174,21 +167,14 @@ class ResponseHandle:
         self._names = names or {}
         self._service = service
         self._deadline = deadline
-        self._news: deque[StreamUpdate] = deque()
+        self._updates: deque[StreamUpdate] = deque()
         self._there = asyncio.Event()
         self._failure: ApiError | None = None
 
     def start(
         self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False, late: bool = False
     ) -> None:
-        """Queue the requests.
-
-        Args:
-            late: the requests have reserved places, and are accepted while the server drains.
-
-        Raises:
-            ApiError: the queue has no room for them, or the server is being stopped.
-        """
+        """Queue the requests, as `Service.open` does, with its errors."""
         forward_s = self._service.forward_s
         self.streams = [
             Stream(each, client, number, self, Decisions(forward_s, each.id), shows_steps)
@@ -196,9 +182,9 @@ class ResponseHandle:
         ]
         self._service.open(self.streams, late=late)
 
-    def take(self, news: StreamUpdate) -> None:
+    def take(self, update: StreamUpdate) -> None:
         """Add new output; called in the event loop."""
-        self._news.append(news)
+        self._updates.append(update)
         self._there.set()
 
     def fail(self, error: ApiError) -> None:
@@ -226,37 +212,32 @@ class ResponseHandle:
                             message = "the server failed in the middle of an answer; ask again"
                             raise self._failure or ApiError(500, message)
                     yield each
-                if self._failure is not None and left and not self._news:
+                if self._failure is not None and left and not self._updates:
                     raise self._failure
         except TimeoutError:
-            raise ApiError(504, "the answer took longer than this server allows; ask for fewer tokens") from None
+            raise ApiError(504, "the answer took longer than this server allows; request fewer tokens") from None
         finally:
             self.close()
 
     def _next(self) -> list[StreamUpdate]:
         """The queued output, at most `_MOST_OUTPUTS` entries, merged by sample."""
         found: dict[int, StreamUpdate] = {}
-        for _ in range(min(len(self._news), _MOST_OUTPUTS)):
-            each = self._news.popleft()
+        for _ in range(min(len(self._updates), _MOST_OUTPUTS)):
+            each = self._updates.popleft()
             before = found.setdefault(each.stream.number, each)
             if before is not each:
                 before.pieces.extend(each.pieces)
                 before.steps.extend(each.steps)
-        if not self._news:
+        if not self._updates:
             self._there.clear()
         return list(found.values())
 
     async def finished(self) -> None:
-        """Wait for all answers.
-
-        Raises:
-            ApiError: see `news`.
-        """
+        """Wait for all answers; raises as `news`."""
         async for _ in self.news():
             pass
 
     def close(self) -> None:
-        """Cancel the samples that are not finished."""
         for stream in self.streams:
             if stream.answer is None:
                 self._service.cancel(stream)
@@ -273,8 +254,6 @@ class Service:
 
     Args:
         engine: only this service may step it.
-        max_queue: limit of waiting requests.
-        max_per_client: limit of open requests per client.
         max_waiting_bytes: limit of what waiting requests hold in addition to their tokens, such as pixels.
         forward_s: V of the target, for estimated speedups.
         shown_names: names that clients see, by the internal names that errors may hold.
@@ -283,7 +262,6 @@ class Service:
     Attributes:
         forms: prepares the grammars of structured answers.
         listeners: each is called in the event loop with every finished stream.
-        draining: whether new requests are refused.
     """
 
     def __init__(
@@ -342,7 +320,6 @@ class Service:
             self._thread.join()
 
     def api_error(self, error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
-        """An error as clients see it, with the client's names of fields."""
         return ApiError.of(error, fields, self._shown_names)
 
     @property
@@ -360,20 +337,14 @@ class Service:
 
     @property
     def running(self) -> int:
-        """Number of requests in the engine."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Number of requests in the queue."""
         return sum(map(len, self._waiting.values()))
 
     def reserve(self, client: Client, count: int) -> None:
-        """Reserve places for requests that take long to prepare, until `give_back`.
-
-        Raises:
-            ApiError: see `open`.
-        """
+        """Reserve places for requests that take long to prepare, until `give_back`; raises as `open`."""
         with self._guard:
             self._refuse_where_full(client, count)
             self._reserved += count
@@ -409,7 +380,7 @@ class Service:
             raise stopping(later)
         ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
         if count > ever:
-            raise ApiError(400, f"asks for {count} answers at once, and this server takes {ever}; ask for fewer")
+            raise ApiError(400, f"asks for {count} answers at once, and this server takes {ever}; request fewer")
         waiting, room = self.waiting + self._reserved, self.engine.max_batch - self.running
         if waiting + count > self._max_queue + max(room, 0):
             raise ApiError(429, f"{waiting} requests wait already; ask again in {later} s", retry_s=later)
@@ -528,7 +499,6 @@ class Service:
         self._following = _RECENT * self._following + (1.0 - _RECENT) * min(self.waiting / ended, 1.0)
 
     def _admit(self) -> None:
-        """Move requests from the queue to the engine, up to `max_batch`."""
         self._make_room()
         while len(self._running) < self.engine.max_batch:
             with self._guard:
@@ -541,7 +511,6 @@ class Service:
                 self.engine.enqueue(stream.request)  # guarded, so that `cancel` finds it here or in the engine
 
     def _make_room(self) -> None:
-        """If a waiting client has no running request, preempt one request of the client with the most."""
         running: dict[Client, list[Stream]] = {}
         short: list[Stream] = []  # requests that wait in the engine for cache memory
         for stream in self._running:
@@ -575,7 +544,6 @@ class Service:
                 self._waiting.setdefault(stream.client, deque()).appendleft(stream)
 
     def _next(self) -> Stream | None:
-        """Remove and return the next request of the queue by the order of `Service`; the caller holds the guard."""
         queues = [queue for queue in self._waiting.values() if queue]
         if not queues:
             return None

@@ -54,10 +54,9 @@ _LOOK_S = 0.05
 
 
 def application(engine: Engine, options: ServerOptions, name: str) -> tuple[FastAPI, Service]:
-    """The web application of an engine.
+    """The web application of an engine, which only this application may step.
 
     Args:
-        engine: only this application may step it.
         options: `host` must be the address that the running server listens on, if it is not started by `serve`.
         name: of the model, if the options give none.
 
@@ -90,9 +89,8 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
 
 
 def _check(engine: Engine, names: Sequence[str]) -> None:
-    """Refuse an engine that cannot be served under these names."""
     if engine.entropy is not None:
-        message = "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine"
+        message = "fixes the noise of requests, which clients could then predict, and is for tests; serve an engine"
         raise OptionError(f"{message} without it", field="entropy")
     if twice := set(names) & set(engine.target.adapters):
         message = f"has the name {min(twice)!r}, which the model is served by; give it another"
@@ -100,7 +98,6 @@ def _check(engine: Engine, names: Sequence[str]) -> None:
 
 
 def _without_folder(name: str) -> str:
-    """A model's name; of a path the last part."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
@@ -152,8 +149,7 @@ def _check_certificate(options: ServerOptions) -> None:
 def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callable[[str], None]) -> None:
     """Warm up, then listen until Ctrl-C or SIGTERM; a second signal does not wait for open requests.
 
-    Args:
-        ready: is called with the address once the server listens.
+    `ready` is called with the address once the server listens.
 
     Raises:
         OptionError: the address or the certificate cannot be used.
@@ -187,11 +183,8 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
 def warm_up(engine: Engine) -> None:
     """Generate a greedy and a sampled answer, so that no client waits for what is created at first use.
 
-    These are compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of steps.
-    The log shows the progress.
-
-    Args:
-        engine: only the caller may step it.
+    This is compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of steps. Only
+    the caller may step the engine.
 
     Raises:
         TruedraftError: target or drafter failed, so that no request could be answered.
@@ -205,7 +198,6 @@ def warm_up(engine: Engine) -> None:
 
 
 def _logged() -> Progress:
-    """Progress that is logged every `_LOG_PROGRESS_S` seconds."""
     last_s = time.monotonic()
 
     def report(done: float, remark: str) -> None:
@@ -237,7 +229,6 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and call `ready`."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._connections.failed)
         await super().startup(sockets)
@@ -287,7 +278,7 @@ def most_connections(requested: int | None) -> int:
     used = next((len(list(each.iterdir())) for each in _DESCRIPTORS if each.is_dir()), _RESERVED)
     left = limit - used - _RESERVED
     if left < (requested or _LEAST):
-        ways = "ask for fewer" if requested else "raise it"
+        ways = "request fewer" if requested else "raise it"
         message = f"the limit of {limit} open files leaves {max(left, 0)} connections; {ways} (ulimit -n)"
         raise OptionError(message, field="max_connections")
     return min(left, requested or _MOST)
@@ -297,11 +288,7 @@ class Connections:
     """The connections of one server.
 
     Above the limit, the oldest connection without a complete request is closed, else the oldest with a client that does
-    not read.
-
-    Args:
-        most: limit of open connections.
-        head_s: time limit for a request's head, from the connection or the end of the last answer.
+    not read. A request's head must arrive within `head_s` of the connection or of the end of the last answer.
     """
 
     def __init__(self, most: int, head_s: float) -> None:
@@ -316,7 +303,10 @@ class Connections:
         self._open[connection] = None
         if len(self._open) <= self._most:
             return
-        if not (self._drop(lambda each: each.asks and each is not connection) or self._drop(lambda each: each.stands)):
+        if not (
+            self._drop(lambda each: each.awaits_request and each is not connection)
+            or self._drop(lambda each: each.is_stalled)
+        ):
             connection.refuse()
 
     def remove(self, connection: Connection) -> None:
@@ -338,7 +328,7 @@ class Connections:
         self._failures += 1
         if (now := time.monotonic()) >= self._logged_s + _LOG_EVERY_S:
             error = context.get("exception")
-            _log.error("no connection could be accepted (%s), %d times since this was told", error, self._failures)
+            _log.error("no connection could be accepted (%s), %d times since the last report", error, self._failures)
             self._logged_s, self._failures = now, 0
 
 
@@ -351,12 +341,12 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
-    def asks(self) -> bool:
+    def awaits_request(self) -> bool:
         """Whether no complete request has arrived."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     @property
-    def stands(self) -> bool:
+    def is_stalled(self) -> bool:
         """Whether its client does not read what is sent."""
         return self.flow.write_paused
 

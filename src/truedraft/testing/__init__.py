@@ -1,4 +1,4 @@
-"""Test doubles: a Markov table as a language model, scripted parts, and parts with one change."""
+"""Test doubles for models, drafters and controllers."""
 
 from truedraft.testing.doubles import MarkovModel, ScriptedController, ScriptedDrafter, altered, reduced, scaled
 

@@ -24,8 +24,8 @@ from truedraft.models.cache import CachePool
 class MarkovModel(LanguageModel):
     """A language model with a table as its distribution: exact, tiny, and as strict about its cache as a real one.
 
-    The distribution of the next token depends on the last two tokens; before the text there is token 0. Its "keys" are
-    the token ids themselves, in an ordinary `RequestCache`, so a wrong commit, rollback or mask changes its output.
+    The next token depends on the last two tokens; before the text there is token 0. Its "keys" are the token ids, in an
+    ordinary `RequestCache`, so a wrong commit, rollback or mask changes its output.
 
     Args:
         probs: `[vocab, vocab, vocab]`: `probs[a, b]` is the distribution after ... a b; float64 keeps it exact.
@@ -51,7 +51,6 @@ class MarkovModel(LanguageModel):
 
     @classmethod
     def random(cls, vocab: int, seed: int, sharpness: float = 1.5, **options: int) -> MarkovModel:
-        """A table of random distributions; a larger `sharpness` makes them less even."""
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
         return cls(torch.softmax(logits, dim=-1), **options)  # type: ignore[arg-type]
@@ -61,14 +60,13 @@ class MarkovModel(LanguageModel):
         return self.probs[a, b]
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """See `LanguageModel.forward`. The hidden state is the pair of the last two tokens."""
+        """The hidden state is the pair of the last two tokens."""
         pairs = [pair for segment in segments for pair in _pairs(segment)]
         index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         return ForwardOutput(self.probs[index[:, 0], index[:, 1]].log(), index.to(self.dtype))
 
 
 def _pairs(segment: Segment) -> list[tuple[int, int]]:
-    """The last two tokens at each row of a segment, as read back from the cache."""
     cache, shape, begin = segment.cache, segment.shape, max(segment.cache.length - 1, 0)
     cache.reserve(len(shape), segment.written)
     ids = segment.tokens.to(torch.float64).view(1, -1, 1)
@@ -139,10 +137,9 @@ Changed = TypeVar("Changed")
 
 
 def altered(part: Changed, **changes: Any) -> Changed:
-    """A shallow copy of an object with some attributes or methods replaced; all else is shared with it.
+    """A shallow copy of an object with some attributes or methods replaced; calls of it to itself use these, too.
 
-    Weights, caches and states are shared, so only one of the two may run at a time. Calls of the object to itself go to
-    the copy.
+    Weights, caches and states are shared, so only one of the two may run at a time.
 
     Worked example: `altered(model, forward=watched)` is the model, except that its forwards call `watched`, which may
     call `model.forward`.
@@ -161,17 +158,12 @@ def altered(part: Changed, **changes: Any) -> Changed:
 
 
 def scaled(model: LanguageModel, factor: float) -> LanguageModel:
-    """A model with logits multiplied by a factor: itself at another temperature, or a draft with a known error.
-
-    The logits become float32.
-    """
+    """A model with float32 logits times a factor: itself at another temperature, or a draft with a known error."""
 
     return _with_logits(model, lambda logits: logits.float() * factor)
 
 
 def _with_logits(model: LanguageModel, change: Callable[[Tensor], Tensor], **more: Any) -> LanguageModel:
-    """A model with changed logits `[rows, vocab]` in all its forwards, and other changes."""
-
     def showing(segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
         output = model.forward_showing(segments, layers) if layers else model.forward(segments)
         return replace(output, logits=change(output.logits))
@@ -180,12 +172,7 @@ def _with_logits(model: LanguageModel, change: Callable[[Tensor], Tensor], **mor
 
 
 def reduced(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
-    """A model that gives all its probability to a few tokens, so that distributions of several tokens can be summed.
-
-    Args:
-        kept: the possible ids; the logits of all others are -inf, also those that its LM head computes from hidden
-            states.
-    """
+    """A model with logits of -inf for all ids but `kept`, so that joint distributions can be summed."""
     ids = list(kept)
 
     def only_kept(logits: Tensor) -> Tensor:  # [rows, vocab]

@@ -1,7 +1,4 @@
-"""Answers split into text, reasoning and calls: by marks, or in channels, as gpt-oss writes them.
-
-A channel is a sequence of messages, each with a header that names the recipient.
-"""
+"""Answers split into text, reasoning and calls: by marks, or by channels (messages with headers) as of gpt-oss."""
 
 from __future__ import annotations
 
@@ -21,12 +18,8 @@ class ChannelReader:
     """Splits messages of several channels into text, reasoning and calls.
 
     A message to a function is a call, the channels "final" and "commentary" are text, and everything else is reasoning.
-    Other output in place of a header is text, and so is a call with arguments that are not a JSON object.
-
-    Args:
-        tools: functions that may be called; if empty, or if no further call is allowed, a call is reasoning.
-        formed: whether a grammar constrains the calls. If so, they are streamed as they arrive, truncated ones too;
-            otherwise each is returned when complete.
+    Other output in place of a header is text, and so is a call with arguments that are not a JSON object. If `tools` is
+    empty, or no further call is allowed, a call is reasoning.
 
     Attributes:
         reasoned: number of characters of the reasoning at the beginning of the answer, marks included.
@@ -125,9 +118,6 @@ class AnswerReader:
         tools: functions that may be called; if empty, no calls are parsed.
         reasoning_open: whether the prompt ends inside reasoning.
         calls_only: whether a form allows no text, so that what looks like text is a truncated call.
-
-    Attributes:
-        calls: those parsed to their end or to the end of the answer.
     """
 
     def __init__(
@@ -153,17 +143,12 @@ class AnswerReader:
 
     @property
     def reasoned(self) -> int:
-        """Number of characters of the reasoning at the beginning of the answer, marks included."""
         if self._channels is not None:
             return self._channels.reasoned
         return self._pushed if self._inside else self._reasoned
 
     def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
-        """Parse the next text.
-
-        Returns:
-            Plain text, reasoning and call deltas, in order.
-        """
+        """Parse the next text; returns plain text, reasoning and call deltas, in order."""
         found = self._read(text, last)
         return [part for part in found if not isinstance(part, str)] if self._calls_only else found
 
@@ -181,7 +166,6 @@ class AnswerReader:
         return found
 
     def _reason(self, text: str, found: list[str | Reasoning | CallDelta], last: bool) -> str:
-        """Take reasoning from the beginning of a text, or hold it back; returns the text after it."""
         assert self._marks is not None
         opening, closing = self._marks.opening, self._marks.closing
         self._held = ""

@@ -59,12 +59,9 @@ class CallText:
 
     Attributes:
         fails: whether the text cannot be parsed.
-        name: of the function; None while it is unknown.
-        id: that the model wrote; None where it wrote none.
         value: JSON text of the arguments so far.
-        begun: whether the arguments have begun.
         rest: the text after the call; None while it is open.
-        broken: index from which the text is parsed again if it turns out to be no call.
+        broken: index from which the text is parsed again if it is not a call.
     """
 
     fails = False
@@ -76,7 +73,6 @@ class CallText:
     broken = 0
 
     def push(self, more: str) -> None:
-        """Parse more text."""
         raise NotImplementedError
 
 
@@ -117,11 +113,7 @@ class CallsReader:
         self._space = ""  # whitespace before any other text
 
     def push(self, text: str, *, last: bool = False) -> list[str | CallDelta]:
-        """Parse the next text.
-
-        Returns:
-            Plain text and call deltas, in order.
-        """
+        """Parse the next text; returns plain text and call deltas, in order."""
         self._held += text
         found: list[str | CallDelta] = []
         continues = bool(self._held) or last
@@ -140,7 +132,7 @@ class CallsReader:
             found.append(text)
 
     def _read_text(self, found: list[str | CallDelta], last: bool) -> bool:
-        """Output text up to where calls begin or may begin; returns whether parsing can continue."""
+        """Output text up to where calls begin or may begin; returns, as all `_read_*`, whether parsing can continue."""
         held = self._held
         allowed = self._most is None or len(self._calls) < self._most
         if allowed and self._bare and not self._wrote and held.lstrip()[:1] == "{":
@@ -181,7 +173,6 @@ class CallsReader:
         return bool(self._held) or last
 
     def _read_between(self, found: list[str | CallDelta], last: bool) -> bool:
-        """After a mark that begins calls, or after a call: parse the next call or the end."""
         held = self._held.lstrip(" \t\r\n,;")
         opens = match_words(held, self._opening or ["{"])
         ends = match_words(held, self._end) if self._end else -1
@@ -201,7 +192,6 @@ class CallsReader:
         return True
 
     def _read_call(self, found: list[str | CallDelta], last: bool) -> bool:
-        """Continue parsing the current call; returns whether parsing can continue."""
         body = self._body
         body.push(self._held)
         self._raw.append(self._held)
@@ -236,7 +226,7 @@ class CallsReader:
         return True
 
     def _read_closing(self, found: list[str | CallDelta], last: bool) -> bool:
-        """Drop the marks after a call, as far as present; returns whether parsing can continue."""
+        """Drop the marks after a call, as far as present."""
         while self._left:  # the first ones may be missing
             place = match_words(self._held, self._left[:1])
             if place is None:
@@ -249,12 +239,10 @@ class CallsReader:
         return bool(self._held)
 
     def _leave_out(self) -> bool:
-        """Drop a call that the end of the answer cuts before anything of it is known."""
         self._held, self._marks, self._step = "", "", self._read_text
         return False
 
     def _give_up(self, held: str, found: list[str | CallDelta]) -> bool:
-        """Treat the marks of a rejected call as text; a call may begin after them."""
         marks = self._marks
         if not self._opening and self._raw and (marks or self._calls or self._body.name in self._tools):
             self._again = self._notation.separator.strip()
@@ -279,19 +267,17 @@ _OF_STRINGS = re.compile(r'(?:[^"\\\x00-\x1f]|\\.)*', re.DOTALL)
 
 
 class RecordText(CallText):
-    """Parser of a call that is a JSON object with a name and arguments.
+    """Parser of a call that is a JSON object with a name and arguments; without `keys`, the object is the arguments.
 
     Worked example: in `{"name": "f", "arguments": {"x": [1, "}` the name is f and the arguments so far are the text
-    `{"x": [1, "}`. Arguments that are a string containing an object become that object when the string has ended.
-
-    Args:
-        wanted: possible keys of the arguments; the first in the object counts. If empty, the object is the arguments.
+    `{"x": [1, "}`. Arguments that are a string containing an object become that object when the string has ended. The
+    first of `keys` in the object counts.
     """
 
-    def __init__(self, wanted: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str]) -> None:
         self.text = ""
         self.begun = False  # whether the opening brace was read
-        self._wanted = wanted
+        self._keys = keys
         self._whole = False  # whether the arguments ended
         self._end: int | None = None
         self._place = 0
@@ -308,16 +294,15 @@ class RecordText(CallText):
         self.text += more
         while self._place < len(self.text) and self._end is None and not self.fails and self._take():
             pass
-        if not self._wanted:
+        if not self._keys:
             self.value = self.text[: self._end].strip()
-        elif self._key in self._wanted and not self._whole:
+        elif self._key in self._keys and not self._whole:
             value = self.text[self._value_from :].strip()
             self.value = "" if value.startswith('"') else value
         self.broken = self._string_from or self._place  # an open string extends to the first quote of the next call
         self.rest = None if self._end is None else self.text[self._end :]
 
     def _take(self) -> bool:
-        """Read the rest of a string or literal, or one more character; False if more text is needed for that."""
         text, place = self.text, self._place
         if self._quoted or self._literal_from is not None:
             pattern = _OF_STRINGS if self._quoted else _OF_LITERALS
@@ -377,7 +362,7 @@ class RecordText(CallText):
             self.name = _string(value)
         elif self._key == "id":
             self.id = _string(value)
-        elif self._key in self._wanted and not self._whole:
+        elif self._key in self._keys and not self._whole:
             text = (_string(value) or "").strip()
             self.value = text if text.startswith("{") and text.endswith("}") else value
             self._whole = True
@@ -429,9 +414,7 @@ class ParametersText(CallText):
 
     Args:
         marks: before a key, between it and its value, and after the value.
-        closing: the marks that end the call.
         opening: the marks that begin the next call, and the one after its name.
-        schema: of the arguments; None if unknown.
     """
 
     def __init__(
@@ -566,10 +549,9 @@ def words_of(marks: str) -> list[str]:
 
 
 def match_words(text: str, words: Sequence[str]) -> int | None:
-    """The index after words at the beginning of a text, with any whitespace between them.
+    """The index after words at the beginning of a text, with any whitespace between them; -1 if it begins otherwise.
 
-    Returns:
-        -1 if the text begins otherwise, None if it is too short to decide.
+    None if it is too short to decide.
     """
     place = 0
     for word in words:

@@ -1,9 +1,8 @@
 """Control tokens typed into a chat stay text; only the chat template writes the tokens.
 
-A message that spells `<|im_end|>` must not end its turn. If messages spell a control token, each spelling is put
-between two marks before the template is rendered. In the rendered text, control tokens between marks were typed and all
-others are the template's own. The text is then tokenised as a whole by a copy of the tokenizer in which control tokens
-have secret names: it recognizes the template's own, which were renamed, and none in typed text.
+A message that spells `<|im_end|>` must not end its turn. So spellings are put between two marks before the template is
+rendered, and the rendered text is tokenised by a copy of the tokenizer in which control tokens have secret names: it
+recognizes only those not between marks, which are the template's own and were renamed.
 
 Worked example: the content `a<|end|>b` is passed to the template as `a[<|end|>]b`, with marks for the brackets, and
 rendered as `<|user|>a[<|end|>]b<|end|>`. The copy reads `SECRET1a<|end|>bSECRET2`.
@@ -33,12 +32,7 @@ _HINT = 3  # first characters of a token, a quick test that most texts fail
 
 @dataclass(frozen=True)
 class MarkedChat:
-    """Input of a chat template, with marks around typed control tokens.
-
-    Attributes:
-        messages, tools, variables: as for `Tokenizer.chat`.
-        found: place of the first such token, and the token.
-    """
+    """Input of a chat template, with marks around typed control tokens; `found` is the first one's place and name."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -48,13 +42,7 @@ class MarkedChat:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer and a chat template.
-
-    These are its special tokens, and the added tokens that the template writes itself.
-
-    Args:
-        template: text of the template and of a conversation rendered by it; tokens in either count as written by it.
-    """
+    """The special tokens of a tokenizer, and the added tokens in `template` (its text and a rendered chat)."""
 
     def __init__(self, backend: Any, name: str, template: str) -> None:
         self._backend = backend
@@ -68,7 +56,6 @@ class ControlTokens:
         self._all = _Finder([*special, *marks], normalizer)
 
     def special_in(self, text: str) -> list[int]:
-        """Ids of the special tokens in a text, in order."""
         return [
             self._backend.convert_tokens_to_ids(self._special.tokens[number].content)
             for _, _, number in self._special.spans(text)
@@ -138,10 +125,7 @@ class ControlTokens:
         )
 
     def ids(self, rendered: str, chat: MarkedChat, refuse: Callable[[str], None]) -> list[int]:
-        """Encode the rendered text of a marked chat.
-
-        Args:
-            refuse: is called with the text before tokenization, and raises if it is too long.
+        """Encode the rendered text of a marked chat; `refuse` is called with the text, and raises if it is too long.
 
         Raises:
             PromptError: this tokenizer cannot keep the typed tokens as text.
@@ -168,7 +152,7 @@ class ControlTokens:
             named.append(piece if typed else self._named(piece, spans))
         expected = self._backend(whole, verbose=False, add_special_tokens=False).input_ids
         if ids_of(self._copy, self._named(whole, self._all.spans(whole))) != list(expected):
-            raise PromptError(f"{refused}whose text it cannot tell from the token; leave it out")
+            raise PromptError(f"{refused}with a text that it cannot distinguish from the token; leave it out")
         return ids_of(self._copy, "".join(named))
 
     def _named(self, text: str, spans: Collection[tuple[int, int, int]]) -> str:
@@ -180,7 +164,6 @@ class ControlTokens:
 
     @cached_property
     def _names(self) -> list[str]:
-        """The secret, unguessable name of each control token."""
         secret = "".join(chr(secrets.choice(_LARGE_AREA)) for _ in range(_SECRET_CHARACTERS))
         return [f"{secret}{chr(0xF0000 + number)}" for number in range(len(self._all.tokens))]
 
@@ -252,7 +235,6 @@ class _Finder:
         return sorted(set(tails), key=len, reverse=True)
 
     def _edges(self, text: str, parts: Mapping[str, frozenset[int]], step: int) -> frozenset[int]:
-        """Indices of the tokens with a part at the edge of a text."""
         edge = text[: self._longest]
         return frozenset[int]().union(*(parts.get(edge[:cut][::step], frozenset()) for cut in range(1, len(edge) + 1)))
 
@@ -316,11 +298,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def refuse_half_characters(text: str) -> None:
-    """Refuse a lone surrogate, which no tokenizer accepts.
-
-    Raises:
-        PromptError: says where it is.
-    """
+    """Refuse a lone surrogate, which no tokenizer accepts, by a `PromptError` with its place."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,10 +1,8 @@
 """The text of a growing sequence of ids: incremental detokenization, and stop texts.
 
 Pieces never end in a part of a character, and join to exactly the text of decoding all ids. An answer ends before the
-first stop text that becomes complete, at the token that completes it.
-
-Example with stop text "END" and tokens "a E", "N", "D b": after the first, "a " is released and "E" held, as it may
-begin the stop text; the third completes it, so the answer is "a " and keeps one token, the only one with text of it.
+first stop text that becomes complete, at the token that completes it: with "END" and tokens "a E", "N", "D b", "a " is
+released and "E" held first; the third completes it, so the answer is "a " and keeps one token.
 """
 
 from __future__ import annotations
@@ -92,7 +90,6 @@ class StreamDetokenizer:
 
     @property
     def holding(self) -> bool:
-        """Whether text of the tokens so far is held back."""
         return self._held
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -129,7 +126,6 @@ class StreamDetokenizer:
         return piece
 
     def _shorten(self, released: str) -> None:
-        """Drop tokens of the window that later text does not depend on."""
         context = self._window[-_CONTEXT:]
         text = self._tokenizer.decode(context)
         length = _final_length(text)
@@ -181,7 +177,6 @@ class StopScanner:
         return self.found is not None or self._first(self._held + text) is not None
 
     def finish(self) -> str:
-        """Return the held text at the end of the answer."""
         rest, self._held = self._held, ""
         return rest
 
@@ -191,13 +186,9 @@ class StopScanner:
 
 
 class TextStream:
-    """The text of one answer, token by token, ended by stop texts.
+    """The text of one answer, token by token, ended by stop texts; those that begin before `least_tokens` do not count.
 
-    Args:
-        tokenizer: None leaves the text empty.
-        stops: texts that end the answer, which ends before them.
-        least_tokens: of the answer; a stop text that begins earlier does not count.
-        shown: names by id of special tokens that the text shows.
+    Without a `tokenizer` the text is empty; `shown` has names by id of special tokens that the text shows.
 
     Raises:
         OptionError: stop texts without a tokenizer, or an empty one.
@@ -288,7 +279,6 @@ class TextStream:
         return self._scan(text)
 
     def finish(self) -> str:
-        """Return the held text at the end of the answer."""
         if self.stopped or self._detokenizer is None:
             return ""
         piece, stopped = self._scan(self._detokenizer.finish())

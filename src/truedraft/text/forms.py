@@ -81,12 +81,7 @@ _Key: TypeAlias = tuple[Hashable, Structured]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Prepared:
-    """A form at the beginning of any answer.
-
-    Attributes:
-        matcher: llguidance matcher; copies share what it has computed.
-        held: bytes of memory, estimated.
-    """
+    """A form at the beginning of any answer; copies of `matcher` share what it computed, `held` estimates its bytes."""
 
     matcher: Any
     held: int
@@ -95,12 +90,7 @@ class Prepared:
 
 
 class Forms:
-    """Makes forms for the requests of one model. Thread-safe.
-
-    Args:
-        vocab_size: ids that the model's logits cover.
-        eos_ids: ids that end an answer; the first ends one with a complete form.
-    """
+    """Makes forms for the requests of one model; thread-safe. The first of `eos_ids` ends a complete form."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -148,7 +138,6 @@ class Forms:
         return FormState(prepared, self._guide, self._eos_ids[0], tokens, prompt_tokens, anew)
 
     def found(self, structured: Structured, owner: Hashable = None) -> Prepared | None:
-        """Return the form prepared earlier for this owner, if it still exists."""
         with self._lock:
             prepared = self._alive.get((owner, structured))
             if prepared is not None:
@@ -156,22 +145,15 @@ class Forms:
             return prepared
 
     def prepare(self, structured: Structured, owner: Hashable = None) -> Prepared:
-        """Make a form that does not exist yet, which may take seconds.
+        """Make a form that does not exist yet, which may take seconds; raises as `start`.
 
         Raises:
-            OptionError: it is no schema, expression or grammar, or exceeds a limit.
             FormMemoryError: the forms of open requests leave no room for it.
-            MissingExtraError: llguidance is not installed.
         """
         return self.make(structured, *self.grammar(structured), Trial(), owner)
 
     def grammar(self, structured: Structured) -> tuple[str, bool]:
-        """Return the form's grammar for llguidance, and whether compiling it is known to be fast.
-
-        Raises:
-            OptionError: it is no schema or expression, or too long.
-            MissingExtraError: llguidance is not installed.
-        """
+        """Return the form's grammar for llguidance, and whether compiling it is known to be fast; raises as `start`."""
         _ = self._guide  # raises if forms are impossible
         from llguidance import LLMatcher
 
@@ -187,17 +169,12 @@ class Forms:
     def make(
         self, structured: Structured, grammar: str, is_quick: bool, trial: Trial, owner: Hashable = None
     ) -> Prepared:
-        """Compile a form. One that may exceed the library's limits is first tried in another process.
-
-        Args:
-            grammar: first result of `grammar`.
-            is_quick: second result of `grammar`.
-            trial: lets another thread cancel the trial, until the form is compiled here.
+        """Compile a form. One that may exceed the library's limits is first tried in another process, by `trial`.
 
         Raises:
             OptionError: the library rejects it, or it exceeds a limit.
             FormMemoryError: the forms of open requests leave no room for it.
-            CancelledError: the trial was cancelled.
+            CancelledError: the trial was cancelled, which another thread may do.
         """
         held = (1 << 20) + _BYTES_A_CHARACTER * len(grammar) + _BYTES_A_MULTIPLE * _multiples(grammar)
         if not is_quick:
@@ -234,7 +211,6 @@ class Forms:
         return matcher
 
     def _anew(self, key: _Key, spent: Prepared) -> Prepared | None:
-        """Compile a form again after other answers have used up its limit of states."""
         with self._lock:
             if self._alive.get(key) is spent:
                 del self._alive[key]
@@ -284,10 +260,8 @@ class FormState:
     After a path where the grammar is too ambiguous to be followed no token is allowed, so that the request fails there
     whichever drafter drafts.
 
-    Args:
-        tokens: prompt and answer so far; the caller owns this list and appends to it.
-        prompt_tokens: number of leading tokens that are the prompt.
-        anew: compiles the form again if earlier answers used it up; returns None if that takes too long.
+    `tokens` and `prompt_tokens` are those of `Forms.start`. `anew` compiles the form again if earlier answers used it
+    up, and returns None if that takes too long.
     """
 
     def __init__(
@@ -371,7 +345,6 @@ class FormState:
         return known, text
 
     def _spelled(self, matcher: Any, known: list[int], text: bytes) -> list[int]:
-        """Forced tokens after some tokens, as the tokenizer encodes them."""
         sure, open_end = self._guide.tokenize_partial(text) if text else ([], b"")
         whole = [*sure, *(self._guide.tokenize_bytes(open_end) if open_end else ())]
         ids = [*known, *whole]

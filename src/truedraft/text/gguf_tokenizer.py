@@ -207,10 +207,7 @@ class _Vocabulary:
 
 
 def read_tokenizer(path: str, said: Mapping[str, Any]) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a file; None for kinds that transformers builds (Gemma's, T5's).
-
-    Args:
-        said: the file's fields that begin with `tokenizer.`, by their full names.
+    """The tokenizer of a file, by its fields `tokenizer.*`; None for kinds that transformers builds (Gemma's, T5's).
 
     Raises:
         ModelError: the fields are inconsistent.

@@ -1,8 +1,7 @@
-"""Conversations in the form that a chat template accepts.
+"""Conversations in the form that a chat template accepts: calls as in a small conversation that it renders.
 
-The form of earlier calls is found by rendering a small conversation. If a template rejects a conversation, simpler ones
-are tried: agents send several user messages in a row, and system messages between others, but the templates of some
-families require alternating turns, or a single system message, or none.
+If a template rejects a conversation, simpler ones are tried: agents send several user messages in a row, and system
+messages between others, but some templates require alternating turns, or a single system message, or none.
 """
 
 from __future__ import annotations
@@ -107,7 +106,6 @@ class HistoryForm:
         )
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Tools in this form."""
         added: Mapping[str, Any] = {"description": "", "parameters": _NO_PARAMETERS} if self.whole_tools else {}
         return [{**tool, "function": {**added, **tool["function"]}} for tool in tools]
 

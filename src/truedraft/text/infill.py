@@ -1,7 +1,7 @@
 """Infilling: generate the text between a prefix and a suffix, by the tokens that the model was trained with.
 
-The vocabulary shows which tokens these are. All families except Mistral's write the prefix first, then the suffix, and
-then the token after which the answer begins; Mistral's write the suffix first, and the answer follows the prefix.
+All families except Mistral's write the prefix first, then the suffix, and then the token after which the answer begins;
+Mistral's write the suffix first, and the answer follows the prefix.
 """
 
 from __future__ import annotations
@@ -54,11 +54,7 @@ class Infilling:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Infilling:
-        """By the first family with all its tokens in the vocabulary.
-
-        Raises:
-            PromptError: no family has.
-        """
+        """By the first family with all its tokens in the vocabulary; a `PromptError` if none has."""
         backend = tokenizer.backend
         for prefix, suffix, middle, ends in _FAMILIES:
             needed = (prefix, suffix) if middle is None else (prefix, suffix, middle)
@@ -87,7 +83,6 @@ class Infilling:
         return [*begun, *tail, *head] if self.middle is None else [*begun, *head, *tail, self.middle]
 
     def _continued(self, text: str) -> list[int]:
-        """Encode a text that follows another; SentencePiece would put a space before it."""
         ids = self.control.literal_ids(text)
         if not ids or not str(self.tokenizer.backend.convert_ids_to_tokens(ids[0])).startswith("\u2581"):
             return ids

@@ -1,8 +1,4 @@
-"""How model families write function calls and reasoning, recognized by their chat templates.
-
-One table: the row that a template selects determines what is prompted, parsed, streamed and forced. A new family is a
-new row.
-"""
+"""How model families write function calls and reasoning, recognized by their chat templates: one row each."""
 
 from __future__ import annotations
 
@@ -18,11 +14,11 @@ from truedraft.errors import OptionError
 from truedraft.text.calls import CallText, NamedText, ParametersText, RecordText, Schemas, new_call_id, words_of
 from truedraft.text.forms import MOST_CHARACTERS
 from truedraft.text.schemas import (
-    beside_itself,
     moved,
     options_of,
     parts_of,
     referred_in,
+    self_contained,
     types_of,
     values_of,
 )
@@ -50,7 +46,6 @@ class Record:
     arguments: str = "arguments"
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        """A parser of a call."""
         return RecordText(("arguments", "parameters"))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
@@ -73,7 +68,6 @@ class Record:
         yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
 
     def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
-        """A call with its marks, as text."""
         record = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
         return f"{notation.opening}{record}{notation.closing}"
 
@@ -103,10 +97,7 @@ class Named:
 class Parameters:
     """A name, followed by the arguments one by one: strings verbatim, everything else as JSON.
 
-    Attributes:
-        opening: before an argument's name.
-        middle: between the name and its value.
-        closing: after the value.
+    `opening` is before an argument's name, `middle` before its value and `closing` after the value.
     """
 
     opening: str
@@ -119,7 +110,7 @@ class Parameters:
         return NamedText(notation, lambda name: ParametersText(marks, closing, opening, tools.get(name)))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        schema = beside_itself(schema)
+        schema = self_contained(schema)
         _, arguments, layout = parts_of(schema)
         required = arguments.get("required")
         known = arguments.get("properties")
@@ -187,22 +178,14 @@ class Notation:
     """How calls are written: `begin opening NAME between ARGUMENTS closing separator opening ... end`.
 
     Attributes:
-        name: as `info` prints it.
         shown: texts that a chat template of this notation contains, all of them.
-        begin: before all calls.
-        opening: before each call.
         between: between name and arguments, if the name comes first; `{id}` is the id of the call.
-        closing: after each call.
-        separator: between calls.
-        end: after all calls.
         also: further pairs of opening and between that models write.
         ends: special tokens that end a turn, in addition to those in the model's settings.
         id_pattern: regular expression of the id in a call; "" for notations without ids.
         call_id: format of the id returned with a result, from the call's `name` and `id`.
         new_id: makes an id if the model wrote none.
-        channels: whether an answer consists of messages in several channels.
         leads: alternative texts that a model writes before plain text.
-        reasoning: marks around reasoning; None for templates without reasoning.
         special: tokens in the marks that are matched as a whole, and their ids.
     """
 
@@ -248,16 +231,11 @@ class Notation:
         return "\n".join(["You may call these functions:", *lines, f"To call one, write:\n{form}"])
 
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls as a model writes them."""
         begin = "" if self.bare else self.begin
         return begin + self.separator.join(self.body.call(self, *call) for call in calls) + self.end
 
     def grammar(self, tools: Schemas, *, parallel: bool) -> Structured:
-        """A Lark grammar of one or more calls of these functions.
-
-        Raises:
-            OptionError: it would be longer than a form may be.
-        """
+        """A Lark grammar of one or more calls of these functions; an `OptionError` if it is too long for a form."""
         rules, size = list[str](), 0
         for number, (name, schema) in enumerate(tools.items()):
             for line in self.body.rules(self, name, schema or _ANY_ARGUMENTS, f"call_{number}"):
@@ -289,7 +267,6 @@ class Notation:
         return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")
 
     def literal(self, text: str) -> str:
-        """A text in Lark's notation, with special tokens by their ids."""
         if not text:
             return ""
         if not self.special:
@@ -444,11 +421,9 @@ REASONING: tuple[ReasoningMarks, ...] = (
 
 
 def notation_of(template: str, tokens: Mapping[str, int] | None = None) -> Notation:
-    """The notation of a chat template, with its reasoning marks.
+    """The notation of a chat template (several templates: their joined texts), with its reasoning marks.
 
-    Args:
-        template: its text; for several templates the joined texts.
-        tokens: ids of the tokens that the tokenizer matches as a whole, which marks may contain.
+    `tokens` has the ids of those that the tokenizer matches as a whole, which marks may contain.
     """
     found = next((each for each in NOTATIONS if all(text in template for text in each.shown)), UNKNOWN)
     marks = next((each for each in REASONING if each.opening in template or each.closing in template), None)

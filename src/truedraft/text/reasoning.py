@@ -23,11 +23,9 @@ _TEXTS = 4096  # cached texts of tokens
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Position in an answer.
+    """Position in an answer: before any mark, inside the reasoning, after it, or without any.
 
-    Attributes:
-        part: "before" any mark, "inside" the reasoning, "after" it, or "without" any.
-        held: text that may begin the next mark.
+    `held` is text that may begin the next mark.
     """
 
     part: Literal["before", "inside", "after", "without"]
@@ -46,9 +44,7 @@ class ReasonedForm:
     `<t>a b</t>yes`; after the path `<t>`, `a`, ` b` the mask allows only the first token of `</t>`.
 
     Args:
-        span: the marks, whether the prompt ends inside them, and the budget.
         start: makes the form of the text after the reasoning, over a growing list of tokens; None for no form.
-        vocab_size: ids that the model's logits cover.
         tokens: prompt and answer so far; the caller owns this list and appends to it.
         prompt_tokens: number of leading tokens that are the prompt.
     """
@@ -129,7 +125,6 @@ class ReasonedForm:
             self._place = self._next(self._place, token)
 
     def _walk(self, path: Path) -> tuple[_Place, int]:
-        """The place after a path, and the index of its first token that belongs to the form."""
         place, first = self._place, 0
         for number, token in enumerate(path):
             place, first = self._step(place, token, first, number)
@@ -158,7 +153,6 @@ class ReasonedForm:
         return -1 if self._span.budget is None else place.count - self._span.budget
 
     def _allows(self, place: _Place, path: Path, token: int) -> bool:
-        """Whether a token may follow at a place, after those tokens of a path that belong to the form."""
         if place.part == "inside":
             late = self._late(place)
             if 0 <= late < len(self._closing):

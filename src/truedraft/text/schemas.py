@@ -1,8 +1,4 @@
-"""JSON Schema in the keywords that llguidance supports, where a schema needs unsupported ones, and what it says.
-
-The library rejects a schema with an unsupported keyword. Many of these have no effect, or can be expressed exactly by
-other keywords.
-"""
+"""JSON Schema in llguidance's keywords: it rejects all others, even if they have no effect or an equivalent."""
 
 from __future__ import annotations
 
@@ -216,7 +212,6 @@ class _Exclusions:
 
 
 def _widened(types: set[str]) -> set[str]:
-    """The types, with "number" added to integers."""
     return types - {"integer"} | ({"number"} if "integer" in types else set())
 
 
@@ -314,12 +309,10 @@ def unheld(schema: Any) -> str:
 
 
 def misfit(schema: Any, value: Any) -> str:
-    """How a JSON value violates a schema; "" if it does not.
-
-    Nothing is fetched, expressions take linear time, and a schema that would take too long is not checked.
+    """How a JSON value violates a schema; "" if it does not. Nothing is fetched, and expressions take linear time.
 
     Raises:
-        ValueError: the schema cannot be checked; says why.
+        ValueError: the schema cannot be checked, or not in reasonable time; says why.
         ImportError: jsonschema-rs is not installed.
     """
     if _places(schema) * len(json.dumps(value)) > _MOST_WORK:
@@ -331,7 +324,6 @@ def misfit(schema: Any, value: Any) -> str:
 
 
 def _validator(schema: Any) -> Any:
-    """A validator of a schema."""
     import jsonschema_rs
 
     options = jsonschema_rs.RegexOptions()
@@ -467,11 +459,9 @@ def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str,
 
 
 def moved(schema: Any, to: str) -> Any:
-    """A schema with its references adapted to a position inside another schema.
+    """A schema, or a part of it, for use inside another schema: references begin with `to`, the position of the rest.
 
-    Args:
-        schema: whole, or a part of it; its document keywords are at the top of the other schema.
-        to: reference to the new position of the rest.
+    Its document keywords are at the top of the other schema.
     """
     if not isinstance(schema, dict):
         return schema
@@ -481,7 +471,7 @@ def moved(schema: Any, to: str) -> Any:
     return found
 
 
-def beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def self_contained(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema that also contains itself as a definition, so that its parts' references work elsewhere."""
     defined, name = schema.get("$defs", {}), "arguments"
     if not isinstance(defined, dict):

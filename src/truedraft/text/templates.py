@@ -1,7 +1,6 @@
-"""Chat templates as untrusted programs, with limits on steps and characters.
+"""Chat templates as untrusted programs, with limits on steps and characters, which transformers' sandbox lacks.
 
-transformers renders them in a sandbox without access to files and code, but without limits on time and memory. Here
-each loop iteration, macro and call counts, and so does what filters, methods and operators read and write; an operation
+Each loop iteration, macro and call counts, and so does what filters, methods and operators read and write; an operation
 that would exceed the limit is refused beforehand.
 """
 
@@ -51,11 +50,7 @@ class TooMuchError(TemplateError):
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-    """The result of `apply_chat_template` of a transformers tokenizer, within the limits.
-
-    Raises:
-        TemplateError: the template exceeds a limit, or raised by transformers.
-    """
+    """The result of `apply_chat_template`; a `TemplateError` beyond the limits, or as transformers raises it."""
     stock = PreTrainedTokenizerBase.apply_chat_template
     if getattr(type(tokenizer), "apply_chat_template", None) is not stock:  # implemented in Python, like Mistral's
         return tokenizer.apply_chat_template(messages, **how)
@@ -95,7 +90,6 @@ def _compiled(source: str) -> Any:
 
 
 def _spend(steps: int, characters: int = 0) -> None:
-    """Count steps and characters made."""
     if (spent := _SPENT.get()) is None:
         return
     spent[0] += 10 + steps + characters // 100
@@ -174,7 +168,6 @@ def _check(name: str, value: Any, given: Iterable[Any]) -> None:
 
 
 def _counted(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that counts what it reads and writes."""
     first = int(hasattr(inner, "jinja_pass_arg"))  # then a context comes before the value
 
     @wraps(inner)
@@ -289,8 +282,6 @@ _COUNTED: Mapping[type[nodes.Node], Callable[[Any], Any]] = {
 
 
 class _Counting(NodeTransformer):
-    """Inserts counting into a template."""
-
     def visit(self, node: nodes.Node, *given: Any, **named: Any) -> Any:
         made = self.generic_visit(node, *given, **named)
         way = _COUNTED.get(type(node))

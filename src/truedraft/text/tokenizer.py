@@ -36,9 +36,7 @@ class ChatOptions(TypedDict, total=False):
     """Options of a chat template.
 
     Attributes:
-        tools: functions that the model may call, for templates with tools.
         template: replaces the model's own.
-        variables: further variables of the template.
         continues: whether the answer continues the last message; otherwise it is a new one.
         most_tokens: limit for the chat; one that certainly exceeds it is refused before tokenization.
         trust_control_tokens: convert control tokens spelled in messages to the tokens; otherwise they stay text.
@@ -105,20 +103,12 @@ class Tokenizer:
         return cls(backend, name)
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text, with the special tokens that the model expects around it (BOS for Llama).
-
-        Raises:
-            PromptError: the text has a lone surrogate.
-        """
+        """Encode a text with the special tokens around it (BOS for Llama); a `PromptError` for a lone surrogate."""
         refuse_half_characters(text)
         return list(self.backend(text, verbose=False).input_ids)
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Encode a part of a text, without special tokens.
-
-        Raises:
-            PromptError: the text has a lone surrogate.
-        """
+        """Encode a part of a text, without special tokens; a `PromptError` for a lone surrogate."""
         refuse_half_characters(text)
         return tuple(self.backend(text, verbose=False, add_special_tokens=False).input_ids)
 
@@ -206,9 +196,6 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[ChatOptions]) -> list[int]:
         """Convert a conversation to ids by the model's chat template, up to the beginning of its answer.
 
-        Args:
-            messages: each with role and content.
-
         Raises:
             PromptError: the model has no chat template, or its template rejects these messages; or they spell a control
                 token that cannot be kept as text.
@@ -258,7 +245,6 @@ class Tokenizer:
         return str(self._templated(messages, {"tools": tools}, tokenize=False, begin=False))
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], how: ChatOptions) -> MarkedChat | None:
-        """The chat with marks around the control tokens that it spells; None if it spells none or they are trusted."""
         if how.get("trust_control_tokens"):
             return None
         try:
@@ -276,18 +262,13 @@ class Tokenizer:
         return self._control[template]
 
     def turn_end(self, template: str | None = None) -> int | None:
-        """The special token with which a chat template closes an assistant's turn; None if none is found.
-
-        It follows the answer both at the end of a conversation and inside it, unlike tokens that open a turn or end a
-        text.
-        """
+        """The special token that ends an assistant's turn, at the end of a chat and inside it; None if none does."""
         texts = self._conversation(template)
         following = [self._control_tokens(template).special_in(text.rpartition(_WORD)[2]) for text in texts]
         both = [pair[0] for pair in takewhile(lambda pair: len(set(pair)) == 1, zip(*following, strict=False))]
         return both[-1] if len(texts) == 2 and 0 < len(both) <= _MOST_CLOSING else None
 
     def _conversation(self, template: str | None) -> list[str]:
-        """A short conversation as the template writes it, up to the assistant's answer, and with a further turn."""
         from truedraft.text.templates import TooMuchError
 
         talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _WORD}]
@@ -461,11 +442,8 @@ class Vocabulary:
     and its chat-tuned sibling differ there), templates, truncation, and how text is split before merging.
 
     Attributes:
-        tokens: by id, added tokens included.
-        kind: the algorithm (BPE, Unigram, ...).
         rules: in order: merges, or the scores of the pieces.
         added: ids of the tokens that are matched as a whole before merging, special ones included.
-        special: ids that decoding drops.
         byte_fallback: whether tokens such as `<0x0A>` are decoded as bytes.
     """
 
@@ -486,7 +464,6 @@ class Vocabulary:
 
     @classmethod
     def without_rules(cls, backend: Any) -> Vocabulary:
-        """The vocabulary without kind and rules, which are slow to read."""
         tokens = {number: token for token, number in backend.get_vocab().items()}
         added = {number: token for number, token in backend.added_tokens_decoder.items() if number >= 0}
         tokens.update({number: token.content for number, token in added.items()})
@@ -504,7 +481,6 @@ class Vocabulary:
 
     @property
     def byte_values(self) -> dict[int, int]:
-        """By id the byte of each token that decodes to one raw byte."""
         if not self.byte_fallback:
             return {}
         return {number: int(token[3:5], 16) for number, token in self.tokens.items() if _BYTE_TOKEN.fullmatch(token)}
@@ -518,7 +494,6 @@ class Vocabulary:
         return digest.hexdigest()
 
     def difference(self, other: Vocabulary, name: str, other_name: str) -> str:
-        """One sentence on where the two first differ; empty if they do not."""
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
             mine, theirs = self.tokens.get(number), other.tokens.get(number)
             if mine != theirs:
@@ -548,8 +523,8 @@ def _rules(model: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     return kind, ()
 
 
-def holds_type(described: object, wanted: str) -> bool:
+def holds_type(described: object, kind: str) -> bool:
     """Whether a part of a tokenizer, or a part inside it, has the type."""
     if isinstance(described, dict):
-        return described.get("type") == wanted or any(holds_type(part, wanted) for part in described.values())
-    return isinstance(described, list) and any(holds_type(part, wanted) for part in described)
+        return described.get("type") == kind or any(holds_type(part, kind) for part in described.values())
+    return isinstance(described, list) and any(holds_type(part, kind) for part in described)

@@ -3,10 +3,9 @@
 Ids are compared by the bytes that they write inside a text, because tokenizers spell tokens differently: byte-level
 ones spell a space as another letter, SentencePiece as a bar, word pieces drop it and mark tokens without one.
 
-Tokenizers encode the beginning of a text differently from its middle (a space, a begin token), and the last token of a
-text may change when more follows. So a little more than needed is encoded: the input begins in known text, and the
-result counts from the first position where a new token begins as well. If there is none, the bytes are spelled, the
-longest token first. Texts are compared as UTF-8 bytes, because a token may contain a part of a character.
+The beginning of a text is encoded differently from its middle, and its last token may change when more follows. So the
+encoded input begins in known text, and the result counts from the first position where a new token begins as well. If
+there is none, the bytes are spelled, the longest token first.
 """
 
 from __future__ import annotations
@@ -80,11 +79,7 @@ class Translation:
     def between(
         cls, target: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], ends: tuple[Sequence[int], Sequence[int]]
     ) -> Translation:
-        """Compare two vocabularies.
-
-        Raises:
-            VocabularyMismatchError: they share next to nothing.
-        """
+        """Compare two vocabularies; a `VocabularyMismatchError` if they share next to nothing."""
         theirs, ours = surfaces(target)[: sizes[0]], surfaces(draft)[: sizes[1]]
         meaning = first_ids(theirs, target)  # of several ids with the same text, the one that the tokenizer writes
         pairs = {own: meaning[text] for own, text in enumerate(ours) if text and text in meaning}
@@ -92,7 +87,7 @@ class Translation:
         if (shared := len(set(pairs.values()))) < _LEAST_SHARED:
             raise VocabularyMismatchError(
                 f"the tokenizers {target.name!r} and {draft.name!r} share {shared} tokens, too few to draft with; use "
-                "a draft whose tokenizer is nearer to the target's"
+                "a draft with a tokenizer that is nearer to the target's"
             )
         spelled = first_ids(ours, draft)
         spelling = GreedyRetokenizer(spelled, fallback=ends[1][0] if ends[1] else 0)
@@ -160,13 +155,11 @@ def first_ids(written: Sequence[bytes | None], tokenizer: Tokenizer) -> dict[byt
 
 
 def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids at the beginning of every text; some tokenizers have others at its end."""
     pairs = zip(tokenizer.encode(""), tokenizer.encode("a"), strict=False)
     return tuple(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _special_pairs(target: Tokenizer, draft: Tokenizer, ends: tuple[Sequence[int], Sequence[int]]) -> dict[int, int]:
-    """Pairs of ids without text: those with the same name, and those that end an answer."""
     names = {target.token_text(number): number for number in target.backend.added_tokens_decoder}
     own = {number: draft.token_text(number) for number in draft.skipped_ids & set(draft.backend.added_tokens_decoder)}
     pairs = {number: names[name] for number, name in own.items() if names.get(name) in target.skipped_ids}
@@ -191,15 +184,9 @@ def _rounds(pairs: Mapping[int, int]) -> list[tuple[Tensor, Tensor]]:
 
 
 class Encoding:
-    """Encodes parts of texts in one tokenizer's ids.
+    """Encodes parts of texts in one tokenizer's ids; `fallback` is an id for bytes without any token.
 
-    Args:
-        size: number of ids of its model.
-        fallback: an id for bytes without any token.
-
-    Attributes:
-        surfaces: by id the bytes that it writes inside a text.
-        pads: whether the tokenizer adds a space at the beginning of a text.
+    `surfaces` has by id the bytes that it writes inside a text, `pads` is whether a text begins with an added space.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, fallback: int) -> None:
@@ -210,15 +197,10 @@ class Encoding:
         self.pads = self.text_of([number for number in tokenizer.plain_ids("a") if number < size])[:1] == b" "
 
     def ids_after(self, known: bytes, text: bytes) -> list[int]:
-        """Encode a text that follows another; with nothing before it, the beginning of a text, with the tokenizer's own
-        space.
+        """Encode a text after the end of another, `known`; if that is empty, with the tokenizer's own space.
 
-        Worked example: with tokens "ab", " c" and "d", after "ab" the text " cd" is " c", "d"; after "a" the text "b c"
-        is spelled, because no token of "ab c" begins after "a".
-
-        Args:
-            known: the end of the preceding text.
-            text: whole characters, if `known` ends in whole ones.
+        If `known` ends in whole characters, so must the text. Worked example: with tokens "ab", " c" and "d", after
+        "ab" the text " cd" is " c", "d"; after "a" the text "b c" is spelled: no token of "ab c" begins after "a".
         """
         if not text:
             return []
@@ -254,7 +236,6 @@ class FollowedText:
         self._ends: list[int] = []  # end positions of the last ids in `_text`
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Process new tokens."""
         begin, opens, reads = self._translation.begin, self._translation.opens, self._translation.reads
         if not self._taken:
             self._taken = len(opens) if tuple(tokens[: len(opens)]) == opens else 0
@@ -283,7 +264,6 @@ class FollowedText:
         return self._text[-_KNOWN:]
 
     def _settle(self) -> None:
-        """Encode new text, and the end of the old text again."""
         text = whole_characters(self._text)
         done = self._ends[-1] if self._ends else 0
         if len(text) == done:

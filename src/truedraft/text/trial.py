@@ -1,7 +1,7 @@
 """A form is tried in a separate process before this one compiles it, because its cost is known only then.
 
-The library bounds most of its work, but not all: an intersection of expressions, or multiples of a large number, may
-take minutes and gigabytes, and rules nested too deeply crash the process.
+An intersection of expressions, or multiples of a large number, may take minutes and gigabytes, and rules nested too
+deeply crash the process.
 """
 
 from __future__ import annotations
@@ -38,17 +38,13 @@ class Trial:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """End it immediately, or before it begins."""
         with self._guard:
             self._cancelled = True
             if self._process is not None:
                 self._process.kill()
 
     def run(self, tokenizer: str, grammar: str, limits: dict[str, Any], vocab_size: int, eos_id: int) -> int | str:
-        """Compile a form.
-
-        Returns:
-            The bytes of the form, or why the library rejects it.
+        """Compile a form; returns its bytes of memory, or why the library rejects it.
 
         Raises:
             OptionError: it exceeds a limit.

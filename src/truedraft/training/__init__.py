@@ -1,7 +1,4 @@
-"""Training: drafts, tables of n-grams, heads of any kind on a target's own answers, also together with the target.
-
-Each name is loaded on first use, because the options of a training need none of it.
-"""
+"""Training of drafts, n-gram tables and heads on a target's own answers; names are loaded on first use."""
 
 from __future__ import annotations
 

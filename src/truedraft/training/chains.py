@@ -46,11 +46,7 @@ _LENGTHS = (2, 4)  # of measured chains, in addition to the trained length
 
 @dataclass(frozen=True)
 class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig):
-    """Configuration for training a head on vectors of several layers, along chains of several steps.
-
-    Raises:
-        OptionError: a value out of its range.
-    """
+    """A training of a head on several layers' vectors, along chains; OptionError for a value out of range."""
 
     drafter: ClassVar[type[LevelDrafter[Any, Any]]]
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
@@ -111,7 +107,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         folder: Path,
         on_progress: Callable[[str, int, int], None],
     ) -> TrainingLoop:
-        """The loop that trains a head on whole answers; the target recomputes its vectors each time."""
         text, held_out = texts
         model = load_model(target, device=self.device)
         head.config = head.config.at_usual_layers(model.shown_layers)
@@ -139,8 +134,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """The rounds to measure in the engine: chains of several lengths, and trees, with predictions from held-out
-        answers."""
+        """Rounds to measure: chains of several lengths and trees, with predictions from held-out answers."""
         unrolled = self.chains(head.float(), lm_head, target)
         facts = {"accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
         served = head.to(torch.bfloat16)
@@ -185,8 +179,7 @@ class UnrolledStep:
 
     Attributes:
         leaving: `[rows, width]`: the inputs of the output layer.
-        target: `[rows, ids]`: the target's log probabilities of the draft's ids; for a reduced vocabulary they do not
-            sum to 1.
+        target: `[rows, ids]`: log probabilities of the draft's ids; for a reduced vocabulary they do not sum to 1.
         tokens: `[rows]`: the texts' next tokens.
         chains: `[rows]`: the row of each chain in the first step.
     """
@@ -214,14 +207,14 @@ class Chains(ABC):
 
     @abstractmethod
     def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
-        """The steps of chains in texts that the target has read; there is at least one chain."""
+        """The steps of at least one chain in texts that the target has read."""
 
     def pairs(self, answer: WrittenAnswer, number: int) -> Mapping[int, int]:
         """Those of `chains_in` that answer `number` of a training learns, the longest first."""
         return chains_in(answer, self.head.reach)
 
     def acceptance(self, leaving: Tensor) -> Tensor | None:
-        """The head's logits `[rows]` of the acceptance probabilities; None where it predicts none."""
+        """Logits `[rows]` of acceptance probabilities; None where the head predicts none."""
         return None
 
     def logits(self, vectors: Tensor) -> Tensor:
@@ -288,10 +281,8 @@ class Texts:
 class ChainLoss:
     """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
 
-    Args:
-        loss: between the distributions, over the draft's ids.
-        decay: the weight of each step relative to the one before. None weights each token by the probability that all
-            tokens before it in its chain are accepted, the product of their sum min(p, q), without a gradient.
+    `decay` None weights each token by the probability that all tokens before it in its chain are accepted, the product
+    of their sum min(p, q), without a gradient.
     """
 
     chains: Chains
@@ -299,10 +290,7 @@ class ChainLoss:
     decay: float | None
 
     def accumulate(self, steps: Iterable[UnrolledStep], counts: Sequence[int], scale: float) -> Tensor:
-        """Add `scale` times the gradient of the loss along some chains; returns the sum of losses at each step.
-
-        The means are over `counts` tokens at each step, which may include tokens of other chains.
-        """
+        """Add `scale` times the gradient of the means over `counts` tokens; returns the sum of losses of each step."""
         device = next(self.chains.head.parameters()).device
         sums, alive = torch.zeros(len(counts), device=device), torch.ones(0, device=device)
         leaving: list[Tensor] = []
@@ -320,8 +308,7 @@ class ChainLoss:
         return sums
 
     def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the losses times weights `[rows]` in what leaves a step; the sum of its losses; and the
-        acceptance probability `[rows]` of each of its tokens, or 1 where it is not needed."""
+        """Gradient of weighted losses in `leaving`, sum of losses, acceptance probabilities `[rows]` or 1."""
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
@@ -394,11 +381,7 @@ def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[lis
 
 @torch.no_grad()
 def accuracies(unrolled: Chains, text: SelfDistillationData, positions: int) -> Mapping[str, float]:
-    """`step_K_top_1` of each step, K from 1: the accuracy on about `positions` of a text's tokens.
-
-    Raises:
-        DataError: no answer is long enough.
-    """
+    """`step_K_top_1` of each step, K from 1, on about `positions` tokens; DataError if no answer is long enough."""
     head = unrolled.head
     right, seen = [0] * head.reach, [0] * head.reach
     every = max(1, len(text.tokens) // positions)

@@ -1,7 +1,4 @@
-"""Training whole language models on streams of text, towards a target's distributions or the text itself.
-
-The first distils drafts (`truedraft train draft`); recipes use the second for their starting models.
-"""
+"""Training of language models on streams of text, towards a target's distributions or the text itself."""
 
 from __future__ import annotations
 
@@ -100,14 +97,10 @@ _PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, for measuring in the engi
 
 
 class OwnText:
-    """Lets a student write the second half of a share of the sequences, at temperature 1.
+    """Lets a student write the second half of a share of the sequences, at temperature 1, without a gradient.
 
-    The choice of sequences and the samples are functions of the seed, the sequence and the weights, so a training that
-    resumes, or runs in several processes, has the same text. No gradient passes through the samples.
-
-    Args:
-        student: in training; the writer shares its weights.
-        share: in [0, 1], the probability of each sequence.
+    The samples are a function of the seed, the sequence and the weights, so resumed and distributed trainings agree.
+    `student` is in training, and shares its weights; `share` is the probability of each sequence.
     """
 
     def __init__(self, student: PreTrainedModel, share: float, seed: int) -> None:
@@ -117,11 +110,7 @@ class OwnText:
 
     @torch.no_grad()
     def __call__(self, batch: Tensor) -> Tensor:
-        """The sequences `[sequences, length + 1]`; the last token is never read, and stays.
-
-        Raises:
-            TrainingError: the student failed.
-        """
+        """The sequences `[sequences, length + 1]`; the last token stays. TrainingError if the student fails."""
         length = batch.shape[1] - 1
         kept = (length + 1) // 2
         keys = {place: zlib.crc32(str(row).encode()) for place, row in enumerate(batch.tolist())}
@@ -156,7 +145,7 @@ class StreamObjective:
     def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over the batch `[sequences, length + 1]`.
 
-        Returns the mean loss and, with a target, `alpha` of the batch's first chunk, of each process's part.
+        Returns the mean loss and, with a target, `alpha` of the first chunk of each process's part.
         """
         whole, batch = len(batch), batch if own is None else batch[own]
         share = len(batch) / whole
@@ -178,7 +167,7 @@ class DraftConfig(DraftSizeOptions):
     """What decides the draft in addition to the target and the data.
 
     The default loss is half forward KL, which learns all of the target's distribution, and half total variation, which
-    decides the acceptance rate of speculative sampling. `tokens` and `writing` are for prompts that the target answers.
+    decides the acceptance rate. `tokens` and `writing` are for prompts that the target answers.
     """
 
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
@@ -207,7 +196,7 @@ class DraftConfig(DraftSizeOptions):
 
 @dataclass(frozen=True)
 class DraftResult:
-    """A trained draft: its folder, its report on held-out text, and the effort it took."""
+    """A trained draft, its report on held-out text, and the effort it took."""
 
     folder: Path
     report: PairReport
@@ -240,15 +229,13 @@ def train_draft(
     callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> DraftResult:
-    """Distil a draft for the target into the folder `out`, an ordinary model folder.
+    """Distil a draft for the target into the model folder `out`, or resume an interrupted training there.
 
-    An interrupted training resumes from the last checkpoint in `out/work` when it is called again. With several
-    processes (`Processes`) only the training steps are shared; all processes return the main one's result.
+    Of several processes (`Processes`) all return the main one's result.
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats, and of prompts, which the target answers first, as `read_data` reads them. With
-            `SELF` among them the target writes prompts of its own.
+        data: files for `read_data`, of which the target answers the prompts; with `SELF` it also writes its own.
         held_out: files to measure alpha on; without them the last twentieth of the data is held out.
         budget: the time for everything, measuring included; None sets no limit.
 
@@ -295,7 +282,6 @@ def train_draft(
 def _answers_to(
     source: Source, target: str | Path, config: DraftConfig, work: Path, budget: TimeBudget, hooks: Callbacks
 ) -> list[WrittenAnswer]:
-    """The target's answers to the prompts of the data."""
     if not source.has_prompts:
         return []
     writing = Writing(config.tokens, config.writing, work, hooks, budget, (work / CHECKPOINT).is_file())
@@ -337,8 +323,6 @@ def _planned(
     budget: TimeBudget,
     callbacks: Callbacks,
 ) -> DraftConfig:
-    """The configuration with as many steps as there is time for, which is reported; a resumed training keeps its
-    number."""
     before = checkpoint_of(work)
     if before is not None:
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
@@ -362,10 +346,9 @@ def _planned(
 
 
 def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Callable[[str], None]) -> None:
-    """Report a text that is read several times, and refuse one that is read so often that it teaches nothing more.
+    """Report a text that is read several times, and refuse one that is read too often to teach more.
 
-    Text repeated up to four times is nearly as good as new, and from forty times on adds nothing (Muennighoff et al.
-    2305.16264).
+    Text repeated up to four times is nearly as good as new; from forty times on it adds nothing (2305.16264).
     """
     config.curriculum.phases(stream, config.schedule, seed=config.seed)  # raises if it is too short
     total = config.schedule.total_steps * config.curriculum.tokens_per_step
@@ -421,11 +404,7 @@ def record_draft(
     report: PairReport,
     evaluations: Sequence[EngineEvaluation],
 ) -> None:
-    """Write the draft's target and its measured quality into its folder, see `drafters.registry`.
-
-    Raises:
-        ModelError: the target has no fingerprint, or the file cannot be written.
-    """
+    """Write the draft's target and measured quality into its folder; ModelError without a fingerprint or on failure."""
     figures: dict[str, Any] = {"alpha": report.alpha, "greedy_agreement": report.greedy_agreement}
     figures["served"] = [each.as_dict() for each in evaluations]
     write_record(folder, "draft", target, fingerprint_of(target_model), figures, sample_of(target_model))
@@ -438,19 +417,10 @@ def stream_loop(
     stream: NDArray[np.uint32],
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains the draft along the stream; `loop.run()` starts, or resumes from the folder's checkpoint.
+    """The loop that trains the draft along the stream; `target` may be None where the loss needs only the text.
 
-    The folder may hold the checkpoint of another run's stable phase, as long as that is not longer than this one's: the
-    run then branches from there.
-
-    Args:
-        config: loss, schedule, lengths; its sizes are not read.
-        target: the teacher; None where the loss needs only the text.
-        draft: the starting model, on the configured device.
-
-    Raises:
-        DataError: the stream is shorter than a sequence.
-        OptionError: the folder holds a training with another configuration.
+    The folder may hold the checkpoint of another run's stable phase, not longer than this one's, to branch from. Raises
+    DataError for less than a sequence, OptionError for a folder with another training.
     """
     more = {"data_sha256": stream_hash(stream)}
     if target is not None:
@@ -471,7 +441,7 @@ def stream_loop(
 
 
 def _identity(config: DraftConfig, **more: str) -> Identity:
-    """What decides a draft, without how its text was written, because the hash of the text covers that.
+    """What decides a draft; the hash of its text covers how that was written.
 
     A training without the draft's own text resumes from checkpoints of older versions, which have no such field.
     """
@@ -485,7 +455,6 @@ def _identity(config: DraftConfig, **more: str) -> Identity:
 def _fitting(
     config: DraftConfig, target: PreTrainedModel, draft: PreTrainedModel, on_note: Callable[[str], None]
 ) -> DraftConfig:
-    """The configuration with sequences that fit the context of both models; reports where they were longer."""
     context = min(context_of(target), context_of(draft))
     fitted = config.curriculum.fitting(context)
     if fitted != config.curriculum:

@@ -1,7 +1,6 @@
-"""Quality of a model and of a pair of models on held-out text, and of a drafter in the serving engine.
+"""Quality of a model and of a pair on held-out text, and of a drafter in the serving engine.
 
-Figures on text are means over the labels of whole, non-overlapping blocks: each token is predicted once, from the
-tokens of its block before it.
+Figures on text are means over whole, non-overlapping blocks: each token is predicted once, from its block before it.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def evaluate_pair(
 def _blocks(
     stream: NDArray[np.uint32], length: int, max_tokens: int | None, device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """Consecutive blocks of up to length + 1 tokens that share one token with the next: int64 [1, .]."""
+    """Blocks of up to length + 1 tokens that share one token with the next: int64 [1, .]."""
     end = len(stream) if max_tokens is None else min(len(stream), max_tokens + 1)
     if end < 2:
         raise DataError("the held-out text has fewer than two tokens, so nothing can be measured on it: give more text")
@@ -124,7 +123,7 @@ class EngineRound:
 
 @dataclass(frozen=True)
 class EngineEvaluation:
-    """A drafter's results at one temperature, measured in the engine: the counters of each answer."""
+    """A drafter's counters of each answer at one temperature, measured in the engine."""
 
     temperature: float
     about: Mapping[str, Any]
@@ -136,7 +135,6 @@ class EngineEvaluation:
 
     @cached_property
     def tokens_per_call(self) -> Interval | None:
-        """The mean acceptance length, with its interval over prompts; None without answers."""
         counted = [(each.emitted_tokens + each.stop_tokens, each.target_calls) for each in self.answers]
         tokens, calls = zip(*counted, strict=True) if counted else ((), ())
         return ratio_over_prompts(tokens, calls) if sum(calls) else None
@@ -150,12 +148,10 @@ class EngineEvaluation:
         return {"temperature": self.temperature, **self.about, **length, **counted}
 
     def departs(self, tokens: int, rounds: int) -> bool:
-        """Whether prediction and measurement differ by more than chance among prompts explains, and by more than a
-        twentieth.
+        """Whether prediction and measurement differ by more than a twentieth and than chance explains.
 
-        This is so for some round in one of a hundred sound trainings. The prediction from `tokens` tokens is assumed to
-        vary as the measurement does, and at least as a count of so many accepted tokens. `rounds` is the number of
-        compared rounds.
+        Some of `rounds` compared rounds does in one of a hundred sound trainings. A prediction from `tokens` is
+        assumed to vary as the measurement does, and at least as a count of so many accepted tokens.
         """
         promised, served = self.about.get("promised"), self.tokens_per_call
         if promised is None or served is None or len(self.answers) < _FEWEST:
@@ -180,14 +176,9 @@ def measure_in_engine(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     budget: TimeBudget | None = None,
 ) -> list[EngineEvaluation]:
-    """Answer the prompts in every round.
+    """Answer the prompts in every round; the remaining budget is divided equally among the rounds.
 
-    Args:
-        budget: its remaining time is divided equally among the rounds; None sets no limit.
-
-    Raises:
-        TrainingError: the engine failed.
-        CompositionError: a drafter does not fit the target.
+    Raises TrainingError if the engine fails, CompositionError if a drafter does not fit the target.
     """
     found, budget = [], budget or TimeBudget()
     for number, each in enumerate(rounds):
@@ -203,13 +194,10 @@ def measure_in_engine(
 def predicted(
     target: LanguageModel, text: SelfDistillationData, temperature: float, drafter: Drafter
 ) -> Interval | None:
-    """Tokens per target call of a drafter along the answers at a temperature, with an interval over prompts.
+    """Tokens per target call along the answers at a temperature; None where none has a second token.
 
-    None where none of the answers has a second token. The drafter must not run elsewhere during the call.
-
-    Raises:
-        CompositionError: the drafter does not fit the target.
-        OptionError: the acceptance of the drafter along a text cannot be predicted.
+    The drafter must not run elsewhere during the call. Raises CompositionError if it does not fit the target,
+    OptionError if its acceptance cannot be predicted.
     """
     drafter.check(target)
     chosen = [
@@ -243,9 +231,7 @@ def count_answers(
         time_is_up: called after each step, except the first few; True stops and counts the answers as they are.
         at_once: prompts answered together; None is all.
 
-    Raises:
-        TrainingError: the engine failed.
-        CompositionError: the drafter does not fit the target.
+    Raises TrainingError if the engine fails, CompositionError if a drafter does not fit the target.
     """
     max_tokens = min(_TOKENS, target.context_length // 2)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)

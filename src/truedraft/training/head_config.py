@@ -1,7 +1,4 @@
-"""Training heads on a frozen target's vectors: the configuration, which each kind extends, loss, loop, and accuracy.
-
-Medusa-1 (2401.10774, section 2.2.1) and ReDrafter (2403.09919) are trained this way; the code is for heads of any kind.
-"""
+"""Training heads on a frozen target's vectors, as Medusa-1 (2401.10774, 2.2.1) and ReDrafter (2403.09919)."""
 
 from __future__ import annotations
 
@@ -68,16 +65,14 @@ _ROWS = 256  # of a measurement with logits held at once
 class JointConfig:
     """Stage 2: heads and target are trained together (Medusa-2, 2401.10774, section 2.2.2).
 
-    The target keeps its own loss, the divergence KL(p0 || p) from its distribution before training, as that paper does
-    for self-distilled text (section 2.3.2): a cross-entropy of its own answers would only sharpen it.
+    The target keeps its own loss, KL(p0 || p) from its distribution before training (section 2.3.2): a cross-entropy of
+    its own answers would only sharpen it.
 
     Attributes:
         length: tokens of a sequence.
-        backbone: rates of the target, smaller.
         heads_share: weight of the heads' loss relative to the target's own, lambda_0 of the paper.
         decay_share: of the steps, at the end, in which the rates decay.
-        lora_rank: rank of LoRA adapters, which are merged when the target is saved; 0 trains all weights; None decides
-            by the number of weights.
+        lora_rank: of adapters, merged when saved; 0 trains all weights; None decides by the number of weights.
     """
 
     steps: int = 300
@@ -100,13 +95,7 @@ class JointConfig:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The calibration of trained heads on held-out text, and the rounds to measure.
-
-    Attributes:
-        facts: saved with the heads, for JSON, including the sizes and calibration of their drafter.
-        trees: trees of ranks, saved with the heads.
-        rounds: to be measured in the engine.
-    """
+    """Calibrated heads and the rounds to measure; `facts` (JSON) and `trees` are saved with the heads."""
 
     facts: Mapping[str, Any]
     rounds: Sequence[EngineRound]
@@ -117,19 +106,14 @@ class Calibrated:
 class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """A training of heads: values that all kinds have in common, and hooks for each kind.
 
-    A kind of heads defines a module (`head`), its sizes, a loss towards the target's distributions, and how trained
-    heads are calibrated and drafted with; all else is the same for all.
-
     Attributes:
         tree_prompts: held-out prompts with answers for counting trees and measuring accuracy.
         test_prompts: held-out prompts for measuring acceptance.
         decay_share: of the steps, at the end, in which the rate decays.
-        positions_per_step: positions of one update, approximately.
-        window: neighbouring positions that are read together; they share distributions, but carry less information than
-            scattered ones.
+        positions_per_step: approximate.
+        window: neighbouring positions read together; sharing distributions, they are less informative.
         evaluate_every: steps between two measurements on held-out answers.
-        evaluated_positions: of such a measurement, approximately.
-        checkpoint_every_s: seconds between two checkpoints.
+        evaluated_positions: approximate, of such a measurement.
         stage: 1 trains the heads of a frozen target; 2 trains both, after a first stage or from the heads `start_from`.
 
     Raises:
@@ -157,15 +141,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @classmethod
     def from_options(cls, common: Mapping[str, Any], more: Any = None) -> Self:
-        """A training from command line options.
-
-        Args:
-            common: values of the fields that all kinds have, and of this kind's sizes and learning.
-            more: further options of this kind, as in `Trains.more`.
-
-        Raises:
-            OptionError: a value out of its range.
-        """
+        """A training from values of all kinds' fields and `Trains.more`; OptionError out of a range."""
         return cls(**common)
 
     @classmethod
@@ -189,11 +165,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @abstractmethod
     def sizes(self, width: int, vocab_size: int) -> HeadConfig:
-        """The sizes of heads for a target.
-
-        Raises:
-            OptionError: they are invalid.
-        """
+        """The sizes of heads for a target; OptionError if they are invalid."""
 
     @property
     @abstractmethod
@@ -208,12 +180,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """Calibrate trained heads on held-out text, and return the rounds to measure.
-
-        Args:
-            head: trained, in evaluation mode, as saved.
-            text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else.
-        """
+        """Calibrate trained heads on held-out text, written at both of `TREE_TEMPERATURES`."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -223,10 +190,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         return heads_optimizer(head, self.optimizer)
 
     def identity(self, schedule: WarmupStableDecay, decisive: Collection[str], **more: str) -> Identity:
-        """What decides the heads: fields, rates and schedule under dotted names, and further hashes.
-
-        The lengths of the schedule may differ until a decay begins.
-        """
+        """What decides the heads; the lengths of the schedule may differ until a decay begins."""
         numbers = identity_of(self, optimizer=self.optimizer, schedule=schedule)
         return {name: value for name, value in numbers.items() if name.split(".")[0] in decisive} | more
 
@@ -242,7 +206,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     def target(
         self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: Callable[[str, int, int], None]
     ) -> DistillationTarget:
-        """The targets for a text in a folder: by default the target's distributions, computed when needed."""
+        """By default the target's distributions, computed when needed."""
         return ComputedTarget(lm_head, self.distillation_loss)
 
     def loop(
@@ -255,14 +219,9 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         folder: Path,
         on_progress: Callable[[str, int, int], None],
     ) -> TrainingLoop:
-        """The loop that trains heads, and resumes from the folder's checkpoint: by default on stored vectors.
+        """The loop that trains heads, by default on stored vectors; `texts` are for training and held out.
 
-        Args:
-            texts: answers for training, and held-out ones for measuring accuracy.
-
-        Raises:
-            DataError: the answers are shorter than the heads reach.
-            OptionError: the folder holds a training with another configuration.
+        Raises DataError for answers shorter than the heads reach, OptionError for a folder with another training.
         """
         text, held_out = texts
         learned = self.target(lm_head, text, folder, on_progress)
@@ -291,7 +250,6 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         folder: Path,
         accuracy: Callable[[], Mapping[str, float]],
     ) -> TrainingLoop:
-        """The loop of steps of `count` sequences, which refuses a checkpoint of another training."""
         more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
         if self.start_from is not None:
             more["start_from"] = weights_hash(head)
@@ -301,10 +259,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         return TrainingLoop(head, self.optimizer_of(head), objective, phases, schedule, run, measurement)
 
     def new_head(self, lm_head: LmHead) -> Head:
-        """An untrained head, in float32 on the configured device.
-
-        It starts as the target's LM head where it can; other weights are initialised by the seed.
-        """
+        """A float32 head that starts as the target's LM head where it can, else initialised by the seed."""
         vocab, width = lm_head.weight.shape
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -341,10 +296,7 @@ def heads_optimizer(head: VectorHead, config: OptimizerConfig) -> MixedOptimizer
 class HeadLoss:
     """sum_k decay^k loss_k, with loss_k the mean over positions at place k (from 0), the k + 2nd token after a vector.
 
-    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k.
-
-    Raises:
-        OptionError: decay out of (0, 1].
+    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k. Raises OptionError for a decay out of (0, 1].
     """
 
     head: VectorHead
@@ -367,9 +319,8 @@ class HeadLoss:
         """The gradient of `scale` times the loss in `vectors`; gradients of the heads' own outputs are added to theirs.
 
         Args:
-            vectors: `[reach, positions, exit_width]`: the heads' vectors for `places`.
+            vectors: `[reach, positions, exit_width]`.
             places: `[positions]`, ascending rows; place k is about row `place + 1 + k`.
-            target_at: returns the targets of a slice of the rows.
             of: number of positions for the mean, where `places` are only a part of them.
 
         Returns:
@@ -427,10 +378,7 @@ class HeadsObjective:
 class HeldOutAccuracy:
     """Accuracy of each place on whole held-out answers, with the text's tokens at the places before it.
 
-    Attributes:
-        windows: the answers read, int64 `[answers, 2]`: their first row, and the number of positions with a token at
-            every place. The last token of an answer is left out: the step that emits it ends the answer, so it is never
-            drafted.
+    `windows`, int64 `[answers, 2]`, are first rows and numbers of positions with a drafted token at every place.
     """
 
     head: VectorHead
@@ -440,11 +388,7 @@ class HeldOutAccuracy:
 
     @classmethod
     def on(cls, head: VectorHead, lm_head: LmHead, text: SelfDistillationData, positions: int) -> HeldOutAccuracy:
-        """On answers of about `positions` tokens, evenly over the text.
-
-        Raises:
-            DataError: there are no answers longer than the heads reach.
-        """
+        """On answers of about `positions` tokens, evenly over the text; DataError if none is long enough."""
         reach = head.reach
         spans = zip(text.records, itertools.pairwise(text.starts), strict=True)
         by_temperature = sorted(spans, key=lambda span: span[0].temperature)
@@ -485,6 +429,5 @@ class HeldOutAccuracy:
 
 
 def _hits(logits: Tensor, labels: Tensor, top: int) -> Tensor:
-    """Counts of labels `[rows]` that are the first, and among the first `top`, by logits `[rows, vocab]`: `[2]`."""
     same = stable_topk(logits, top) == labels[:, None]
     return torch.stack([same[:, 0].sum(), same.sum()]).cpu()

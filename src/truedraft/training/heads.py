@@ -76,12 +76,7 @@ _MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
 
 @dataclass(frozen=True)
 class HeadJob:
-    """A training of heads.
-
-    Attributes:
-        data: a description of what the prompts were cut from.
-        step_s: seconds of a training step; None before it was measured.
-    """
+    """A training of heads; `step_s` is the seconds of a step, None before it was measured."""
 
     target: str
     prompts: PromptSets
@@ -115,18 +110,15 @@ def train_heads(
     callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> HeadResult:
-    """Train heads for the target into the folder `out`, on text that the target writes.
+    """Train heads for the target into the folder `out`, on text that the target writes, or resume.
 
-    An interrupted training resumes when it is called again: after the last answer on disk, then from the last
-    checkpoint in `out/work`. Stage 2 writes the new target to `out/target`, and the heads in `out` belong to it. With
-    several processes (`Processes`) only the training steps are shared; all processes return the main one's result.
+    Stage 2 writes the new target to `out/target`, and the heads in `out` belong to it. Of several processes
+    (`Processes`) all return the main one's result.
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: prompts, or files of texts, chats or prompts, as `read_data` reads them. With `SELF` among the files the
-            target writes prompts of its own. No files mean the standard library of the running interpreter, for the
-            embedded target only.
-        config: decides the heads and their kind.
+        data: prompts, or files for `read_data`; with `SELF` the target writes prompts of its own. No files mean the
+            standard library of the running interpreter, for the embedded target only.
         held_out: files with prompts for choosing trees and for measuring; without them the end of the data.
         budget: the time for everything, measuring included; None sets no limit.
 
@@ -185,10 +177,7 @@ def _job_for(
     callbacks: Callbacks,
     budget: TimeBudget,
 ) -> HeadJob:
-    """The job, with the given prompts or with prompts cut from files.
-
-    With a time limit the prompts are shuffled, so that those answered in time come from all of the text.
-    """
+    """With a time limit prompts are shuffled, so that those answered in time come from all of the text."""
     words = "prompts of the caller's"
     if isinstance(data, PromptSets):
         prompts = data
@@ -209,7 +198,7 @@ def _with_questions(
 ) -> HeadJob:
     begun = job.budget.limited and (folder / f"{TRAIN_TEXT}.json").is_file()
     pen = Writing(job.config.tokens, job.config.writing, folder, job.callbacks, job.budget, begun)
-    prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.ask(model, count))
+    prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.questions(model, count))
     if not job.budget.limited:  # otherwise it wrote as many as there was time for
         _check_amount(prompts, job.config, job.callbacks.on_note)
     return replace(job, prompts=_in_time(prompts, job.config, job.budget))
@@ -283,9 +272,7 @@ def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
 def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
     """Let the target answer all prompts for training and for choosing trees.
 
-    Raises:
-        OptionError: the folder holds answers to other prompts, of another target, or of another configuration.
-        TrainingError: the target failed, or the files cannot be written.
+    Raises OptionError for a folder with other answers, TrainingError if the target or writing the files fails.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -298,7 +285,6 @@ def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
 
 
 def _say_what_fits(job: HeadJob, left_s: float) -> None:
-    """Report how long the writing will take, and how many training steps fit into the time."""
     budget, config, all_tokens = job.budget, job.config, job.config.writing.answer_tokens * len(job.prompts.train)
     within_s = min(left_s, budget.left_s(_TRAIN_WRITTEN))
     job.callbacks.on_plan(f"writing takes about {duration(within_s)}")
@@ -323,17 +309,13 @@ def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str)
 
 
 def _watch(job: HeadJob, folder: Path, share: float) -> Watch:
-    """A `Watch` that ends the writing at a share of the time; a resumed training keeps the text that it has."""
+    """Ends the writing at a share of the time; a resumed training keeps the text that it has."""
     begun = job.budget.limited and (folder / CHECKPOINT).is_file()
     return Watch(callbacks=job.callbacks, budget=job.budget, share=share, begun=begun)
 
 
 def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:
-    """Train heads of a frozen target on its text, which lies in `work` or above it; save and measure them.
-
-    Raises:
-        TruedraftError: as `train_heads`.
-    """
+    """Train, save and measure heads of a frozen target on its text, in `work` or above; errors of `train_heads`."""
     lm_head = lm_head_of(job.target, job.config.device)
     head = starting_head(job, lm_head, text.fingerprint)
     job = replace(job, config=_within_budget(job, text, head.reach, work))
@@ -351,7 +333,6 @@ def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Pat
 
 
 def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> HeadTrainingConfig:
-    """The configuration with as many steps as there is time for; a resumed training keeps its number."""
     config = job.config
     if not job.budget.limited:
         return config
@@ -366,7 +347,7 @@ def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> He
 def _fitting(
     job: HeadJob, text: SelfDistillationData, replay: Callable[[SelfDistillationData], object]
 ) -> SelfDistillationData:
-    """The part of the held-out text for choosing trees that there is time for, by the time that a small part takes."""
+    """The part of the held-out text that there is time to replay, judging by a small part."""
     little, left_s = text.beginnings(_LEAST_REPLAYED), job.budget.left_s()
     if not job.budget.limited or len(little.tokens) == len(text.tokens):
         return text
@@ -378,21 +359,12 @@ def _fitting(
 
 
 def lm_head_of(target: str, device: str) -> LmHead:
-    """The target's LM head in bfloat16; the rest of the model is freed.
-
-    Raises:
-        UnsupportedModelError: heads cannot share it.
-    """
+    """The target's LM head in bfloat16, without the rest of the model; UnsupportedModelError if it cannot be shared."""
     return LmHead.of(load_causal_lm(target, dtype="auto", device=device).eval())
 
 
 def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
-    """New heads, or those to start from.
-
-    Raises:
-        CompositionError: those to start from were trained for another target, or have other sizes.
-        ModelError: they cannot be read.
-    """
+    """New heads, or those to start from; CompositionError if these do not fit, ModelError if unreadable."""
     head, folder = job.config.new_head(lm_head), job.config.start_from
     if folder is None:
         return head
@@ -404,8 +376,7 @@ def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
 
 
 def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, required: HeadConfig | None = None) -> Head:
-    """Heads for the target, of the requested sizes; None: of their own sizes, as the target's vocabulary is not known
-    yet."""
+    """Heads for the target; `required` None: of any sizes, as the target's vocabulary is not known yet."""
     found = job.config.head.load(folder)
     if found.record.fingerprint not in (None, fingerprint):
         raise CompositionError(
@@ -435,8 +406,7 @@ def judge(
     out: Path,
     effort: Effort,
 ) -> HeadReport:
-    """Save trained heads to `out` with their effort, calibrate them on held-out text, and measure them in the serving
-    engine."""
+    """Save trained heads to `out`, calibrate them on held-out text, and measure them in the engine."""
     head = head.eval().requires_grad_(False).to(torch.bfloat16)  # as saved and served
     record = replace(record, facts=asdict(effort))
     head.save(out, record)
@@ -463,7 +433,6 @@ def judge(
 
 
 def _repeats(text: SelfDistillationData) -> str:
-    """A remark on answers that repeat themselves: predictions from them hold only for text that repeats itself, too."""
     shares = [share for each in text.records if (share := repeated_ngrams(each.answer)) is not None]
     mean = sum(shares) / len(shares) if shares else 0.0
     if mean < _REPEATS:
@@ -474,10 +443,9 @@ def _repeats(text: SelfDistillationData) -> str:
 def _promised(
     job: HeadJob, target: LanguageModel, text: SelfDistillationData, number: int, engine_round: EngineRound
 ) -> EngineRound:
-    """A round with what held-out answers predict for its drafter, where its kind did not predict it."""
     if "promised" in engine_round.about:
         return engine_round
-    job.follow("foretelling", number, number + 1)
+    job.follow("predicting", number, number + 1)
     found = predicted(target, text, engine_round.temperature, engine_round.new_drafter())
     return replace(engine_round, about={**engine_round.about, "promised": None if found is None else found.value})
 
@@ -497,11 +465,7 @@ def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:
 
 
 def forecast(job: HeadJob, work: Path) -> HeadJob:
-    """Report the disk space and the time that a training will take; returns the job with the seconds of a step.
-
-    Raises:
-        UnsupportedModelError: heads cannot share the target's LM head.
-    """
+    """The job with the seconds of a step; reports disk space and time. UnsupportedModelError as `lm_head_of`."""
     lm_head = lm_head_of(job.target, job.config.device)
     job, checkpoint = _tried(job, lm_head)
     config, step_s = job.config, job.step_s or 0.0
@@ -524,10 +488,7 @@ def forecast(job: HeadJob, work: Path) -> HeadJob:
 
 
 def _tried(job: HeadJob, lm_head: LmHead) -> tuple[HeadJob, int]:
-    """The job with the seconds of a step, and the bytes of a checkpoint.
-
-    Steps read fewer positions where few steps would fit: heads learn more in many small steps than in a few large ones.
-    """
+    """The job with the seconds of a step, of fewer positions where few would fit, and the bytes of a checkpoint."""
     config, whole = job.config, job.config.positions_per_step
     size = min(whole, _LEAST_POSITIONS) if job.budget.limited else whole
     step_s, checkpoint = _trial(replace(job, config=replace(config, positions_per_step=size)), lm_head)
@@ -541,7 +502,7 @@ def _tried(job: HeadJob, lm_head: LmHead) -> tuple[HeadJob, int]:
 
 
 def _trial(job: HeadJob, lm_head: LmHead) -> tuple[float, int]:
-    """Seconds of a step on a made-up text, and bytes of a checkpoint; nothing is kept."""
+    """Seconds of a step on a made-up text, and bytes of a checkpoint."""
     config, head = job.config, job.config.new_head(lm_head)
     vocab, width = lm_head.weight.shape
     length = max(config.writing.answer_tokens, head.reach + 2)

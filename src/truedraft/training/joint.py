@@ -1,8 +1,4 @@
-"""Stage 2: heads and target are trained together, and the target keeps its distribution (Medusa-2, 2401.10774, 2.2.2).
-
-On text that the target wrote, its own loss is the divergence from its distribution before training (section 2.3.2
-there). A large target is trained by LoRA adapters of `peft`, which are merged when it is saved.
-"""
+"""Stage 2: heads and target trained together; the target keeps its distribution (Medusa-2, 2401.10774, 2.2.2)."""
 
 from __future__ import annotations
 
@@ -65,15 +61,11 @@ def rank_for(parameters: int) -> int:
 
 
 def check_adapters() -> None:
-    """Refuse a training that needs adapters where peft is missing.
-
-    Raises:
-        MissingExtraError: peft is not installed.
-    """
+    """Raise MissingExtraError unless peft is installed."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError(
             "training a large target needs LoRA adapters by peft, which is not installed; "
-            "`pip install 'truedraft[train]'` brings it, or train all weights with a LoRA rank of 0"
+            "`pip install 'truedraft[train]'` installs it, or train all weights with a LoRA rank of 0"
         )
 
 
@@ -102,7 +94,6 @@ class Backbone:
 
     @torch.no_grad()
     def logits_before(self, ids: Tensor) -> Tensor:
-        """The target's logits before training: `[tokens, vocab]` for ids `[sequences, length]`."""
         if self._before is not None:
             return cast("Tensor", self._before(input_ids=ids, use_cache=False).logits.flatten(0, 1))
         with self.module.disable_adapter():
@@ -120,16 +111,13 @@ class Backbone:
         return logits.flatten(0, 1), entered[0].flatten(0, 1)
 
     def finished(self) -> PreTrainedModel:
-        """The trained target as an ordinary model; adapters are merged, and training is over."""
+        """The trained target with merged adapters; training is over."""
         return cast("PreTrainedModel", self.module.merge_and_unload() if self.rank else self.module)
 
 
 @dataclass(frozen=True)
 class JointObjective:
-    """KL(p0 || p) of the target, plus `heads_share` times the loss of the heads; gradients of both reach the target.
-
-    `heads_share` is lambda_0 of the paper. The heads' loss is with the target's distributions before training.
-    """
+    """KL(p0 || p) plus `heads_share` (lambda_0) times the heads' loss towards p0; both train the target."""
 
     backbone: Backbone
     head: VectorHead
@@ -172,12 +160,7 @@ def joint_loop(
     stream: NDArray[np.uint32],
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains both, starting with heads from stage 1, and resumes from the folder's checkpoint.
-
-    Raises:
-        DataError: the stream is shorter than a sequence.
-        OptionError: the folder holds a training with another configuration.
-    """
+    """The loop that trains both, starting with heads from stage 1; errors as `stream_loop`."""
     joint, lm_head = config.joint, backbone.lm_head
     schedule = WarmupStableDecay.of(joint.steps, joint.decay_share)
     more = {"target": fingerprint, "data_sha256": stream_hash(stream), "start_from": weights_hash(head)}
@@ -205,13 +188,9 @@ _STAGE_1_ONLY = frozenset({"reads_token", "optimizer", "positions_per_step", "wi
 
 
 def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
-    """Train the heads, then heads and target together, and write both: `out/target`, and heads for it in `out`.
+    """Train heads, or take `start_from`, then heads and target; write `out/target`, and heads for it in `out`.
 
-    With `start_from` the first stage is skipped.
-
-    Raises:
-        MissingExtraError: adapters are needed, and peft is not installed.
-        TruedraftError: as `train_heads`.
+    Raises MissingExtraError if adapters need peft, and the errors of `train_heads`.
     """
     warm, before = _warm_heads(job, text, out)
     target = str(out / _TARGET)
@@ -230,7 +209,6 @@ def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
 
 
 def _warm_heads(job: HeadJob, text: TargetText, out: Path) -> tuple[Path, HeadReport]:
-    """The folder and report of the starting heads: given ones, or those of a first stage."""
     folder = out / _STAGE_1
     if job.config.start_from is None:
         return folder, train_stage_1(job, text, folder, folder / WORK)[0]
@@ -241,7 +219,6 @@ def _warm_heads(job: HeadJob, text: TargetText, out: Path) -> tuple[Path, HeadRe
 
 
 def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, Effort]:
-    """Train both, and write the new target; returns the rank of its adapters, the heads, and the effort."""
     config = job.config
     backbone = Backbone(job.target, config.joint.lora_rank, config.device)
     head = cast("VectorHead", starting_head(job, backbone.lm_head, text.fingerprint))

@@ -1,9 +1,6 @@
 """The training loop: phases of batches, accumulation, bfloat16 autocast, checkpoints that resume exactly.
 
-A checkpoint holds the run's identity, the values that decide its weights, and resuming compares it. `run.json` holds it
-too, with versions and machine, so that the run can be repeated.
-
-Ctrl-C takes effect between two steps, because a half-done step cannot be saved.
+A checkpoint and `run.json` hold the identity of the run, the values that decide its weights.
 """
 
 from __future__ import annotations
@@ -57,8 +54,7 @@ class Objective(Protocol):
     def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the batch's mean loss to the parameters' gradients.
 
-        The batch is from the sampler. Returns means over its labels, for the log. With `own` both are the shares of
-        these sequences; the shares of all sequences add up to the whole.
+        Returns means over its labels, for the log. With `own` both are the shares of these sequences, which add up.
         """
 
 
@@ -75,7 +71,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement every `every` steps and after the last, for the log; it changes no weight and no random state."""
+    """Runs every `every` steps and after the last, for the log; it changes no weight and no random state."""
 
     every: int
     values: Callable[[], Mapping[str, float]]
@@ -174,7 +170,7 @@ def train_with_callbacks(
     remark: Callable[[StepRecord], str],
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> Progress:
-    """Train to the end or until the time is up, and call the callbacks; `remark` is shown with the number of a step."""
+    """Train to the end or until the time is up; `remark` is shown with the number of a step."""
 
     def follow(record: StepRecord) -> None:
         callbacks.on_step(record)
@@ -193,17 +189,14 @@ def identity_of(config: object, **more: object) -> dict[str, str | int | float |
 
 
 def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Path) -> None:
-    """Refuse to resume from a checkpoint of another configuration.
+    """Refuse another configuration; lengths of the schedule may differ until a decay has begun.
 
-    The lengths of the schedule may differ as long as neither decay has begun: until then the runs are the same.
-
-    Raises:
-        ChangedOptionsError: names the fields that differ, with both values.
-        TrainingError: an older version made it, with weight hashes that do not cover most of the weights.
+    Raises ChangedOptionsError with the fields and both values; TrainingError for an older version's checkpoint, with
+    weight hashes that do not cover most of the weights.
     """
     if any(len(str(before.get(name, ""))) == _OLDER_DIGITS for name in _WEIGHTS):
         raise TrainingError(
-            f"the training in {str(folder)!r} was begun by an older version of truedraft, which told models apart by a "
+            f"the training in {str(folder)!r} was begun by an older version of truedraft, which identified models by a "
             "few of their weights: go on with that version, or begin again in another folder"
         )
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -215,7 +208,6 @@ def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Pa
 
 
 def _flat(value: object, name: str) -> list[tuple[str, Any]]:
-    """The leaves of a dataclass; a value that is not plain, such as a loss, as its repr."""
     if is_dataclass(value) and not isinstance(value, type) and fields(value):
         prefix = f"{name}." if name else ""
         deciding = [each for each in fields(value) if each.compare]
@@ -240,11 +232,7 @@ def checkpoint_of(folder: Path) -> tuple[int, Identity] | None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint, mapped from disk.
-
-    Raises:
-        TrainingError: it cannot be read.
-    """
+    """A checkpoint, mapped from disk; TrainingError if it cannot be read."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -253,11 +241,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The folder of one training: its checkpoint, log and run record. Only the main process writes it.
+    """The folder of one training, written only by the main process.
 
-    Raises:
-        OptionError: the folder holds a training with another configuration.
-        TrainingError: a checkpoint cannot be read, or the folder cannot be written.
+    Raises OptionError for another training's folder, TrainingError if reading a checkpoint or writing fails.
     """
 
     def __init__(
@@ -294,20 +280,19 @@ class RunFolder:
                 log.write(record.as_line() + "\n")
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint; a kill leaves the old one or the new one."""
         if self._writes:
             with writing(self.checkpoint), written_whole(self.checkpoint) as file:
                 torch.save({**state, "identity": self._identity}, file)  # it hides write errors of files that it opens
 
     def resume(self) -> dict[str, Any] | None:
-        """The checkpoint, with the log cut to it; where there is none, None, and the log is removed."""
+        """The checkpoint, with the log cut to it; without one, the log is removed."""
         state = read_checkpoint(self.checkpoint) if self.checkpoint.exists() else None
         if self._writes:
             self._cut_log(0 if state is None else state["progress"]["step"])
         return state
 
     def _cut_log(self, step: int) -> None:
-        """Drop the lines of steps that will run again, and a last line cut short by a full disk or a kill."""
+        """Drop the lines of steps that will run again, and an incomplete last line."""
         log = self.path / LOG
         if not step:
             log.unlink(missing_ok=True)
@@ -319,13 +304,8 @@ class RunFolder:
 class TrainingLoop:
     """Runs phases one after another in a folder, and resumes from the folder's checkpoint.
 
-    Args:
-        schedule: maps a step to the multiplier of the peak rates.
-
-    Attributes:
-        autocast: whether products are in bfloat16; the default is whether the device has instructions for them.
-        clock: returns seconds, for the time between checkpoints.
-        processes: that train together; only the main one measures.
+    `schedule` maps a step to the multiplier of the peak rates; `autocast` (products in bfloat16) is by default on where
+    the device has instructions for it; `clock` returns seconds, for the time between checkpoints.
     """
 
     def __init__(
@@ -362,11 +342,10 @@ class TrainingLoop:
         on_checkpoint: Callable[[Saved], None] | None = None,
         time_is_up: Callable[[], bool] = lambda: False,
     ) -> Progress:
-        """Train to step `until` (default: to the end), from the checkpoint if there is one.
+        """Train to step `until` (default: the end), or resume from a checkpoint, with the same result to the bit.
 
-        Ctrl-C ends the step, writes a checkpoint and then interrupts; a second one interrupts at once. A kill loses at
-        most the steps since the last checkpoint. A resumed run gives the same result to the bit. Where `time_is_up`
-        returns True after a step, a checkpoint is written and all processes stop.
+        Ctrl-C, or `time_is_up`, writes a checkpoint after the step, because a half-done step cannot be saved; a second
+        Ctrl-C interrupts at once.
         """
         last = self.total_steps if until is None else min(until, self.total_steps)
         self._resume()
@@ -395,11 +374,7 @@ class TrainingLoop:
         return self.progress
 
     def trial(self, steps: int = 3) -> tuple[float, int]:
-        """Seconds of a step, and bytes of a checkpoint. It trains a few steps and saves nothing; the loop cannot be
-        used afterwards.
-
-        Of several processes only the calling one takes part, with its share.
-        """
+        """Seconds of a step of this process, and bytes of a checkpoint; the loop cannot be used afterwards."""
         self.processes = replace(self.processes, together=False)
         self.model.train()
         took: list[float] = []
@@ -448,7 +423,7 @@ class TrainingLoop:
             if step < phase.steps:
                 return phase, step
             step -= phase.steps
-        raise TrainingError(f"step {step} lies behind the last phase")
+        raise TrainingError(f"step {step} is after the last phase")
 
     def _save(self) -> None:
         self.folder.save(
@@ -489,24 +464,19 @@ def tensor_bytes(states: object) -> int:
 
 
 class Interrupts:
-    """A signal handler that delays an interruption until it is let through."""
+    """Delays an interruption until it is let through; a second one takes effect at once."""
 
     def __init__(self, before: Any) -> None:
         self.waiting = False
         self._before = before
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The first interruption waits; the second takes effect at once."""
         if self.waiting:
             self._before(number, frame)
         self.waiting = True
 
     def let_through(self) -> None:
-        """Do what the interruption would have done, if there was one.
-
-        Raises:
-            KeyboardInterrupt: with the default handler.
-        """
+        """Do what the interruption would have done, by default KeyboardInterrupt, if there was one."""
         if self.waiting:
             self.waiting = False
             self._before(signal.SIGINT, None)

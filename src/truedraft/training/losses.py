@@ -1,9 +1,8 @@
-"""Distillation: losses between the target's distribution p and the student's q, and their gradient in chunks.
+"""Distillation losses between the target's distribution p and the student's q, and their gradient in chunks.
 
-A loss is a small object; objects compose. Each takes log-probabilities [positions, vocab] of both, in float32, and the
-label of each position, and returns one value per position [positions], in nats (total variation: a fraction). Gradients
-flow into q only. The choice of divergence is that of DistillSpec (2310.08461) and GKD (2306.13649); the best one
-depends on the pair, so they can be mixed.
+Losses map log-probabilities [positions, vocab] of both, in float32, and labels to [positions], in nats (total
+variation: a fraction). The divergences are those of DistillSpec (2310.08461) and GKD (2306.13649); the best one depends
+on the pair, so they can be mixed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class DistillationLoss(ABC):
 
     @property
     def reads_target(self) -> bool:
-        """Whether it uses the target's distribution, or only the labels."""
         return True
 
     @abstractmethod
@@ -41,8 +39,8 @@ class DistillationLoss(ABC):
 class ForwardKL(DistillationLoss):
     """KL(p || q) = sum_x p(x) (log p(x) - log q(x)).
 
-    It makes the student cover all of the target's mass. Its gradient in the logits is q - p, which stays large however
-    bad the student is, so it is the loss to start with. By Pinsker, TV <= sqrt(KL / 2), so it bounds 1 - alpha.
+    Its gradient in the logits is q - p, which stays large however bad the student is, so it is the loss to start with.
+    By Pinsker, TV <= sqrt(KL / 2), so it bounds 1 - alpha.
     """
 
     def __call__(self, target: Tensor, student: Tensor, labels: Tensor) -> Tensor:
@@ -85,9 +83,8 @@ class JensenShannon(DistillationLoss):
 class TotalVariation(DistillationLoss):
     """TV(p, q) = 1/2 sum_x |p(x) - q(x)| = 1 - sum_x min(p(x), q(x)).
 
-    Its mean over positions is exactly 1 - alpha, the rejection rate of speculative sampling (2211.17192, corollary
-    3.6). Each gradient is weighted by q(x), so it is weak where the student has no mass yet: mix it with a divergence
-    that is not.
+    Its mean is 1 - alpha, the rejection rate of speculative sampling (2211.17192, corollary 3.6). Each gradient is
+    weighted by q(x), so it is weak where the student has no mass yet: mix it with a divergence that is not.
     """
 
     def __call__(self, target: Tensor, student: Tensor, labels: Tensor) -> Tensor:
@@ -108,11 +105,9 @@ class NegativeLogAcceptance(DistillationLoss):
 
 @dataclass(frozen=True)
 class AdaptiveVariation(DistillationLoss):
-    """w KL(p || q) + (1 - w) TV(p, q), with w = exp(-eta alpha) of each position, without a gradient: the second LK
-    loss (2602.23881).
+    """w KL(p || q) + (1 - w) TV(p, q), w = exp(-eta alpha) per position: the second LK loss (2602.23881).
 
-    A position begins with the divergence and moves to the total variation, which decides acceptance, as the student
-    improves.
+    No gradient flows through w. As the student improves, it moves to the total variation, which decides acceptance.
     """
 
     eta: float = 3.0
@@ -195,8 +190,8 @@ def distill(student_logits: Tensor, target_log_probs: Tensor | None, labels: Ten
 
     Args:
         student_logits: `[positions, vocab]`.
-        target_log_probs: `[positions, vocab]`, float32. In logs, because the reverse divergence needs the logarithm of
-            values that a softmax would round to 0. None where the loss needs only labels.
+        target_log_probs: `[positions, vocab]`, float32; None where the loss needs only labels. In logs, because
+            the reverse divergence needs the logarithm of values that a softmax would round to 0.
         labels: `[positions]`, int64.
     """
     with torch.autocast(student_logits.device.type, enabled=False):
@@ -205,14 +200,10 @@ def distill(student_logits: Tensor, target_log_probs: Tensor | None, labels: Ten
 
 
 def gradient_in_chunks(x: Tensor, losses: Callable[[list[Tensor], slice], Iterable[Tensor]]) -> Tensor:
-    """The gradient in x of a sum of losses over its rows, some rows at a time.
+    """The gradient in x `[places, rows, width]` of a sum of losses, some rows at a time, to save memory.
 
-    So float32 distributions are never held for all rows, and there is one backward pass through what made x.
-
-    Args:
-        x: `[places, rows, width]`.
-        losses: yields scalars for some rows, given as one tensor `[some, width]` per place and their slice; each
-            scalar's backward runs before the next is requested.
+    `losses` yields scalars for one tensor `[some, width]` per place and the slice of these rows; each scalar's backward
+    runs before the next is requested.
     """
     gradient = torch.empty_like(x)
     chunk = _CHUNK if x.device.type == "cpu" else _CHUNK_ON_GPU
@@ -231,15 +222,9 @@ def gradient_in_chunks(x: Tensor, losses: Callable[[list[Tensor], slice], Iterab
 def distillation_gradient(
     logits: Tensor, target_logits: Tensor | None, labels: Tensor, loss: DistillationLoss, scale: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The gradient in a model's logits of `scale` times the mean loss.
+    """The gradient in logits `[tokens, vocab]` of `scale` times the mean loss.
 
-    Args:
-        logits: `[tokens, vocab]`, of the model in training.
-        target_logits: `[tokens, vocab]`; None where the loss needs only the labels.
-        labels: `[tokens]`.
-
-    Returns:
-        The gradient, as `logits`; the mean loss and, with a target, `alpha` of the first chunk.
+    Returns the gradient, and the mean loss and, with a target, `alpha` of the first chunk.
     """
     total = torch.zeros((), device=logits.device)  # read once, since each reading waits for the device
     values = {}

@@ -48,11 +48,7 @@ _ALWAYS_KEPT = 2  # tokens of n-grams that are never left out, because longer n-
 
 @dataclass(frozen=True)
 class NgramConfig(NgramSizeOptions, TextOptions):
-    """What decides a table in addition to the target and the data.
-
-    Attributes:
-        answers: how the target writes the answers to count; None counts the data.
-        seed: of the order of prompts where time is limited.
+    """What decides a table in addition to the target and the data; without `answers` the data is counted.
 
     Raises:
         OptionError: a value out of its range.
@@ -72,13 +68,7 @@ class NgramConfig(NgramSizeOptions, TextOptions):
 
 @dataclass(frozen=True)
 class NgramResult:
-    """A counted table.
-
-    Attributes:
-        source: a description of the counted text.
-        elapsed_s: seconds from the first token read to the table on disk.
-        evaluations: in the engine, on held-out text; empty where there is none.
-    """
+    """A counted table; `elapsed_s` is from the first token read to the table on disk."""
 
     folder: Path
     table: NgramTable
@@ -110,22 +100,15 @@ def train_ngrams(
     callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> NgramResult:
-    """Count a table for the target into the folder `out`, replacing an existing one, and measure it in the engine.
+    """Count a table for the target into the folder `out`, replacing an existing one, and measure it.
 
-    An interrupted run resumes after the written answers when it is called again; texts are counted anew.
-
-    Args:
-        target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats and, with `answers`, of prompts, as `Source.read` reads them. No files mean the
-            standard library of the running interpreter, for the embedded target only.
-        held_out: files to measure on; without them the last twentieth of the data is held out.
-        budget: the time for everything, measuring included; None sets no limit.
+    An interrupted run resumes after the written answers. Arguments as in `train_draft`; no files mean the standard
+    library of the running interpreter, for the embedded target only.
 
     Raises:
         ModelError: the target cannot be loaded or has no tokenizer.
         DataError: the data cannot be read or is too short, or no table of the allowed size can be made of it.
-        OptionError: a size is out of range, `out` holds answers of another configuration, or another process is
-            counting there.
+        OptionError: `out` holds answers of another configuration, or another process is counting there.
         TrainingError: the target failed, or files cannot be written.
     """
     config, hooks, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
@@ -134,7 +117,7 @@ def train_ngrams(
     tokenizer = load_tokenizer(target)
     source, words = _source(data, held_out, tokenizer)
     if source.has_prompts and config.answers is None:
-        raise DataError("the data holds prompts, which the target answers first: add --answers, or give texts alone")
+        raise DataError("the data holds prompts, which the target answers first: add --answers, or give only texts")
     tests = cut_prompts(source.held_out, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
     with exclusive_access(out / WORK):
         model, began = load_model(target, device=config.device), time.perf_counter()
@@ -143,11 +126,7 @@ def train_ngrams(
             documents = _encoded(source.texts, tokenizer, model.vocab_size, config.max_text_tokens, hooks)
         else:
             pen = Writing(config.tokens, config.answers, out / WORK, hooks, budget)
-            records = _answered(model, source, tokenizer, pen, config)
-            if not tests:  # without texts some of the prompts are held out
-                kept = min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
-                records, tests = records[kept:], [record.prompt for record in records[:kept]]
-            documents = [np.array(record.answer, np.int32) for record in records]
+            documents, tests = _answers(_answered(model, source, tokenizer, pen, config), tests)
             words = f"what the target answers to prompts from {words}"
         table = _counted(documents, model, config, hooks)
         with writing(out / TABLE):
@@ -160,6 +139,13 @@ def train_ngrams(
         _write_record(result, target, model, hooks)
         _write_card(str(target), result, config.device)
     return result
+
+
+def _answers(records: list[WrittenAnswer], tests: list[list[int]]) -> tuple[list[NDArray[np.int32]], list[list[int]]]:
+    """The answers to count, and the prompts to measure on: where there are none, some of the answered ones."""
+    kept = 0 if tests else min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
+    tests = tests or [record.prompt for record in records[:kept]]
+    return [np.array(record.answer, np.int32) for record in records[kept:]], tests
 
 
 def _write_card(target: str, result: NgramResult, device: str) -> None:
@@ -186,7 +172,6 @@ def _write_record(result: NgramResult, target: object, model: LanguageModel, cal
 
 
 def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) -> tuple[Source, str]:
-    """The data to count and to measure on, and a description of the former."""
     if not data:
         texts, pieces = standard_library_texts()
         others = read_texts(held_out, tokenizer) if held_out else pieces
@@ -201,7 +186,6 @@ def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) 
 def _encoded(
     texts: Sequence[str], tokenizer: Encoder, vocab_size: int, most: int, callbacks: Callbacks
 ) -> list[NDArray[np.int32]]:
-    """Each text's token ids, with the id that ends it; cut after `most` tokens, which is reported."""
     documents: list[NDArray[np.int32]] = []
     characters, done, kept, left_out = sum(map(len, texts)), 0, 0, False
     with quiet_transformers():  # it warns of texts longer than the context
@@ -231,7 +215,7 @@ def _encoded(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in parts that end at line ends where possible, so that one long text is not encoded at once."""
+    """Parts of a text that end at line ends where possible, so that a long text is not encoded at once."""
     start = 0
     while start < len(text):
         end = min(start + _PIECE, len(text))
@@ -258,7 +242,7 @@ def _counted(
     longest = max(map(len, documents), default=0)
     if longest < config.order or longest < 2:
         raise DataError(
-            f"the longest text has {longest} tokens, its end included, and n-grams of {config.order} are asked for; "
+            f"the longest text has {longest} tokens, its end included, and n-grams of {config.order} are requested; "
             "give more text, or a smaller --order"
         )
     most, vocabulary = read_bytes("max_bytes", config.max_bytes), model.tokenizer
@@ -283,7 +267,7 @@ def _measured(
     table: NgramTable, model: LanguageModel, prompts: Sequence[Sequence[int]], callbacks: Callbacks, budget: TimeBudget
 ) -> list[EngineEvaluation]:
     if not prompts:
-        callbacks.on_note("the text is too short to keep some of it back, so what the table brings was not measured")
+        callbacks.on_note("the text is too short to keep some of it back, so the gain of the table was not measured")
         return []
     drafter = NgramDrafter(table)
     about = {"num_speculative_tokens": drafter.limits.depth, "nodes": drafter.limits.nodes}
@@ -302,11 +286,7 @@ def _measured(
 class _Counted:
     """The n-grams of one length in a text, sorted by their tokens, each `[n-grams]`.
 
-    Attributes:
-        tokens: their last tokens.
-        prefixes: the index of each n-gram without its last token.
-        suffixes: the index of each n-gram without its first token.
-        weights: c of the formula.
+    `prefixes` and `suffixes` are the indices without the last and the first token, `weights` c of the formula.
     """
 
     times: NDArray[np.int64]
@@ -341,7 +321,6 @@ def count_ngrams(
         min_count: n-grams of three or more tokens that occur less often are left out, and their mass is backed off.
         max_bytes: limit of the table's arrays; `min_count` is raised until they fit.
         tokenizer: fingerprint of the ids.
-        on_progress: called with the number of finished passes over the n-grams, and of all.
 
     Raises:
         DataError: there is no token, or n-grams of one and two tokens already take more bytes.
@@ -378,7 +357,6 @@ def count_ngrams(
 
 
 def _fitting(counted: Sequence[_Counted], min_count: int, max_bytes: int | None) -> int:
-    """The smallest count, at least `min_count`, with which the table fits."""
     if max_bytes is None:
         return min_count
     times = [np.sort(own.times) for own in counted]
@@ -394,7 +372,7 @@ def _fitting(counted: Sequence[_Counted], min_count: int, max_bytes: int | None)
     none_left = max(min_count, *(int(own[-1]) for own in times)) + 1
     if size(none_left) > max_bytes:
         raise DataError(
-            f"n-grams of up to {min(_ALWAYS_KEPT, len(counted))} tokens alone take {size(none_left):,} bytes, and "
+            f"n-grams of up to {min(_ALWAYS_KEPT, len(counted))} tokens take {size(none_left):,} bytes, and "
             f"{max_bytes:,} are allowed; allow more, or give less text"
         )
     return bisect_left(range(none_left + 1), True, lo=min_count, key=lambda least: size(least) <= max_bytes)
@@ -409,7 +387,7 @@ def _discount(weights: NDArray[np.int64]) -> float:
 def _count(
     texts: Sequence[Sequence[int] | NDArray[np.integer[Any]]], vocab_size: int, order: int, done: Callable[[], None]
 ) -> list[_Counted]:
-    """Occurrences and weights of all n-grams; those of one token are all ids, whether they occur or not."""
+    """Occurrences and weights of all n-grams; those of one token are all ids."""
     ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
     depth = np.concatenate([np.arange(len(text)) for text in texts])  # tokens before each in its text
     none = np.zeros(0, np.int64)
@@ -432,7 +410,7 @@ def _count(
 
 
 def _continued(own: _Counted, suffixes: NDArray[np.int64], starts: NDArray[np.int64]) -> _Counted:
-    """N-grams shorter than the longest: each is weighted by the number of different tokens before it."""
+    """Weight n-grams shorter than the longest by the number of different tokens before them."""
     size = len(own.times)
     begun = np.bincount(starts, minlength=size) > 0
     return _Counted(own.times, own.tokens, own.prefixes, own.suffixes, np.bincount(suffixes, minlength=size) + begun)
@@ -444,13 +422,6 @@ def _levels(
     kept: Sequence[NDArray[np.bool_]],
     backoffs: Sequence[NDArray[np.float64]],
 ) -> list[Level]:
-    """The arrays of a table, without the n-grams that are left out.
-
-    Args:
-        probs: probabilities of these n-grams.
-        kept: whether each is in the table.
-        backoffs: of those that are contexts.
-    """
     levels: list[Level] = []
     empty: NDArray[Any] = np.zeros(0)
     top = int(probs[0].argmax())
@@ -489,16 +460,10 @@ def _best(
     probs: NDArray[np.float64],
     keep: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The likeliest token after each context, and its probability.
+    """The top-1 token after each context, and its probability.
 
-    It is the likeliest one in the table, or else the likeliest after the shorter context: if that one were in the
-    table, too, its probability would be higher than what is backed off to it.
-
-    Args:
-        shorter: the result for contexts that are one token shorter.
-        suffixes: indices of the shorter contexts.
-        longer: the n-grams of these contexts and one token.
-        keep: whether each longer n-gram is in the table.
+    It is the top-1 token in the table, or else that after the shorter context: if that one were in the table, too, its
+    probability would be higher than what is backed off to it. `suffixes` are indices of the shorter contexts.
     """
     tokens, likely = shorter[0][suffixes], backoff * shorter[1][suffixes]
     prefixes, own_tokens, own_probs = longer.prefixes[keep], longer.tokens[keep], probs[keep]

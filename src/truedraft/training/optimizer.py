@@ -14,10 +14,7 @@ _WARMUP_STEPS = 20
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Peak rates and decays.
-
-    Muon's rate is in AdamW's units (`match_rms_adamw`): an update has a root mean square of 0.2 times it.
-    """
+    """Peak rates and decays; Muon's are in AdamW's units (an update has a root mean square of 0.2 times it)."""
 
     matrix_rate: float = 2e-3
     vector_rate: float = 2e-3
@@ -28,10 +25,7 @@ class OptimizerConfig:
 
 
 class MixedOptimizer:
-    """Muon and AdamW with a common `step`, with the rates scaled by a schedule.
-
-    `tables` are further matrices for AdamW, as embeddings are: output layers, and adapters of a low rank.
-    """
+    """Muon and AdamW with a common `step`; `tables` are further matrices for AdamW, such as output layers."""
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, tables: Iterable[torch.Tensor] = ()) -> None:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -77,7 +71,7 @@ class MixedOptimizer:
 
 
 class SeparateOptimizers:
-    """Disjoint parts of a model that are updated together, each at its own rates and clipped by its own norm."""
+    """Disjoint parts of a model updated together, each at its own rates and clipped by its own norm."""
 
     def __init__(self, *parts: MixedOptimizer) -> None:
         self._parts = parts
@@ -98,8 +92,7 @@ class SeparateOptimizers:
 class WarmupStableDecay:
     """Linear warm-up, a constant phase, then a decay to `floor` by 1 - sqrt (2405.18392).
 
-    Until the decay begins, the trajectory does not depend on when it will begin. So a checkpoint of the stable phase
-    can be branched: decayed now into a usable model, and trained on later.
+    A checkpoint of the constant phase can be decayed now and trained on later: it does not depend on the decay.
     """
 
     warmup_steps: int
@@ -109,7 +102,6 @@ class WarmupStableDecay:
 
     @classmethod
     def of(cls, steps: int, decay_share: float) -> WarmupStableDecay:
-        """A short warm-up, a constant phase, and a decay over a share of the steps."""
         decay = min(steps - 1, round(steps * decay_share))
         return cls(min(_WARMUP_STEPS, steps - decay), steps - decay, decay)
 
@@ -118,7 +110,6 @@ class WarmupStableDecay:
         return self.stable_steps + self.decay_steps
 
     def shortened(self, steps: int) -> WarmupStableDecay:
-        """The same schedule in fewer steps, with the same share of them in the decay."""
         if steps >= self.total_steps:
             return self
         decay = min(steps - 1, round(steps * self.decay_steps / self.total_steps))

@@ -120,8 +120,7 @@ class Trains:
     Attributes:
         title: of the card in the output folder.
         help: of the command; its first sentence is in the list of commands.
-        more: a dataclass of options for this kind only; None where there are none.
-        heading: of the options `more` in the help.
+        more: a dataclass of options for this kind only, under `heading` in the help.
     """
 
     title: str

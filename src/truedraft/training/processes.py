@@ -1,7 +1,7 @@
 """Processes that train together, launched by `accelerate launch` or `torchrun`.
 
-Each reads its part of the batch of each step, and the gradients are summed, so that the result is that of one process
-up to the order of sums in float32. The main process does all else while the others wait.
+Each reads its part of every batch, and gradients are summed: the result is that of one process up to the order of
+sums in float32. The main process does all else while the others wait.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ _PATIENCE = timedelta(days=14)  # timeout of waiting processes: the target may w
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of one training, and the rank of this one, from 0.
-
-    With `together` results are summed; otherwise a process works on its part by itself, to measure the time.
-    """
+    """The processes of one training, and the rank of this one; without `together` it works by itself."""
 
     rank: int = 0
     count: int = 1
@@ -43,7 +40,6 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes, measures and reports."""
         return self.rank == 0
 
     def part(self, count: int) -> slice | None:
@@ -87,11 +83,7 @@ class Processes:
                     distributed.all_reduce(weight.grad)
 
     def refuse_several(self, what: str) -> None:
-        """Refuse several processes for work of a single one.
-
-        Raises:
-            OptionError: there are several.
-        """
+        """Raise OptionError if there are several."""
         if self.count > 1:
             raise OptionError(f"{what} in one process, and {self.count} were launched: start it without a launcher")
 
@@ -114,17 +106,15 @@ def _talking() -> Iterator[None]:
 
 @contextmanager
 def joined(device: str) -> Iterator[str]:
-    """Join the launched group of processes inside the block (gloo on CPUs, NCCL on GPUs); yields this process's device.
+    """Join the launched processes in the block (gloo on CPUs, NCCL on GPUs); yields this process's device.
 
-    Raises:
-        MissingExtraError: there are several, and accelerate is not installed.
-        OptionError: several were requested, and one was launched.
+    Raises MissingExtraError if accelerate is needed, OptionError if several were requested and one was launched.
     """
     if all(int(os.environ.get(name, "1")) < 2 for name in _COUNTS):
         if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
             raise OptionError(
-                "`accelerate launch` was asked for several processes and began one, as it does on CPUs: give it "
-                "--multi_gpu, which begins several on CPUs, too"
+                "`accelerate launch` was to launch several processes and launched one, as it does on CPUs: give it "
+                "--multi_gpu, which launches several on CPUs, too"
             )
         yield device
         return

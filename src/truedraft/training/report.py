@@ -32,8 +32,7 @@ FOLDER = "tracker"
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort of a training: its updates, positions in them (repeated ones count each time), and seconds of the
-    updates."""
+    """Updates of a training, positions in them (repeated ones count each time), and seconds of the updates."""
 
     written_tokens: int
     steps: int
@@ -74,14 +73,9 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class JointReport:
-    """The results of stage 2.
+    """The results of stage 2; losses are means over `loss_tokens` held-out tokens, in nats.
 
-    Attributes:
-        lora_rank: of the merged adapters; 0 where all weights were trained.
-        loss_before: of the old target on held-out text, in nats per token.
-        loss_after: of the new target on held-out text, in nats per token.
-        loss_tokens: number of tokens of these means.
-        before: the old heads with the old target.
+    `lora_rank` is 0 where all weights were trained; `before` is the old heads with the old target.
     """
 
     target: Path
@@ -138,11 +132,7 @@ class Card:
         return f"{head}\n\n| | |\n|---|---|\n{rows}\n{notes}"
 
     def write(self, folder: Path) -> None:
-        """Write README.md into the folder.
-
-        Raises:
-            TrainingError: it cannot be written.
-        """
+        """Write README.md into the folder; TrainingError if that fails."""
         write_whole(folder / "README.md", self.text())
 
 
@@ -158,11 +148,7 @@ def write_card(
     library: str = "truedraft",
     notes: str = "",
 ) -> None:
-    """Write the card of a drafter that was trained for a target.
-
-    Raises:
-        TrainingError: it cannot be written.
-    """
+    """Write the card of a drafter that was trained for a target; TrainingError if that fails."""
     name = base_name(target)
     Card(
         title=f"{title} for {name}",
@@ -177,16 +163,12 @@ def write_card(
 
 
 def write_head_card(result: HeadResult, kind: str, target: str, data: str, device: str) -> None:
-    """Write the card of trained heads; `data` describes what the prompts were cut from.
-
-    Raises:
-        TrainingError: it cannot be written.
-    """
+    """Write the card of trained heads, with `data` for the source of prompts; TrainingError if that fails."""
     known, effort = KINDS.get(kind), result.effort
-    own = "" if result.joint is None else " The target was trained with them: it lies in `target`."
+    own = "" if result.joint is None else " The target was trained with them: it is in `target`."
     rows = training_facts(
         parameters=sum(map(parameters_in, result.folder.glob("*.safetensors"))),
-        data=f"{effort.written_tokens:,} tokens that the target wrote, asked with {data}",
+        data=f"{effort.written_tokens:,} tokens that the target wrote, prompted with {data}",
         steps=effort.steps,
         tokens=effort.positions,
         elapsed_s=effort.elapsed_s,
@@ -280,12 +262,9 @@ def pair_facts(report: PairReport) -> dict[str, str]:
 
 
 class Tracker:
-    """Reports losses, rates and accuracies to a tracker at each step, and the predicted and measured lengths at the
-    end.
+    """Reports the steps of a training, and the predicted and measured lengths, to a tracker.
 
-    Raises:
-        MissingExtraError: accelerate is not installed, or the tracker's package.
-        UnknownOptionError: accelerate has no such tracker.
+    Raises MissingExtraError without accelerate or the tracker's package, UnknownOptionError for an unknown tracker.
     """
 
     def __init__(self, name: str, folder: Path, device: str) -> None:
@@ -300,13 +279,12 @@ class Tracker:
             raise MissingExtraError(f"--tracker {name} needs its package, which is not installed: pip install {name}")
         self._name, self._folder, self._on_cpu = name, folder / FOLDER, device.startswith("cpu")
         self._accelerator: Any = None
-        self._behind, self._last = 0, -1
+        self._offset, self._last = 0, -1
 
     def step(self, record: StepRecord) -> None:
-        """Report a step; steps of a second stage follow those of the first."""
-        if record.step <= self._last - self._behind:
-            self._behind = self._last + 1
-        self._last = record.step + self._behind
+        if record.step <= self._last - self._offset:
+            self._offset = self._last + 1
+        self._last = record.step + self._offset
         values = {"learning_rate": record.learning_rate, "gradient_norm": record.gradient_norm}
         self._log(values | {"tokens": record.tokens} | record.values, self._last)
 
@@ -322,7 +300,7 @@ class Tracker:
         self._accelerator.end_training()
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Start the tracker with the first values, so that a refused training leaves nothing on disk."""
+        """Starts the tracker with the first values, so that a refused training leaves nothing on disk."""
         if self._accelerator is None:
             from accelerate import Accelerator
 

@@ -1,11 +1,8 @@
 """Distillation targets of heads: the target's distributions at the rows of its own answers, computed or stored.
 
-Computing a distribution from a stored vector takes one product with the LM head, vocabulary x width, for each row in
-each epoch. A stored distribution is read: 4 bytes for each of the likeliest ids and 2 for each log-probability, and one
-for the rest, together 386 bytes a row at 64 ids. That is faster for a large vocabulary; it is an approximation, see
-`KeptTarget`.
-
-`NAME.dist_ids` holds the ids as int32 `[tokens, kept]`, `NAME.probs` the logs as float16 `[tokens, kept + 1]`.
+Computing takes one product with the LM head for each row in each epoch. Stored are 4 bytes for each of the top ids
+(`NAME.dist_ids`, int32 `[tokens, kept]`) and 2 for each log-probability and one of the rest (`NAME.probs`, float16
+`[tokens, kept + 1]`), 386 bytes a row at 64 ids: faster for a large vocabulary, but an approximation.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ class TargetRows:
     Attributes:
         labels: `[rows]`, int64: the drawn tokens; with `ids` the bucket of each.
         log_probs: `[rows, buckets]`, float32; None where the loss needs only labels.
-        ids: `[rows, buckets - 1]`: the ids with their own bucket; the last bucket is all others together. None where
-            every id of the vocabulary has its own.
+        ids: `[rows, buckets - 1]`: ids with their own bucket; the last bucket is all others. None: every id has one.
     """
 
     labels: Tensor
@@ -53,14 +49,9 @@ class TargetRows:
     ids: Tensor | None = None
 
     def losses(self, student_logits: Tensor, rows: Tensor, loss: DistillationLoss) -> Tensor:
-        """The loss of each guess, `[guesses]`.
+        """The loss of each guess, `[guesses]`, for logits `[guesses, vocab]` and the row of each guess, from 0.
 
-        The student's buckets are computed the same way: z at the ids for logits z, and log sum exp z over the rest.
-        Tokens of the rest share its gradient in proportion to their probability.
-
-        Args:
-            student_logits: `[guesses, vocab]`.
-            rows: `[guesses]`: the row of each guess, from 0.
+        The student's rest is log sum exp of its logits there; its tokens share the gradient by their probability.
         """
         if self.ids is not None:
             here = self.ids[rows]
@@ -84,7 +75,7 @@ def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: Distillati
 
 @dataclass(frozen=True)
 class ComputedTarget:
-    """The target's distributions, computed from its stored vectors by its LM head when they are needed."""
+    """The target's distributions, computed from its stored vectors when they are needed."""
 
     lm_head: LmHead
     loss: DistillationLoss
@@ -95,14 +86,11 @@ class ComputedTarget:
 
 @dataclass(frozen=True)
 class KeptTarget:
-    """The target's distributions stored with its vectors: its likeliest tokens, and the rest as one bucket.
-
-    Student and target are compared on these few buckets, so a label outside of them counts as the rest.
+    """The target's distributions stored with its vectors: its top tokens, and the rest as one bucket.
 
     Attributes:
-        ids: int32 `[rows, kept]`: the likeliest tokens of each row of the text, the likeliest first; mapped from disk.
-        logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of the probability of all others
-            together.
+        ids: int32 `[rows, kept]`: the top tokens of each row of the text, in descending order; mapped from disk.
+        logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of all others together.
     """
 
     ids: NDArray[np.int32]
@@ -130,16 +118,7 @@ def keep_target(
     kept: int = KEPT,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> KeptTarget:
-    """Write the distributions of a text into its folder, or resume after an interruption.
-
-    Args:
-        text: written by the target; its files never change once they are written.
-        kept: ids of each row; fewer where the vocabulary has no more.
-        on_progress: called with the number of finished rows, and of all.
-
-    Raises:
-        TrainingError: the files cannot be written.
-    """
+    """Write the top `kept` ids of a text's distributions into its folder, or resume; TrainingError on failure."""
     rows, kept = len(text.tokens), min(kept, lm_head.weight.shape[0] - 1)
     files = [(folder / f"{name}.law_ids", np.int32, kept), (folder / f"{name}.laws", np.float16, kept + 1)]
     done = min(_whole_rows(path, np.dtype(kind).itemsize * width) for path, kind, width in files)

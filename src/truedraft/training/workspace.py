@@ -1,7 +1,4 @@
-"""The folder and the time of a training: a full disk, one process at a time, removing working files, time limits.
-
-Also formats bytes and seconds.
-"""
+"""The folder and the time of a training: a full disk, one process at a time, working files, time limits."""
 
 from __future__ import annotations
 
@@ -46,11 +43,7 @@ _WORKING = (
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert a failure to write `path` into `TrainingError`. Files that were complete before stay as they are.
-
-    Raises:
-        TrainingError: the disk is full, the folder is read-only, ...; says what to do.
-    """
+    """Convert a failure to write `path` into a TrainingError with advice; complete files stay as they are."""
     try:
         yield
     except OSError as error:
@@ -61,23 +54,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a kill or a full disk leaves the old one or the new one.
-
-    Raises:
-        TrainingError: it cannot be written.
-    """
+    """Write a file atomically, so that a kill or a full disk leaves the old or the new one; else TrainingError."""
     with writing(path), written_whole(path) as file:
         file.write(text.encode())
 
 
 @contextlib.contextmanager
 def exclusive_access(work: Path) -> Iterator[None]:
-    """Lock a training's working folder against other processes; the system releases the lock when the process ends.
-
-    Raises:
-        OptionError: another process is training there; names it.
-        TrainingError: the folder cannot be written.
-    """
+    """Lock a working folder until the process ends; OptionError if it is locked, TrainingError if not writable."""
     made = [folder for folder in (work, work.parent) if not folder.exists()]
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
@@ -100,22 +84,16 @@ def exclusive_access(work: Path) -> Iterator[None]:
 
 
 def refuse_busy(work: Path) -> None:
-    """Refuse a working folder in which another process is training.
-
-    Raises:
-        OptionError: names the folder and the process.
-    """
+    """Raise OptionError if another process is training in a working folder."""
     if (work / _LOCK).is_file():
         with exclusive_access(work):
             pass
 
 
 def clear_work(out: Path) -> int:
-    """Remove only the working files of a finished or abandoned training; returns the freed bytes.
+    """Remove only a training's working files, and return the freed bytes.
 
-    Raises:
-        OptionError: there are none, or another process is training there.
-        TrainingError: they cannot be removed.
+    Raises OptionError if there are none or another process is training there, TrainingError on failure.
     """
     places = [out / place for place in PLACES if (out / place).is_dir()]
     files = [path for place in places for pattern in _WORKING for path in place.glob(pattern) if path.is_file()]
@@ -134,11 +112,7 @@ def clear_work(out: Path) -> int:
 
 
 def finish_work(out: Path) -> None:
-    """Remove the working files of a finished training, except its log, which moves to the output folder.
-
-    Raises:
-        TrainingError: they cannot be removed.
-    """
+    """Remove a training's working files except the log, which moves to the output; TrainingError on failure."""
     logs = [out / place / LOG for place in PLACES if (out / place / LOG).is_file()]
     with writing(out):
         if logs:
@@ -185,7 +159,7 @@ class TimeBudget:
         return self.minutes is not None
 
     def loaded(self) -> None:
-        """Mark the end of loading and trials: from now on shares are of the remaining time."""
+        """Mark the end of loading and trials: shares are of the remaining time from now on."""
         self._loaded = self._clock()
 
     def left_s(self, share: float = 1.0) -> float:
@@ -200,8 +174,7 @@ class TimeBudget:
         return self.left_s(share) <= 0.0
 
     def within(self, seconds: float) -> Callable[[], bool]:
-        """A function that returns whether `seconds`, or the whole budget, have passed; without a limit it returns
-        False."""
+        """A function that returns whether `seconds`, or the whole budget, have passed; False without a limit."""
         end = self._clock() + seconds
         return lambda: self.limited and (self._clock() >= end or self.over())
 
@@ -212,19 +185,16 @@ class TimeBudget:
         left_s = min(self.left_s(until), (until - begin) * self._work_s)
         return max(1, min(most, int(_MARGIN * left_s / max(step_s, 1e-9))))
 
-    def buys(self, steps: int, asked: int, words: str, on_note: Callable[[str], None]) -> None:
-        """Report the effect of few steps, before the time is spent on them; `asked` is the number without a time limit.
-
-        Raises:
-            TrainingError: the steps are too few for a useful drafter.
-        """
-        if self.minutes is None or steps >= min(asked, _FEW_STEPS):
+    def buys(self, steps: int, requested: int, words: str, on_note: Callable[[str], None]) -> None:
+        """Report the effect of few steps beforehand; TrainingError if they are too few for a useful drafter."""
+        if self.minutes is None or steps >= min(requested, _FEW_STEPS):
             return
         needed = {
-            least: f"{math.ceil(self.minutes * min(least, asked) / steps):,}" for least in (_LEAST_STEPS, _FEW_STEPS)
+            least: f"{math.ceil(self.minutes * min(least, requested) / steps):,}"
+            for least in (_LEAST_STEPS, _FEW_STEPS)
         }
         got = f"in {self.minutes:g} minutes there is time for {words}"
-        if steps < min(asked, _LEAST_STEPS):
+        if steps < min(requested, _LEAST_STEPS):
             raise TrainingError(
                 f"{got}, from which a drafter learns next to nothing: give it --minutes {needed[_LEAST_STEPS]} for the "
                 f"least, some {needed[_FEW_STEPS]} for one that helps, a faster machine, or a smaller drafter"

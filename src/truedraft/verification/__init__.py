@@ -1,7 +1,4 @@
-"""Verification rules: which drafted tokens are accepted, and how the next token is drawn.
-
-Each name is imported on first use, so that rule specifications load without torch.
-"""
+"""Verification rules: which drafted tokens are accepted, and how the next token is drawn; imported on first use."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 class BlockHostWalk(HostWalk):
-    """A walk over blocks, and over tree rows with other draws."""
+    """A walk that judges blocks together, and other tree rows draw by draw."""
 
     rule: BlockVerification
 
@@ -44,7 +44,6 @@ class BlockHostWalk(HostWalk):
         return None
 
     def _kept(self, block: Sequence[int], weights: Sequence[float]) -> int:
-        """Length of the longest accepted prefix of a block."""
         for length in range(len(block), 0, -1):
             # The number is keyed by the last token of the prefix that it decides about.
             uniform = self.noise.uniform(Purpose.ACCEPT, len(self.path) + length - 1)
@@ -59,7 +58,6 @@ class BlockHostWalk(HostWalk):
         return 0
 
     def _scaled(self, row: int, weight: float) -> tuple[Tensor, Tensor]:
-        """The target's scaled distribution and the draft's at a tree row of a block."""
         return self.probs[row] * weight, self._drawn_from(self.proposal.draws[row][0], [])
 
 
@@ -82,10 +80,9 @@ class BlockVerification(SpeculativeSampling):
     token is x with min(q(x), w_i p(x)) by acceptance and max(0, w_i p(x) - q(x)) by recovery, together w_i p(x). Token
     by token, the prefix is accepted with the product of min(1, p/q), which is never more than w_i.
 
-    Below the last node of a fully accepted block the walk continues as from the root: with a bonus token, or with draws
-    that are judged one by one as by `SpeculativeSampling`. Deterministic candidates are judged so too, because blocks
-    do not help them: with q one-hot, w_i is the product of p(x), the same as token by token. The number of independent
-    draws of a node must be fixed before the first of them is drawn, as in chains and merged chains.
+    After a fully accepted block the walk continues as from the root. Deterministic candidates are judged one by one,
+    because blocks do not help them: with q one-hot, w_i is the product of p(x), the same as token by token. The number
+    of independent draws of a node must be fixed before the first of them is drawn.
     """
 
     name: ClassVar[str] = "block"
@@ -93,9 +90,7 @@ class BlockVerification(SpeculativeSampling):
     judges: ClassVar[frozenset[DrawKind]] = frozenset({DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC})
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
-        """Refuse a drafter with kinds of draws that this rule cannot verify.
-
-        Draws without replacement are for nodes with several draws, which are no block.
+        """Refuse draws without replacement, which are for nodes with several draws, and coupled draws.
 
         Raises:
             IncompatibleRuleError: names rule, drafter and the kinds in question, and the rule to use.
@@ -110,7 +105,7 @@ class BlockVerification(SpeculativeSampling):
     # The parts of the rule in addition to those of `SpeculativeSampling`. Tests break them one at a time.
 
     def weight(self, above: Number, p_x: Number, q_x: Number) -> Number:
-        """w_i of tokens with target probability `p_x` and draft probability `q_x`; `above` is w_(i-1)."""
+        """w_i of a token; `above` is w_(i-1)."""
         return self.accept_probability(above * p_x, q_x)
 
     def beyond(self, p: Tensor, q: Tensor) -> Tensor:
@@ -137,7 +132,7 @@ class BlockVerification(SpeculativeSampling):
         return stays
 
     def _kept(self, batch: Batch, blocks: _Blocks, weights: Tensor) -> Tensor:
-        """Number of accepted tokens of each block, `[blocks]`; `weights` `[blocks, tokens]` are w_1 to w_n."""
+        """Number of accepted tokens, `[blocks]`; `weights` `[blocks, tokens]` are w_1 to w_n."""
         uniforms = batch.uniforms[batch.plan.draw_key[blocks.draws]]  # [blocks, tokens]
         rows = blocks.below.flatten()  # the next row determines whether a prefix passes
         mass = self.beyond(batch.target(rows), batch.draft(rows, self.removed)).view(weights.shape)
@@ -174,30 +169,19 @@ class BlockVerification(SpeculativeSampling):
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The blocks of a batch, stacked; shorter ones are padded with their last tree row.
+    """The blocks of a batch, stacked; shorter ones are padded with their last tree row."""
 
-    Attributes:
-        draws: `[blocks, tokens]`: indices of their draws.
-        below: `[blocks, tokens]`: the next tree row in the block; the last row itself at the end.
-        is_filled: `[blocks, tokens]` bool: False for padding.
-        is_last: `[blocks, tokens]` bool: the last tree row of each.
-        own: `[rows of blocks]`: tree rows.
-        block: `[rows of blocks]`: index of the row's block.
-        place: `[rows of blocks]`: index of the row in its block.
-    """
-
-    draws: Tensor
-    below: Tensor
-    is_filled: Tensor
-    is_last: Tensor
-    own: Tensor
-    block: Tensor
-    place: Tensor
+    draws: Tensor  # [blocks, tokens]: indices
+    below: Tensor  # [blocks, tokens]: the next tree row in the block; the last row itself at the end
+    is_filled: Tensor  # [blocks, tokens] bool: False for padding
+    is_last: Tensor  # [blocks, tokens] bool: the last tree row of each
+    own: Tensor  # [rows of blocks]: tree rows
+    block: Tensor  # [rows of blocks]: index of the row's block
+    place: Tensor  # [rows of blocks]: index of the row in its block
 
 
 @lru_cache(maxsize=512)
 def _blocks(plan: WalkPlan) -> _Blocks | None:
-    """The blocks of a batch; None if there are none."""
     joint = set(plan.joint)
     block_of: dict[int, list[int]] = {}  # by its last tree row so far
     for row in plan.joint:  # parents come before children

@@ -18,10 +18,10 @@ from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome, Rule,
 
 
 class ArgmaxRule(Rule):
-    """Follow the child with the token of the largest entry of a tree row, the lowest id among equals, if there is one.
+    """Follow the child with the token of a tree row's largest entry (the lowest id among equals), if there is one.
 
-    This is the decision of any lossless rule on a greedy request, which has one-hot distributions. Only the order of a
-    row's entries matters, so logits in any dtype suffice. A row with NaN gives some token, which the caller discards.
+    This is the decision of any lossless rule on a greedy request, which has one-hot distributions. Logits in any dtype
+    suffice. A row with NaN gives some token, which the caller discards.
     """
 
     name: ClassVar[str] = "argmax"
@@ -53,7 +53,6 @@ class CoupledSampling(Rule):
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
     def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        """Compute the token of every tree row; the accepted path follows from them on the host."""
         if not proposals:
             return BatchVerdicts.made([])
         places = [
@@ -68,8 +67,8 @@ class CoupledSampling(Rule):
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         """A tree row ends with a token of p, accepted where a child has it.
 
-        This integrates over the noise, so it is exact for draws that do not share it. For coupled draws it is the
-        marginal, which determines the distribution of the answer: later positions have independent noise.
+        Exact for draws that do not share the noise. For coupled draws it is the marginal, which determines the
+        distribution of the answer, because later positions have independent noise.
         """
         (row,) = group
         drawn = {draw.token for draw in row.draws}
@@ -77,7 +76,6 @@ class CoupledSampling(Rule):
 
 
 def _followed(proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-    """The verdicts from the token of each tree row, of all requests in order."""
     (tokens,) = numbers
     verdicts = []
     root = 0

@@ -1,5 +1,4 @@
-"""The exact distribution of a rule's emitted tokens, by recursion over the kernels of its groups, on tiny
-vocabularies."""
+"""The exact distribution of a rule's emitted tokens on tiny vocabularies, by recursion over its kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +19,7 @@ Target = Callable[[Prefix], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraw:
-    """A draw of a drafting scheme at a node: the number of its distribution, the distribution `[vocab]`, and the kind.
-
-    A deterministic draw has a one-hot distribution. Draws of one node from one distribution without replacement exclude
-    each other's tokens.
-    """
+    """A planned draw at a node from `q` `[vocab]`; a deterministic draw has a one-hot distribution."""
 
     dist: int
     q: Tensor
@@ -36,11 +31,7 @@ Scheme = Callable[[Prefix, Prefix], Sequence[PlannedDraw]]
 
 
 def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict[Prefix, float]:
-    """The exact probabilities of the first `length` tokens of an answer when every step uses `scheme` and `rule`.
-
-    A step that ends early is followed by a step from its end, so answers of the full length are compared. Siblings'
-    subtrees are independent, so only the subtree below the accepted child matters.
-    """
+    """The exact probabilities of the first `length` tokens of an answer when every step uses `scheme` and `rule`."""
     # For every prefix of an answer, its mass by the part drafted in this step; an outcome makes it longer.
     reached: list[dict[Prefix, dict[Prefix, float]]] = [{} for _ in range(length + 1)]
     reached[0][()] = {(): 1.0}
@@ -60,7 +51,6 @@ def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dic
 def _outcomes(
     rule: Rule, target: Target, scheme: Scheme, prefix: Prefix, drafted: Prefix
 ) -> Iterator[tuple[float, Outcome]]:
-    """Outcomes of the group that begins at a node, with probabilities, over all possible draws there."""
     for probability, group in _drawn_groups(rule, target, scheme, prefix, drafted):
         for outcome in rule.outcomes(group):
             yield probability * outcome.probability, outcome
@@ -69,7 +59,6 @@ def _outcomes(
 def _drawn_groups(
     rule: Rule, target: Target, scheme: Scheme, prefix: Prefix, drafted: Prefix
 ) -> Iterator[tuple[float, list[JudgedRow]]]:
-    """Every group that may be drafted from a node on, with its probability."""
     planned = scheme(prefix, drafted)
     p = target(prefix)
     for probability, draws in _drawn(planned):
@@ -102,8 +91,6 @@ def distance(left: Mapping[Any, float], right: Mapping[Any, float]) -> float:
 
 
 def _drawn(planned: Sequence[PlannedDraw]) -> Iterator[tuple[float, list[DrawnToken]]]:
-    """Every result of the draws at one node, with its probability."""
-
     def extend(index: int, mass: float, so_far: list[DrawnToken]) -> Iterator[tuple[float, list[DrawnToken]]]:
         if index == len(planned):
             yield mass, so_far

@@ -1,7 +1,7 @@
 """Lossy rules: what they accept beyond the target's distribution, and the divergence of each emitted token from it.
 
-Two families. `LenientSampling` draws, like speculative sampling. A `ThresholdAcceptance` draws nothing: a drafted token
-is accepted if its target probability is large enough. This is *typical acceptance*, and lenience at temperature 0.
+`LenientSampling` draws, like speculative sampling. A `ThresholdAcceptance` draws nothing: *typical acceptance*, and
+lenience at temperature 0.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ _UNCUT = SamplingParams(temperature=1.0)
 class ThresholdAcceptance(Rule):
     """Accepts a node if the target's probability of its token passes a threshold, and all nodes above it are accepted.
 
-    The deepest accepted node wins, among equally deep ones that with the largest product of probabilities, among equals
-    the first in the proposal. Its path is emitted, then the argmax of p after it. No noise is used, and it does not
-    matter how a token was drafted: draws of every kind are verified.
+    The deepest accepted node wins, among equally deep ones that with the largest product of probabilities, then the
+    first. After its path the argmax of p is emitted. It uses no noise, and verifies draws of every kind.
 
-    Given the candidates the result is deterministic, so an emitted token x has a one-hot distribution, at a total
-    variation of 1 - p(x) from p and a KL divergence of -log p(x).
+    Given the candidates, an emitted token x has a one-hot distribution, at a total variation of 1 - p(x) from p and a
+    KL divergence of -log p(x).
     """
 
     lossless: ClassVar[bool] = False
@@ -51,7 +50,7 @@ class ThresholdAcceptance(Rule):
 
     @property
     def prefers(self) -> frozenset[DrawKind]:
-        """The draft's likeliest tokens pass a threshold more often than its samples."""
+        """The draft's most likely tokens pass a threshold more often than its samples."""
         return frozenset({DrawKind.DETERMINISTIC, DrawKind.COUPLED})
 
     def options(self, params: SamplingParams) -> SamplingParams:
@@ -67,7 +66,6 @@ class ThresholdAcceptance(Rule):
         """Whether a token of target probability `p_x` passes."""
 
     def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        """Compute the numbers that determine the paths."""
         best, numbers = [], []
         for proposal, p in zip(proposals, probs, strict=True):
             own = most_likely(p)  # [rows]
@@ -81,10 +79,10 @@ class ThresholdAcceptance(Rule):
         return BatchVerdicts((*best, *numbers), self._verdicts)
 
     def _verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        """The verdicts from the likeliest token of each tree row of each request, then float64 numbers.
+        """The verdicts from the most likely token of each tree row of each request, then float64 numbers per request.
 
-        For each request these are the probabilities of those tokens, and, where it has nodes, the thresholds of the
-        tree rows with children, and the target's probability of each node's token.
+        These are the probabilities of those tokens, and, where it has nodes, the thresholds of the tree rows with
+        children and the target's probability of each node's token.
         """
         best, others = numbers[: len(proposals)], iter(numbers[len(proposals) :])
         verdicts = []
@@ -100,7 +98,6 @@ class ThresholdAcceptance(Rule):
         return verdicts
 
     def _deepest(self, shape: TreeShape, thresholds: Sequence[float], p_x: Sequence[float]) -> tuple[int, ...]:
-        """The deepest path of accepted nodes; of equally deep ones that with the largest product, then the first."""
         least = dict(zip((row for row, nodes in enumerate(shape.children) if nodes), thresholds, strict=True))
         reached = {-1: (0, 1.0)}  # depth and product of probabilities, by node
         for node, parent in enumerate(shape.parents):
@@ -110,11 +107,10 @@ class ThresholdAcceptance(Rule):
         return shape.path(max(reached, key=lambda node: reached[node]))
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
-        """The outcome of a tree row is deterministic.
+        """The outcome of a tree row is deterministic: of several accepted tokens the most likely.
 
-        Of several accepted tokens it is the likeliest: exact where nothing is drafted below them, or where at most one
-        is accepted. In deeper trees the choice is among whole paths, which the kernel of one tree row does not have;
-        there `verify` itself, which uses no noise, gives the distribution.
+        Exact where nothing is drafted below them, or where at most one is accepted. In deeper trees the choice is among
+        whole paths; there `verify`, which uses no noise, gives the distribution.
         """
         (row,) = group
         least = float(self.thresholds(row.p[None]))
@@ -129,10 +125,8 @@ class ThresholdAcceptance(Rule):
 class TypicalAcceptance(ThresholdAcceptance):
     """Accept a token x where p(x) > min(epsilon, delta exp(-H(p))), H the entropy of p in nats.
 
-    Cai et al. 2401.10774 (Medusa), section on typical acceptance. The lower the target's entropy, the higher the
-    threshold. Lossy: tokens that the target would seldom draw are emitted often, and those below the threshold never;
-    after the accepted tokens, and where none are accepted, the argmax is emitted. At temperature 0 it uses p at
-    temperature 1.
+    Cai et al. 2401.10774 (Medusa), section on typical acceptance. Lossy: tokens below the threshold are never accepted;
+    after the accepted tokens the argmax is emitted. At temperature 0 it uses p at temperature 1.
 
     Args:
         epsilon: a probability above which a token is always accepted, in (0, 1]; the published code's
@@ -183,7 +177,6 @@ class LenientArgmax(ThresholdAcceptance):
         return f"{self.name},lenience={self.lenience:g}"
 
     def thresholds(self, probs: Tensor) -> Tensor:
-        """The largest probability of each row; `stays` multiplies it by l, in float64."""
         return probs.amax(dim=-1)
 
     def stays(self, p_x: float, threshold: float) -> bool:
@@ -199,10 +192,9 @@ def _inner_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]
 class LenientSampling(SpeculativeSampling):
     """Speculative sampling that accepts x with probability min(1, p(x) / (l q(x))), with l in (0, 1].
 
-    Leviathan et al. 2211.17192, appendix on lenience. Otherwise it is speculative sampling: a rejection continues with
-    norm(max(0, p - q)). So no token is emitted with more than p(x) / l, over any number of draws at a node of any kind;
-    a deterministic candidate is accepted with min(1, p(x) / l). At l = 1 it is speculative sampling, and emits the
-    target's distribution; the smaller l, the more is accepted.
+    Leviathan et al. 2211.17192, appendix on lenience. A rejection continues with norm(max(0, p - q)), so no token is
+    emitted with more than p(x) / l, over any number of draws at a node; a deterministic candidate is accepted with
+    min(1, p(x) / l). At l = 1 it is speculative sampling.
 
     Raises:
         OptionError: a lenience out of range.
@@ -221,7 +213,6 @@ class LenientSampling(SpeculativeSampling):
 
     @property
     def greedy_form(self) -> Rule:
-        """At temperature 0: accept p(x) >= l max p, p at temperature 1."""
         return self._greedy_form
 
     def accept_probability(self, p_x: Number, q_x: Number) -> Number:
@@ -262,18 +253,12 @@ def _check(lenience: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NodeDraw:
-    """One draw, at the same place of several nodes.
+    """One draw, at the same place of several nodes."""
 
-    Attributes:
-        dist: number of the node's distribution; draws of one distribution without replacement share removals.
-        q: `[nodes, vocab]`: that distribution before any removal; one-hot for a deterministic candidate.
-        uniform: `[nodes]` in (0, 1): noise that draws a rejected token, where a later draw depends on it.
-    """
-
-    dist: int
-    q: Tensor
+    dist: int  # draws of one distribution without replacement share removals
+    q: Tensor  # [nodes, vocab], before any removal; one-hot for a deterministic candidate
     kind: DrawKind
-    uniform: Tensor | None = None
+    uniform: Tensor | None = None  # [nodes] in (0, 1): draws a rejected token, where a later draw depends on it
 
 
 def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor:
@@ -296,11 +281,7 @@ def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tenso
 
 
 def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[float, float]:
-    """Total variation and KL (nats) of the emitted distribution where all draws of a node are deterministic.
-
-    A closed form in the target probabilities of the candidates, each token once, in order: the remaining mass is
-    emitted in proportion to p.
-    """
+    """Total variation and KL (nats) where a node's draws are distinct candidates with target probabilities `p_x`."""
     distance, kl, reach, left = 0.0, 0.0, 1.0, 1.0
     for mass in p_x:
         bound = left * lenience  # 0 where both are next to nothing
@@ -316,8 +297,6 @@ def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[flo
 
 @dataclass(slots=True)
 class _Node:
-    """A node on an accepted path, with the distribution of one emitted token."""
-
     proposal: Proposal
     draws: tuple[Draw, ...]
     p: Tensor  # [vocab]
@@ -384,7 +363,6 @@ def _measure(nodes: Sequence[_Node], lenience: float) -> None:
 
 
 def _measures(emitted: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Total variation and KL in nats, `[nodes]` float64 each, of emitted distributions `[nodes, vocab]` against p."""
     distance = 0.5 * (emitted - p).abs_().sum(dim=-1, dtype=torch.float64)
     ratio = emitted / p.clamp_min(torch.finfo(p.dtype).tiny)
     return distance, torch.special.xlogy(emitted, ratio).sum(dim=-1, dtype=torch.float64)
@@ -406,7 +384,6 @@ def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
 
 
 def _depends_on(draw: Draw, later: Sequence[Draw]) -> bool:
-    """Whether a later draw of a node is from the distribution that this draw, without replacement, reduces."""
     return draw.kind is DrawKind.WITHOUT_REPLACEMENT and any(
         each.dist == draw.dist and each.kind is draw.kind for each in later
     )

@@ -21,22 +21,17 @@ Sees: TypeAlias = Literal["probs", "argmax"]
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:
-    """A draw at one node, as input of the kernel.
-
-    Attributes:
-        dist: number of its distribution; draws from one distribution share removals. -1 for a one-hot distribution.
-        q: `[vocab]`: that distribution before any removal.
-    """
+    """A draw at one node, as input of the kernel."""
 
     token: int
-    dist: int
-    q: Tensor
+    dist: int  # draws from one distribution share removals; -1 for a one-hot distribution
+    q: Tensor  # [vocab], before any removal
     kind: DrawKind
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
-    """A tree row of a group, as input of the group's kernel: the target's distribution `[vocab]`, and its draws."""
+    """A tree row as input of its group's kernel: the target's distribution `[vocab]`, and its draws."""
 
     p: Tensor
     draws: tuple[DrawnToken, ...]
@@ -44,12 +39,7 @@ class JudgedRow:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One outcome of a group of tree rows, with its probability over the rule's own noise.
-
-    Attributes:
-        tokens: emitted by the group.
-        accepted: number of drafted tokens, the first of `tokens`; at most one more token follows.
-    """
+    """One outcome of a group; the first `accepted` of `tokens` were drafted, and at most one more follows."""
 
     probability: float
     tokens: tuple[int, ...]
@@ -57,26 +47,21 @@ class Outcome:
 
     @property
     def continues(self) -> bool:
-        """Whether the walk continues below the group: all its tokens were drafted."""
         return self.accepted == len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchVerdicts:
-    """Verdicts on a batch, decided on the device of its distributions, possibly before the host reads anything.
+    """Verdicts on a batch, decided on the device, possibly before the host reads anything.
 
-    Attributes:
-        wanted: tensors that the host must read.
-        verdicts: makes the verdicts from the proposals, with tokens on the host by then, and the numbers in each tensor
-            of `wanted`, flat.
+    `verdicts` makes them from the proposals, with tokens on the host by then, and the numbers in each tensor, flat.
     """
 
-    wanted: Sequence[Tensor]
+    wanted: Sequence[Tensor]  # tensors that the host must read
     verdicts: Callable[[Sequence[Proposal], Sequence[Sequence[float]]], list[Verdict]]
 
     @classmethod
     def made(cls, verdicts: list[Verdict]) -> BatchVerdicts:
-        """Verdicts that were decided on the host, with nothing left to read."""
         return cls((), lambda proposals, numbers: verdicts)
 
 
@@ -116,8 +101,7 @@ class Rule(ABC):
         coupled: whether it decides by Gumbel noise, which a drafter may share, instead of uniform numbers.
         sees: what it reads of a target's row: "probs" the whole distribution, "argmax" only its largest entry, for
             which logits suffice.
-        by_groups: whether a walk is decided group by group, so that the kernels of groups define it completely; False
-            where a rule chooses among whole paths.
+        by_groups: whether the kernels of groups define it completely; False where a rule chooses among whole paths.
         judges: the kinds of draws that the rule can verify.
         prefers: the kinds with the highest acceptance, for drafters that support several.
     """
@@ -135,7 +119,6 @@ class Rule(ABC):
 
     @property
     def spec(self) -> str:
-        """The specification of this rule with its options; see `truedraft.verification.specs`."""
         return self.name
 
     @property
@@ -144,7 +127,7 @@ class Rule(ABC):
         return self
 
     def options(self, params: SamplingParams) -> SamplingParams:
-        """The options of the distributions that it needs for a request with `params`."""
+        """The sampling options of the distributions that it needs for a request with `params`."""
         return params
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
@@ -192,8 +175,7 @@ class Rule(ABC):
     def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         """Verify a batch on the device of its distributions, without waiting for it; arguments as in `verify`.
 
-        The proposals' tokens may still be on the device. An id outside the vocabulary gives an arbitrary decision,
-        which the caller discards.
+        The proposals' tokens may still be on the device. An id outside the vocabulary gives an arbitrary decision.
         """
 
     def measured(
@@ -203,7 +185,6 @@ class Rule(ABC):
         probs: Sequence[Tensor],
         noise: Sequence[Noise],
     ) -> list[Verdict]:
-        """Add each token's divergence, for a lossy rule that did not compute it in `accept`."""
         return verdicts
 
     # The kernel: tree rows that are judged together form a group. The distribution of an answer follows by recursion
@@ -214,7 +195,6 @@ class Rule(ABC):
         return False
 
     def group(self, proposal: Proposal, row: int) -> tuple[int, ...]:
-        """The tree rows that are judged together in a walk from `row`, the first, downwards."""
         rows = [row]
         if self.joins(proposal.draws[row]):
             while self.joins(proposal.draws[below := proposal.draws[rows[-1]][0].child + 1]):

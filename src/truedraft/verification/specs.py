@@ -1,4 +1,4 @@
-"""Rules by name: the only place where specifications become rules."""
+"""Rules by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ Options = Mapping[str, float]
 
 
 def rule_from_spec(spec: str) -> Rule:
-    """Make a rule from its specification, as in `--rule`.
+    """Make a rule from its specification: `speculative[,lenience=L]`, `block`, `typical[,epsilon=0.09][,delta=0.3]`.
 
-    `speculative` and `block` are lossless; `speculative,lenience=L` is lossy for L below 1, and so is
-    `typical[,epsilon=0.09][,delta=0.3]`.
+    `typical` is lossy, and so is a lenience below 1.
 
     Raises:
-        UnknownOptionError: there is no such rule, or it has no such option; names the nearest valid one.
+        UnknownOptionError: no such rule, or no such option of it; names the nearest valid one.
         OptionError: an unusable value.
     """
     with errors_about("rule"):

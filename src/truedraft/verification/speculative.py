@@ -1,9 +1,7 @@
 """Speculative sampling along chains and trees, by recursive rejection.
 
-On the CPU the walk (`HostWalk`) reads each number when it needs it. It makes the same decisions as the batched walk, by
-the same parts of the rule. The batched walk is slower there, by 65 to 330 microseconds per step for one request,
-because of its operations on a few numbers and its index tables (benchmarks/LOG.md, "One house"). On a device each read
-of this walk would wait.
+On the CPU the walk (`HostWalk`) reads each number when it needs it, because the batched walk is slower there, by 65 to
+330 microseconds per step for one request (benchmarks/LOG.md, "One house"). Both make the same decisions.
 """
 
 from __future__ import annotations
@@ -68,7 +66,6 @@ class HostWalk:
 
     @property
     def uniform(self) -> float:
-        """The number that draws the last token."""
         purpose = Purpose.RECOVERED if self.proposal.draws[self.row] else Purpose.BONUS
         return self.noise.uniform(purpose, len(self.path))
 
@@ -121,7 +118,6 @@ class HostWalk:
         return None
 
     def _drawn_from(self, draw: Draw, taken: Sequence[int]) -> Tensor:
-        """The distribution of a draw, `[vocab]`, after other tokens were removed."""
         if draw.dist < 0:
             return self._one_hot(self.proposal.tree.host_ids[draw.child])
         assert self.proposal.probs is not None
@@ -129,7 +125,6 @@ class HostWalk:
         return self.rule.removed(q, torch.tensor(taken)) if taken else q
 
     def _one_hot(self, *tokens: int) -> Tensor:
-        """1 at some tokens, `[vocab]`."""
         return torch.zeros_like(self.probs[0]).index_fill_(0, torch.tensor(tokens), 1.0)
 
 
@@ -154,7 +149,6 @@ def host_verdicts(
 def _first_looks(
     proposals: Sequence[Proposal], probs: Sequence[Tensor]
 ) -> tuple[list[list[float]], list[dict[tuple[int, int], float]]]:
-    """p and q of all drafted tokens, from the original distributions, read together."""
     if not any(len(proposal.tree) for proposal in proposals):
         return [[] for _ in proposals], [{} for _ in proposals]
     tables: list[Tensor] = []
@@ -203,14 +197,10 @@ class SpeculativeSampling(Rule):
     # The four parts of the rule, which both walks call. Tests break them one at a time, and must fail.
 
     def accept_probability(self, p_x: Number, q_x: Number) -> Number:
-        """The probability of accepting a token with target probability `p_x` and draft probability `q_x`."""
         return p_x / larger(larger(p_x, q_x), _TINY)  # min(1, p/q); 0 where p is 0, whatever q is
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
-        """What is left of the target's distributions `[..., vocab]` after draws from `q` were rejected.
-
-        Several candidates of one tree row are rejected at once, with q 1 at each of them, which removes them from p.
-        """
+        """What is left of p `[..., vocab]` after a rejection; q is 1 at each of several candidates of one row."""
         return L.residual(p, q)
 
     def left_of_candidate(self, p_x: Number, taken: Number) -> Number:
@@ -237,7 +227,7 @@ class SpeculativeSampling(Rule):
         return BatchVerdicts((ends, finals), partial(walks_ended, plan.first_rows))
 
     def first_stays(self, batch: Batch, p_x: Tensor, q_x: Tensor) -> Tensor:
-        """Which draws `[draws]` of the first runs would be accepted; `p_x` and `q_x` are their probabilities."""
+        """Which draws `[draws]` of the first runs would be accepted."""
         plan = batch.plan
         if plan.width > 1:  # each candidate of a tree row is judged by what is left of p after those before it
             table = p_x.new_zeros(len(plan.depths), plan.width)  # [rows, width]
@@ -251,12 +241,9 @@ class SpeculativeSampling(Rule):
     def _end(self, batch: Batch, jump: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Continue from rejected first runs until walks have nothing more to judge.
 
-        Args:
-            jump: `[rows]`: the result of `jump_table`.
-            ends: `[requests]`: tree rows with a rejected first run, or without draws.
-
-        Returns:
-            The tree rows where walks end `[requests]`, and what is left of p there `[requests, vocab]`.
+        `jump` `[rows]` is the result of `jump_table`, `ends` `[requests]` the tree rows with a rejected first run, or
+        without draws. Returns the tree rows where walks end `[requests]`, and what is left of p there `[requests,
+        vocab]`.
         """
         plan, left = batch.plan, batch.target(ends)
         run = torch.where(plan.is_drawn[ends], ends, -1)  # the rejected run; -1 where nothing is left to reject

@@ -4,9 +4,6 @@ A *tree row* is a place with a distribution of the target (the root, then each n
 together: a single draw, or all candidates of a row that has only deterministic draws. Rows, nodes, runs and draft
 distributions are numbered through the requests of a batch, and the first run of a row has the row's number. Indices
 depend only on trees and draws, which recur, so they are cached (`walk_plan`).
-
-This is for devices, where nothing is read before everything is decided; on the CPU `host` reads numbers as it needs
-them.
 """
 
 from __future__ import annotations
@@ -49,19 +46,13 @@ def either(flag: Number, yes: Number, no: Number) -> Number:
 
 
 def is_joint(draws: Sequence[HasKind]) -> bool:
-    """Whether a row has exactly one, independent draw, which block verification judges together with its neighbours."""
+    """Whether a row has exactly one, independent draw, which block verification judges with its neighbours."""
     return len(draws) == 1 and draws[0].kind is DrawKind.INDEPENDENT
 
 
 @dataclass(frozen=True, slots=True)
 class _LaterRun:
-    """A draw judged after an earlier one of its tree row was rejected, in a row that is not all deterministic.
-
-    Attributes:
-        index: of the draw in its row.
-        dist: number of the draft distribution; -1 for a deterministic candidate.
-        removed: nodes with tokens that earlier draws removed from that distribution.
-    """
+    """A draw judged after an earlier one of its row was rejected; `removed` are nodes with tokens removed by then."""
 
     row: int
     index: int
@@ -72,28 +63,16 @@ class _LaterRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """The runs of one proposal, numbered within it.
-
-    Attributes:
-        probs: number of draft distributions.
-        draws: `[4, draws]`: row, column, node and distribution of the draws of first runs; the distribution is -1 for
-            candidates.
-        key_of: `[draws]`: indices into `keys`.
-        keys: `[2, keys]`: depth and index of the decisions. Siblings' subtrees share them, because a walk visits only
-            one.
-        later: the other runs, by tree row and then by draw.
-        rounds: most runs that a walk can reject.
-        joint: tree rows for which `is_joint` is true.
-    """
+    """The runs of one proposal, numbered within it."""
 
     shape: TreeShape
-    probs: int
-    draws: Ints
-    key_of: Ints
-    keys: Ints
-    later: tuple[_LaterRun, ...] = ()
-    rounds: int = 1
-    joint: tuple[int, ...] = ()
+    probs: int  # number of draft distributions
+    draws: Ints  # [4, draws]: row, column, node and distribution (-1 for candidates) of the draws of first runs
+    key_of: Ints  # [draws]: indices into `keys`
+    keys: Ints  # [2, keys]: depth and index of decisions; shared by siblings' subtrees, because a walk visits only one
+    later: tuple[_LaterRun, ...] = ()  # the other runs, by tree row and then by draw
+    rounds: int = 1  # most runs that a walk can reject
+    joint: tuple[int, ...] = ()  # tree rows for which `is_joint` is true
 
 
 @lru_cache(maxsize=1024)
@@ -123,7 +102,6 @@ def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -
 
 @lru_cache(maxsize=1024)
 def _children_layout(shape: TreeShape) -> _Layout:
-    """The layout of a tree with only deterministic candidates, judged in order."""
     columns = [place for nodes in shape.children for place in range(len(nodes))]
     nodes = np.array([node for nodes in shape.children for node in nodes], np.int64)
     rows = np.array(shape.parents, np.int64)[nodes] + 1
@@ -152,8 +130,7 @@ class WalkPlan:
         keys: of the decisions about these draws, then about later runs.
         draw_rows: tree rows of the draws of first runs; `draw_row` `[draws]` as an array.
         draw_key: `[draws]`: indices into `keys`.
-        sampled_draws: `[sampled]`: indices of the draws from a distribution.
-        sampled_dist: `[sampled]`: their distributions.
+        sampled_draws, sampled_dist: `[sampled]`: the draws from a distribution, and these distributions.
         is_drawn: `[rows]` bool: whether the row has draws.
         dist: `[runs]`: numbers of draft distributions; -1 for candidates, and for rows without draws.
         has_candidates: whether there are runs of deterministic candidates.
@@ -199,11 +176,9 @@ class WalkPlan:
 
     @cached_property
     def parents(self) -> list[int]:
-        """The tree row above each tree row; -1 for a root."""
         return [up for each, first in self._placed for up in (-1, *(node + 1 + first for node in each.shape.parents))]
 
     def _first_draws(self) -> Ints:
-        """Row, column, node and distribution of the draws of first runs, `[4, draws]`, numbered through the batch."""
         if self.requests == 1:
             return self._layouts[0].draws
         nodes = [first - number for number, first in enumerate(self.first_rows)]
@@ -218,7 +193,7 @@ class WalkPlan:
         Sets `dist`; `following` `[runs]`, the next run of the tree row or -1; `run_node`, `run_child` and `run_key`
         `[runs]`, arbitrary for first runs; `later` `[runs]`, their numbers, -1 for first runs; `is_reduced` `[runs]`
         bool and `removed` `[runs, tokens]`, nodes with tokens removed from the distribution, padded with the first;
-        `reduces`, whether there are any.
+        `reduces`.
         """
         rows = len(first_dist)
         following, dist, node, child = [-1] * rows, first_dist.tolist(), [0] * rows, [0] * rows
@@ -265,10 +240,7 @@ def walk_plan(proposals: Sequence[Proposal], device: torch.device) -> WalkPlan:
 
 
 def jump_table(plan: WalkPlan, stays: Tensor) -> Tensor:
-    """The row `[rows]` where a walk from each tree row ends that follows the first accepted draw of each first run.
-
-    `stays` `[draws]`, bool, are the draws of first runs that would be accepted.
-    """
+    """The row `[rows]` where each row's walk along first accepted draws ends; `stays` `[draws]` are accepted."""
     columns = torch.where(stays, plan.draw_column, plan.width)  # [draws]
     first = plan.own.new_full((len(plan.own),), plan.width).scatter_reduce(0, plan.draw_row, columns, "amin")
     is_first = stays & (plan.draw_column == first[plan.draw_row])
@@ -281,25 +253,17 @@ def jump_table(plan: WalkPlan, stays: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Batch:
-    """Proposals under verification, and their tables.
-
-    Attributes:
-        p: `[rows, vocab]`: the target's distributions.
-        q: `[dists, vocab]`: the draft's distributions.
-        dtype: in which p and q are compared.
-        uniforms: `[keys]`, float64: the numbers that decide acceptance.
-        weights: `[rows]`, float64: factors of p, or None.
-    """
+    """Proposals under verification, and their tables."""
 
     plan: WalkPlan
     proposals: Sequence[Proposal]
     noise: Sequence[Noise]
-    p: Tensor
-    q: Tensor
-    dtype: torch.dtype
+    p: Tensor  # [rows, vocab]: the target's distributions
+    q: Tensor  # [dists, vocab]: the draft's distributions
+    dtype: torch.dtype  # in which p and q are compared
     tokens: Tensor
-    uniforms: Tensor
-    weights: Tensor | None = None
+    uniforms: Tensor  # [keys], float64: the numbers that decide acceptance
+    weights: Tensor | None = None  # [rows], float64: factors of p, or None
 
     @classmethod
     def of(cls, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Batch:
@@ -322,8 +286,7 @@ class Batch:
         return _entries(self.p, plan.draw_row, tokens), q_x
 
     def without_repeated(self, table: Tensor) -> Tensor:
-        """A table `[rows, width]` of the draws of first runs, set to 0 where an earlier one of the row has the same
-        token."""
+        """Set entries of `[rows, width]` to 0 where an earlier draw of the row has the same token."""
         plan = self.plan
         tokens = (-1 - torch.arange(plan.width, device=table.device)).repeat(len(table), 1)  # [rows, width]
         tokens[plan.draw_row, plan.draw_column] = self.tokens[plan.draw_node]
@@ -331,7 +294,6 @@ class Batch:
         return torch.where(same.tril(-1).any(-1), 0.0, table)
 
     def target(self, rows: Tensor) -> Tensor:
-        """The target's distributions at some tree rows `[rows, vocab]`, scaled by `weights`."""
         p = self.p.index_select(0, rows).to(self.dtype)
         return p if self.weights is None else p * self.weights[rows][:, None].to(self.dtype)
 
@@ -360,10 +322,7 @@ class Batch:
         return q.scatter_add_(1, tokens.expand(len(runs), -1), of_run.to(self.dtype))
 
     def final_uniforms(self, ends: Tensor) -> Tensor:
-        """The numbers that draw the tokens at the ends of the walks, `[requests]` float64.
-
-        Only the host makes such numbers, without the ends, so it makes all that may be needed.
-        """
+        """The numbers `[requests]`, float64, that draw last tokens; the host makes all that may be needed."""
         table: list[float] = []
         for own, proposal in zip(self.noise, self.proposals, strict=True):
             depths = (0, *proposal.tree.shape.depths)
@@ -374,7 +333,6 @@ class Batch:
 
 
 def _entries(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Entries of a table `[rows, columns]`, float64, at a row and a column `[n]` each."""
     return table.take(torch.add(columns, rows, alpha=table.shape[-1])).double()
 
 
@@ -385,12 +343,7 @@ def _final(noise: Noise, rejected: bool, depth: int) -> float:
 def walks_ended(
     first_rows: Sequence[int], proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]
 ) -> list[Verdict]:
-    """The verdicts of walks.
-
-    Args:
-        first_rows: the root's tree row of each request.
-        numbers: the tree row where each walk ends (its node and those above it are accepted), and the last tokens.
-    """
+    """The verdicts of walks; `numbers` are the tree row where each ends, and the last tokens."""
     return [
         verdict_at(proposal, proposal.tree.shape.path(int(end) - root - 1), int(final))
         for proposal, root, end, final in zip(proposals, first_rows, *numbers, strict=True)

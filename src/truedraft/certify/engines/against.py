@@ -3,9 +3,7 @@
 Each pair holds two answers to one prompt, one from each engine. If both engines sample from the same distribution, the
 order within a pair carries no information, so a guess of the order from earlier pairs gains nothing on average. 2 times
 the probability that was given to the right order is an e-value of a pair, and the product over pairs is an e-process,
-whatever the distributions are. It is assumed that each engine draws its answers independently of each other: two
-engines that share noise among their own answers in the same way may seem different. The guess is made from counts of
-tokens after equal beginnings.
+whatever the distributions are. It is assumed that each engine draws its answers independently of each other.
 """
 
 from __future__ import annotations
@@ -103,7 +101,6 @@ def _alike_sampled(both: Sequence[EngineUnderTest], deadline: Deadline, tokens: 
 
 
 def _alike_greedily(both: Sequence[EngineUnderTest], tokens: int, deadline: Deadline) -> Finding:
-    """Compare greedy answers; the engines' own log-probabilities identify near ties where they diverge."""
     answers = [greedy_answers(each, tokens // 2, deadline) for each in both]
     others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, for either engine
     pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
@@ -152,12 +149,7 @@ def _margin(reply: Reply, place: int) -> float | None:
 
 
 class TwoSamples:
-    """Guesses which answer is from which engine.
-
-    Attributes:
-        different: number of pairs with differing answers.
-        process: the evidence, by number of pairs.
-    """
+    """Guesses which answer is from which engine."""
 
     def __init__(self) -> None:
         self._counts: tuple[dict[tuple[int, ...], Counter[int]], ...] = (defaultdict(Counter), defaultdict(Counter))
@@ -166,7 +158,6 @@ class TwoSamples:
         self.process = EProcess(guesses=1.0)
 
     def add(self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> None:
-        """Guess a pair, then learn from it."""
         self.pairs += 1
         if list(one) != list(other):
             self.different += 1
@@ -182,7 +173,6 @@ class TwoSamples:
                     self._counts[number][_node(prompt, answer[:place], kind)][token] += 1
 
     def _odds(self, prompt: Sequence[int], answer: Sequence[int], trust: float, kind: int) -> float:
-        """Log-odds that an answer is from the first engine rather than from the second."""
         found = 0.0
         for place, token in enumerate(answer):
             node = _node(prompt, answer[:place], kind)

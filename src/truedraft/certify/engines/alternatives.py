@@ -1,7 +1,7 @@
 """Alternative distributions that faulty engines sample from; bets on them name the fault.
 
-Each depends only on the text before a token. Faults of draft verification need the draft's distributions: those of a
-named draft model, or candidates copied from the text as in n-gram speculation.
+Each depends only on the text before a token. Faults of draft verification need the distributions of a named draft
+model, or candidates copied from the text as in n-gram speculation.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ class Alternative:
 
 
 def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Sequence[str]) -> list[Alternative]:
-    """The alternatives that differ from the target's distribution under some options.
-
-    `filters` is the engine's order; `drafts` are the names of drafts with distributions for each answer.
-    """
+    """The alternatives that differ from the target under some options, an order of filters and named drafts."""
     found = _of_state()
     if not params.greedy:
         found += [*_of_temperature(params, filters), *_of_filters(params, filters)]
@@ -62,7 +59,6 @@ def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[st
 
 
 def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
-    """Other temperatures; temperature applied twice, ignored, and greedy decoding are known faults."""
     t = params.temperature
     found = [
         Alternative(
@@ -128,19 +124,16 @@ _MIN_P_FIRST = ("temperature", "min_p", "top_k", "top_p")
 
 
 def _of_state() -> list[Alternative]:
-    """Distributions at another text than the answered one."""
     fault = "state of another text"
     return [
-        Alternative("one token behind", fault, lambda own, drafts: own.folded(_earlier(own.probs, 1))),
-        Alternative("two tokens behind", fault, lambda own, drafts: own.folded(_earlier(own.probs, 2))),
+        Alternative("one token earlier", fault, lambda own, drafts: own.folded(_earlier(own.probs, 1))),
+        Alternative("two tokens earlier", fault, lambda own, drafts: own.folded(_earlier(own.probs, 2))),
         Alternative("any place of the answer", fault, lambda own, drafts: own.folded(_running_mean(own.probs))),
         Alternative("the last token again", fault, _last_again),
     ]
 
 
 def _of_judging(draft: str) -> list[Alternative]:
-    """Drafts accepted, rejected or replaced by a wrong rule. Tokens without a draft bet nothing."""
-
     def by(fault: faults.Fault) -> Alternative:
         return Alternative(
             f"{draft}: {fault.detail}",
@@ -173,7 +166,6 @@ def _judged(fault: faults.Fault, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _resized(answer: AnswerProbs, filters: Sequence[str], more: int) -> Tensor:
-    """The nucleus with one token more or less; it keeps at least one."""
     wide = answer.under(replace(answer.question.params, top_p=1.0), filters)
     sizes = ((answer.probs > 0.0).sum(dim=-1, keepdim=True) + more).clamp_min(1)
     values, order = wide.topk(min(int(sizes.max()), wide.shape[-1]), dim=-1)
@@ -182,7 +174,6 @@ def _resized(answer: AnswerProbs, filters: Sequence[str], more: int) -> Tensor:
 
 
 def _earlier(probs: Tensor, tokens: int) -> Tensor:
-    """The distributions of `tokens` positions before; p itself at the first ones."""
     return torch.cat([probs[:tokens], probs[:-tokens]])[: len(probs)] if len(probs) > tokens else probs
 
 
@@ -202,10 +193,7 @@ def _last_again(answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> Tensor:
 
 
 def ngram_candidates(answer: AnswerProbs) -> Tensor:
-    """For each token the one after the last match of the text before it: one-hot, or no mass at all.
-
-    The longest of the last three tokens down to one is matched, the latest position first, as in n-gram speculation.
-    """
+    """One-hot rows of the token after the latest match of the last three tokens or fewer, longest first; else zeros."""
     text, first = answer.text, len(answer.question.prompt)
     found = torch.zeros_like(answer.probs)
     seen: dict[tuple[int, ...], int] = {}

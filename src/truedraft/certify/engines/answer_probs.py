@@ -18,16 +18,10 @@ from truedraft.models.base import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How far a correct engine's log-probabilities may be from the judge's, at temperature 1.
+    """How far a correct engine's log-probabilities may be from the judge's, at temperature 1; `origin` is in words."""
 
-    Attributes:
-        log_ratio: bound for sums over many tokens (bets and events), as if each log-probability were off by it.
-        edge: largest |log p' - log p| of any single token, which decides on which side of a filter's edge it is.
-        origin: of these numbers, in words.
-    """
-
-    log_ratio: float
-    edge: float
+    log_ratio: float  # bound for sums over many tokens, as if each log-probability were off by it
+    edge: float  # largest |log p' - log p| of any single token; decides at filters' edges
     origin: str
 
     def at(self, params: SamplingParams) -> float:
@@ -55,19 +49,17 @@ def measured_allowance(
     rounded: LanguageModel | None,
     answered: Sequence[tuple[Question, Reply]],
 ) -> tuple[Allowance, Tensor | None]:
-    """Measure how far an engine's kernels may move log-probabilities, from a few answers.
+    """Measure how far an engine's kernels may move log-probabilities, from a few greedy answers.
 
-    If the engine returns log-probabilities of its tokens, the allowance is 1.5 times the 99 % quantile of their
+    If the engine returns raw log-probabilities of its tokens, the allowance is 1.5 times the 99 % quantile of their
     differences from the judge's. If that quantile is more than four times the effect of rounding the same weights to
     `rounded`'s dtype on the most likely tokens, it is not rounding; then, and if the engine returns none, the allowance
     is 1.5 times the effect of `rounded`. At filter edges a single token decides, so the ratio of a row's largest error
     to that of its most likely token is measured, too.
 
     Args:
-        judge: the target, in the dtype that judges.
         rounded: the same weights in the engine's likely precision. With None, the engine's log-probabilities are
             accepted up to the largest effect of the judge's own dtype.
-        answered: greedy answers, with raw log-probabilities if the engine returns them.
 
     Returns:
         The allowance, and the engine's log-probabilities minus ours `[tokens]`; None without any.
@@ -92,8 +84,7 @@ def measured_allowance(
 
 
 def _logprob_differences(judge: LanguageModel, answered: Sequence[tuple[Question, Reply]]) -> Tensor:
-    """The engine's log-probabilities minus the judge's, of all tokens that have any, `[tokens]`."""
-    reported = [(question, reply) for question, reply in answered if _tells(reply)]
+    reported = [(question, reply) for question, reply in answered if _has_logprobs(reply)]
     rows = judging_logits(judge, [(question.prompt, reply.token_ids) for question, reply in reported])
     found = [torch.empty(0, dtype=torch.float64)]
     for logits, (_, reply) in zip(rows, reported, strict=True):
@@ -103,7 +94,7 @@ def _logprob_differences(judge: LanguageModel, answered: Sequence[tuple[Question
     return torch.cat(found)
 
 
-def _tells(reply: Reply) -> bool:
+def _has_logprobs(reply: Reply) -> bool:
     values = reply.logprobs or ()
     return bool(values) and len(values) == len(reply.token_ids) and all(map(math.isfinite, values))
 
@@ -156,33 +147,20 @@ _NUCLEUS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class AnswerProbs:
-    """The target's distributions at the tokens of one answer.
-
-    Attributes:
-        tokens: of the answer, including an end of text; all end-of-text ids are mapped to the first.
-        logits: `[tokens, vocab]`, float64: after penalties and biases, before temperature and filters.
-        probs: `[tokens, vocab]`, float64: what each token should have been drawn from.
-        doubtful: `[tokens, vocab]`, bool: tokens that rounding within the allowance may keep or not.
-        outside: `[tokens]`, bool: whether no such rounding keeps the token.
-        gain: `[tokens]`: the most that rounding may give a bet, per unit of total variation; infinite if unbounded.
-        likeliest: `[tokens, kept]`: ids that bets distinguish; None is all. Merging tokens by the text before them adds
-            no gain.
-        ends: ids that end a text.
-    """
+    """The target's distributions at the tokens of one answer, float64."""
 
     question: Question
-    tokens: Sequence[int]
-    logits: Tensor
-    probs: Tensor
-    doubtful: Tensor
-    outside: Tensor
-    gain: Tensor
-    likeliest: Tensor | None = None
-    ends: Sequence[int] = ()
+    tokens: Sequence[int]  # with an end of text; all end-of-text ids are mapped to the first
+    logits: Tensor  # [tokens, vocab]: after penalties and biases, before temperature and filters
+    probs: Tensor  # [tokens, vocab]: what each token should have been drawn from
+    doubtful: Tensor  # [tokens, vocab], bool: rounding within the allowance may keep them or not
+    outside: Tensor  # [tokens], bool: no such rounding keeps the token
+    gain: Tensor  # [tokens]: the most that rounding may give a bet, per unit of total variation; may be infinite
+    likeliest: Tensor | None = None  # [tokens, kept]: ids that bets distinguish; None is all
+    ends: Sequence[int] = ()  # ids that end a text
 
     @property
     def sure(self) -> Tensor:
-        """Rows without a doubtful token and with a bounded gain, `[tokens]`, bool."""
         return ~self.doubtful.any(dim=-1) & self.gain.isfinite()
 
     @property
@@ -190,7 +168,6 @@ class AnswerProbs:
         return [*self.question.prompt, *self.tokens]
 
     def under(self, params: SamplingParams, filters: Sequence[str]) -> Tensor:
-        """The distributions under other options, or another order of filters: `[tokens, vocab]`."""
         return with_one_end(filtered(self.logits, params, filters).probs, self.ends)
 
     def folded(self, values: Tensor) -> Tensor:
@@ -201,10 +178,7 @@ class AnswerProbs:
         return torch.cat([values.gather(-1, self.likeliest), others], dim=-1)
 
     def places(self) -> Tensor:
-        """The column of each answer token in folded masses, `[tokens]`.
-
-        With `likeliest` (7, 2), the tokens 2, 7 and 5 are at 1, 0 and 2.
-        """
+        """Columns `[tokens]` in folded masses: with `likeliest` (7, 2), the tokens 2, 7 and 5 are at 1, 0 and 2."""
         tokens = torch.tensor(list(self.tokens))
         if self.likeliest is None:
             return tokens
@@ -213,12 +187,7 @@ class AnswerProbs:
 
 
 class Judge:
-    """Scores answers under a target's own forward, each token at its own prefix.
-
-    Args:
-        filters: the engine's order, as in `PeerFacts.filters`.
-        drafts: draft models that the engine may use, by name.
-    """
+    """Scores answers under a target's own forward, with an engine's order of filters and its possible draft models."""
 
     def __init__(
         self,
@@ -233,7 +202,6 @@ class Judge:
         self.drafts = dict(drafts or {})
 
     def answer_probs(self, answered: Sequence[tuple[Question, Reply]]) -> list[AnswerProbs]:
-        """One result for each answer; answers of equal length share forwards."""
         ended = [(question, ended_tokens(self.target, question, reply)) for question, reply in answered]
         rows = iter(judging_logits(self.target, [(question.prompt, tokens) for question, tokens in ended if tokens]))
         return [self._of_answer(question, tokens, next(rows)) for question, tokens in ended if tokens]
@@ -265,10 +233,9 @@ def with_one_end(values: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def ended_tokens(target: LanguageModel, question: Question, reply: Reply) -> list[int]:
-    """The tokens of an answer that the target's distribution decided: up to and including the first end of text.
+    """The tokens of an answer up to and including the first end of text.
 
-    An answer that stopped by itself drew an end of text, whatever reason its engine gives. With stop texts in the
-    request it may have stopped by these, so no end is added.
+    An answer that stopped by itself drew one, unless it may have stopped by the request's stop texts.
     """
     ends, tokens = list(target.eos_token_ids), list(reply.token_ids)
     first = next((place for place, token in enumerate(tokens) if token in ends), None)
@@ -298,19 +265,12 @@ _CUT = ("length", "abort", "aborted", "cancelled", "content_filter", "error", "t
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """Filtered distributions and the effect of rounding on them.
+    """Filtered distributions and the effect of rounding on them."""
 
-    Attributes:
-        probs: `[rows, vocab]`.
-        doubtful: `[rows, vocab]`, bool: tokens that rounding may keep or not.
-        within: `[rows, vocab]`, bool: tokens that some rounding keeps.
-        gain: `[rows]`: as in `AnswerProbs.gain`.
-    """
-
-    probs: Tensor
-    doubtful: Tensor
-    within: Tensor
-    gain: Tensor
+    probs: Tensor  # [rows, vocab]
+    doubtful: Tensor  # [rows, vocab], bool: rounding may keep them or not
+    within: Tensor  # [rows, vocab], bool: some rounding keeps them
+    gain: Tensor  # [rows], as in `AnswerProbs`
 
 
 def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], allowance: Allowance = EXACT) -> Filtered:
@@ -394,7 +354,6 @@ def _top_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
 
 
 def _nucleus(probs: Tensor, p: float, off: float, count: int) -> _Edge | None:
-    """`_top_p` on the `count` most likely tokens; None if these are too few."""
     every = count >= probs.shape[-1]
     ordered, order = probs.sort(dim=-1, descending=True, stable=True) if every else probs.topk(count, dim=-1)
     sums = torch.nn.functional.pad(ordered.cumsum(dim=-1), (1, 0))

@@ -33,9 +33,9 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
     for question, reply in answered:
         count, most = len(reply.token_ids), question.params.max_tokens
         if count > most and not reply.unsure:
-            long.append(f"{count} tokens where {most} were engine for")
+            long.append(f"{count} tokens where {most} were requested")
         if any(token in ends for token in reply.token_ids[:-1]) and not question.params.ignore_eos:
-            trailing.append("tokens behind an end of text")
+            trailing.append("tokens after an end of text")
         if (
             count < most
             and reply.finish_reason == "length"
@@ -47,14 +47,14 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
             unknown[end] += 1
     found = [
         _counted("max_tokens is kept", long, len(answered)),
-        _counted("nothing stands behind an end of text", trailing, len(answered)),
+        _counted("nothing follows an end of text", trailing, len(answered)),
         _counted("an answer ended by its length has all its tokens", short, len(answered)),
     ]
     if unknown:
         summary = (
             f"{unknown.total()} of {len(answered)} answers ended with special tokens {sorted(unknown)}, with which "
         )
-        summary += f"the model as it lies here ends no text: it names {sorted(ends)}"
+        summary += f"this model does not end a text; its ids for that are {sorted(ends)}"
         found.append(Finding(Part.BEHAVIOUR, "answers end as the model's do", Status.MEASURED, summary))
     return found
 
@@ -87,7 +87,7 @@ def stops(
         expected = whole[question.prompt]
         cut = expected[: expected.index(stop)] if stop in expected else None
         if stop in text:
-            wrong.append(f"went on past {stop!r}: {_shown(text)}")
+            wrong.append(f"continued past {stop!r}: {_shown(text)}")
         elif (
             reply.finish_reason == "stop"
             and cut is not None
@@ -100,7 +100,6 @@ def stops(
 
 
 def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
-    """Whether greedy decoding, up to rounding, ends the text after the answer."""
     plain = replace(question.params, stop=(), max_tokens=len(reply.token_ids) + 1)
     answer = next(iter(judge.answer_probs([(Question(question.prompt, plain), reply)])), None)
     return answer is not None and len(answer.tokens) > len(reply.token_ids) and not bool(answer.outside[-1])
@@ -124,7 +123,7 @@ def seeds(engine: EngineUnderTest) -> list[Finding]:
         engine.dropped += each.dropped
     return [
         _alike("the same seed, the same answer", once, again),
-        _alike("the same seed beside other requests, the same answer", once, batched),
+        _alike("the same seed with other requests, the same answer", once, batched),
     ]
 
 
@@ -141,7 +140,7 @@ def logprobs(differences: Tensor | None, allowance: Allowance, judged: bool) -> 
     """Compare log-probabilities; `judged` is whether rounding was measured, so that larger differences are a fault."""
     name = "told log-probabilities are the target's"
     if differences is None or not len(differences):
-        return Finding(Part.LOGPROBS, name, Status.DOES_NOT_APPLY, "the engine tells none")
+        return Finding(Part.LOGPROBS, name, Status.DOES_NOT_APPLY, "the engine returns none")
     sizes = differences.abs()
     median, most = float(sizes.median()), float(sizes.quantile(0.99))
     facts: dict[str, Any] = {
@@ -163,7 +162,7 @@ def _counted(name: str, wrong: Sequence[str], of: int) -> Finding:
     """FAILS on any wrong answer, because each contradicts the promise by itself."""
     facts = {"answers": of, "wrong": len(wrong)}
     if not of:
-        return Finding(Part.BEHAVIOUR, name, Status.DOES_NOT_APPLY, "nothing could be engine", facts)
+        return Finding(Part.BEHAVIOUR, name, Status.DOES_NOT_APPLY, "nothing could be tested", facts)
     if not wrong:
         return Finding(Part.BEHAVIOUR, name, Status.HOLDS, f"in all of {of} answers", facts)
     summary = f"not in {len(wrong)} of {of} answers; the first {wrong[0]}"

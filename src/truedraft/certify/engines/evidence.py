@@ -37,13 +37,7 @@ _SAME = (0.1, 0.4)
 
 @dataclass(frozen=True, slots=True)
 class Bet:
-    """Result of one alternative.
-
-    Attributes:
-        log_evidence: logarithm of its e-value.
-        weight: w with the largest evidence.
-        mean_tv: mean total variation between p and its mixture with the alternative at that weight.
-    """
+    """Result of one alternative, at the weight with the largest evidence; `mean_tv` is between p and its mixture."""
 
     name: str
     fault: str
@@ -53,7 +47,6 @@ class Bet:
 
 
 def _grown(weights: Tensor, ratio: Tensor, allowed: Tensor) -> Tensor:
-    """Log growth of bets at a token: of 1 - w + w a/p, minus the largest effect of rounding."""
     return torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)
 
 
@@ -74,16 +67,12 @@ class Bets:
             self._logs[number] += self._growth(answer, p, alternative.probs(answer, drafts), ~doubtful, number)
 
     def lose(self, tokens: int, log_ratio: float) -> None:
-        """Pay for dropped tokens, which are unknown, so that their selection gives the rest no gain.
-
-        A lost bet leaves 1 - w, and the largest possible effect of rounding is subtracted.
-        """
+        """Pay for dropped tokens as for lost bets, 1 - w and the largest effect of rounding: dropping gains nothing."""
         weights = torch.tensor(WEIGHTS, dtype=torch.float64)
         most = math.expm1(2.0 * log_ratio) / LEAST_SURE + _FORBIDDEN / _FLOOR
         self._logs += tokens * (torch.log1p(-weights) - torch.log1p(weights * most + _SUMMING))
 
     def _growth(self, answer: AnswerProbs, p: Tensor, a: Tensor, sure: Tensor, number: int) -> Tensor:
-        """Log growth of bets on one alternative over an answer, `[weights]`."""
         tokens = answer.places()[:, None]
         # Its mass on the tokens that are not doubtful is set to p's there.
         sizes = [(each * sure).sum(dim=-1, keepdim=True) for each in (p, a)]
@@ -105,7 +94,6 @@ class Bets:
         return log_mean(self._logs)
 
     def results(self) -> list[Bet]:
-        """Results of all alternatives, the largest evidence first."""
         each = torch.logsumexp(self._logs, dim=-1) - math.log(len(WEIGHTS))
         found = []
         for number, alternative in enumerate(self._alternatives):
@@ -122,9 +110,9 @@ class Repeated:
     """Bets on counts after equal beginnings, for a few prompts that are sent many times.
 
     At a beginning that came n times, (counts + c p) / (n + c) is the predicted distribution of the next token if the
-    engine has its own distribution there: a Dirichlet prior around p with concentration c. Whatever an engine does to
-    the joint distribution of the first tokens shows at some beginning, even if it is no known fault. Other bets are on
-    the token that the last answer had at the same place: answers share it if they share their noise.
+    engine has its own distribution there: a Dirichlet prior around p with concentration c. So any change of the joint
+    distribution of the first tokens shows, even by no known fault. Other bets are on the token that the last answer had
+    at the same place: answers share it if they share their noise.
     """
 
     def __init__(self) -> None:
@@ -141,7 +129,6 @@ class Repeated:
                 self._counts[beginning][token] += 1
 
     def _of_counts(self, beginning: tuple[int, ...], answer: AnswerProbs, place: int) -> Tensor:
-        """Log growth of all bets at one token, on tokens that are not doubtful, with p's mass there."""
         counts, p, token = self._counts[beginning], answer.probs[place], answer.tokens[place]
         total, gain = sum(counts.values()), float(answer.gain[place])
         if not total:
@@ -163,7 +150,6 @@ class Repeated:
 
     @property
     def log_shared(self) -> float:
-        """Logarithm of the mean e-value of the bets that answers are alike."""
         return log_mean(self._logs[len(_TRUST) :])
 
 
@@ -183,8 +169,7 @@ class Evidence:
     Attributes:
         process: all evidence combined; known faults have the largest weight, because they are assumed to be likelier.
         dropped: number of dropped answers. They may have been dropped for their content, so the rest is a selection.
-            Bets pay for each as if they had lost on all of its tokens; after the first one the evidence of events and
-            counts is frozen, and events only measure what would have been detected.
+            Bets pay for each as if they had lost on all of its tokens; the evidence of events and counts is frozen.
     """
 
     def __init__(
@@ -204,7 +189,6 @@ class Evidence:
         self.outside = 0
 
     def add(self, answer: AnswerProbs, drafts: Mapping[str, Tensor], *, repeated: bool) -> None:
-        """Test the tokens of one answer; `repeated` is whether its prompt is sent many times."""
         self._answers += 1
         self._bets.add(answer, drafts)
         if repeated and not self.dropped:
@@ -240,10 +224,7 @@ class Evidence:
 
     @property
     def fault(self) -> str:
-        """The class of fault that the evidence names; "" if nothing is firm.
-
-        The alternative nearest to the engine's distribution gains most; answers that are alike name shared noise first.
-        """
+        """The class of fault that the evidence names; "" if nothing is firm. Shared noise is named first."""
         best, shared = self.bets()[0], self._repeated.log_shared
         parts = self.log_parts()
         if shared > max(best.log_evidence, _FIRM):

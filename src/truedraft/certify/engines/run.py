@@ -139,7 +139,7 @@ def _tokens_finding(
     summary: str,
     facts: dict[str, Any],
 ) -> Finding:
-    """The finding for some evidence: FAILS only if the engine returned its token ids itself."""
+    """FAILS only if the engine returned its token ids itself."""
     status = Status.HOLDS if enough else Status.NOT_ENOUGH
     if ALARM in evidence.process.reached:
         unsure = sum(engine.unsure.values())
@@ -152,7 +152,6 @@ def _tokens_finding(
 def _sampled(
     judge: Judge, engine: EngineUnderTest, deadline: Deadline, tokens: int, report: ReportProgress
 ) -> tuple[Finding, list[Answered], PeerError | None]:
-    """Sampled tokens until there are enough, the evidence is certain, the time is over, or the engine fails."""
     evidence = _evidence(judge, engine.params)
     kept: list[Answered] = []
     failed: PeerError | None = None
@@ -187,7 +186,7 @@ def _sampled_finding(evidence: Evidence, judge: Judge, engine: EngineUnderTest) 
     if evidence.outside:
         summary += f"; {evidence.outside} tokens that the options forbid"
     if evidence.dropped:
-        summary += f"; {evidence.dropped} answers were dropped: bets paid for them, and the other evidence stood still"
+        summary += f"; {evidence.dropped} answers were dropped: bets paid for them, and other evidence was frozen"
     name, enough = "sampled tokens at their own prefixes", detectable <= ENOUGH
     return _tokens_finding(Part.SAMPLED, name, evidence, engine, enough, summary, evidence.facts())
 
@@ -223,7 +222,6 @@ def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
 def _promises(
     engine: EngineUnderTest, greedy: Sequence[Answered], answered: Sequence[Answered], judge: Judge
 ) -> list[Finding]:
-    """Lengths, stop texts and seeds. If the engine fails during these, earlier findings are kept."""
     found = behaviour.lengths(answered, judge.target)
     tokenizer = judge.target.tokenizer
     try:
@@ -233,5 +231,7 @@ def _promises(
         found += behaviour.seeds(engine)
     except PeerError as error:
         name = "stop texts and seeds"
-        found.append(Finding(Part.BEHAVIOUR, name, Status.NOT_ENOUGH, f"the engine could be asked no further: {error}"))
+        found.append(
+            Finding(Part.BEHAVIOUR, name, Status.NOT_ENOUGH, f"the engine answered no further requests: {error}")
+        )
     return found

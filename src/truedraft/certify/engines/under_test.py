@@ -37,27 +37,17 @@ ReportProgress = Callable[[Part, float], None]
 
 @dataclass
 class EngineUnderTest:
-    """An engine under test, with counts of its replies.
-
-    Args:
-        params: sampling options. Requests get consecutive seeds from `params.seed` on; None sends none.
-        together: requests per call.
-        vocab_size: of the judging model. Answers with larger ids are dropped; None accepts all.
-
-    Attributes:
-        dropped: number of unusable answers, by reason.
-        unsure: number of answers with token ids that the engine did not return itself, by reason.
-    """
+    """An engine under test, with counts of its replies."""
 
     peer: Peer
     prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    together: int
-    vocab_size: int | None = None
+    params: SamplingParams  # requests get consecutive seeds from `params.seed` on; None sends none
+    together: int  # requests per call
+    vocab_size: int | None = None  # answers with larger ids are dropped; None accepts all
     tokens: int = 0
     answers: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    unsure: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)  # unusable answers, by reason
+    unsure: Counter[str] = field(default_factory=Counter)  # ids not returned by the engine, by reason
 
     def __post_init__(self) -> None:
         self._seeds = itertools.count(self.params.seed or 0)
@@ -95,7 +85,6 @@ class EngineUnderTest:
         return found
 
     def _unusable(self, reply: Reply) -> str:
-        """Why an answer cannot be judged; "" if it can."""
         most = max(reply.token_ids, default=0)
         if self.vocab_size is None or most < self.vocab_size:
             return ""
@@ -182,7 +171,7 @@ def facts_of(engine: PeerFacts) -> dict[str, Any]:
 def _notes(findings: Sequence[Finding], dropped: int, unsure: int) -> list[str]:
     notes = [
         f"A sound engine reaches evidence of {ALARM:g} in any one check with probability {1.0 / ALARM:g} at most, "
-        "whenever one looks; what would have been found stands in the lines.",
+        "at any stopping time; each line says what would have been found.",
         "It holds for these options, this version and these prompts, as far as was tested here.",
     ]
     if any(finding.status is Status.FAILS for finding in findings):

@@ -54,7 +54,7 @@ _OF_TARGET = ("target_probs", "target_logits")
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A user's rejection sampler; `name` is `module:function` as it was typed, for reports."""
+    """A user's rejection sampler; `name` is `module:function` as it was typed."""
 
     name: str
     function: Callable[..., Any]
@@ -72,7 +72,7 @@ class Sampler:
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
-            raise _refused(name, f"does not tell its parameters ({error}); wrap it in a function of Python") from error
+            raise _refused(name, f"has no readable parameters ({error}); wrap it in a function of Python") from error
         names = []
         for each in parameters:
             if each.name in _ARGUMENTS and each.kind is not each.POSITIONAL_ONLY:
@@ -110,7 +110,7 @@ class Sampler:
             row = int((tokens[:, 0] < 0).nonzero()[0])
             raise _refused(self.name, f"emitted nothing for row {row}; each call gives at least one token")
         if bool(((tokens[:, :-1] < 0) & (tokens[:, 1:] >= 0)).any()):
-            raise _refused(self.name, "gave a token behind a -1; -1 fills up the end of a row alone")
+            raise _refused(self.name, "gave a token behind a -1; -1 may only fill up the end of a row")
         return tokens
 
 

@@ -28,14 +28,7 @@ PAIRS = ("neighbouring rows of a call share their noise", "calls repeat the nois
 
 
 class Tally:
-    """Counts of one world.
-
-    Attributes:
-        pairs: `[kinds of pairs, vocab**2]`: pairs of first tokens, by their kind in `PAIRS`.
-        accepted: number of accepted drafted tokens.
-        strays: number of rows that continue after a token that was not drafted.
-        forbidden: number of tokens without target probability.
-    """
+    """Counts of one world: cells, pairs of first tokens, accepted and invalid tokens."""
 
     def __init__(self, world: SamplerWorld) -> None:
         self.world = world
@@ -57,7 +50,6 @@ class Tally:
         return self.rows * accepted_by_rule(self.world)
 
     def count(self, calls: Sequence[Tensor]) -> None:
-        """Count the cells `[batch]` of two calls with equal rows."""
         vocab = self.world.vocab
         self.cells += torch.cat(list(calls)).bincount(minlength=len(self.cells))
         first, second = (each // vocab**self.world.drafted for each in calls)
@@ -66,7 +58,6 @@ class Tally:
             self.pairs[kind] += (one * vocab + other).bincount(minlength=vocab**2)
 
     def add(self, rows: Rows, emitted: Tensor) -> None:
-        """Count acceptance and invalid tokens of a sampler's output `[batch, k + 1]`."""
         world, drafted = self.world, self.world.drafted
         lengths = (emitted >= 0).sum(-1)
         self.accepted += int((lengths - 1).sum())
@@ -124,7 +115,6 @@ def _excess(place: Finding) -> float:
 
 
 def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> Finding:
-    """The tokens of one place in one world; a lossless sampler's distance is about the one by chance."""
     rows = int(observed.sum())
     facts = {
         "world": world.name,
@@ -159,7 +149,6 @@ class Evidence:
             mine.merge(its)
 
     def log_e(self) -> float:
-        """The logarithm of the e-value against "the sampler is lossless"."""
         return self.process.mean(self.log_parts())
 
     def log_parts(self) -> dict[str, float]:
@@ -174,8 +163,7 @@ class Evidence:
         return [log_dirichlet(each.cells, each.world.joint) for each in self.tallies]
 
     def log_dependence(self) -> Tensor:
-        """Log likelihood ratio of pairs as pairs against two independent rows of any distribution, for each of `PAIRS`,
-        so that a sampler with wrong single tokens is not called dependent."""
+        """Log likelihood ratios, by `PAIRS`, of pairs against two independent rows of any distribution."""
         found = self._of_pairs()
         for number, tally in enumerate(self.tallies):
             for kind, pairs in enumerate(tally.pairs.view(-1, tally.world.vocab, tally.world.vocab)):
@@ -188,12 +176,10 @@ class Evidence:
         return self._of_suspects().amax(-1)
 
     def _of_suspects(self) -> Tensor:
-        """`[suspects, strengths]`, over all worlds."""
         terms = [ratios @ each.cells for each, ratios in zip(self.tallies, self._ratios, strict=True)]
         return torch.stack(terms).sum(0)
 
     def _of_pairs(self) -> Tensor:
-        """`[worlds, kinds of pairs]`."""
         found = []
         for tally in self.tallies:
             independent = torch.outer(tally.world.target[0][0], tally.world.target[0][0]).flatten()
@@ -222,8 +208,8 @@ def diagnose(evidence: Evidence) -> dict[str, Any]:
     likelihood of single rows means anything.
 
     Returns:
-        The fault, or `UNKNOWN` if no known one explains the tokens as well as a free fit of each world; its detail; the
-        next fault of another name, and the log10 likelihood ratio to it; further observations, one sentence each.
+        The fault, or `UNKNOWN` if a free fit is more likely; its detail; the next fault of another name, and the log10
+        likelihood ratio to it; further observations, one sentence each.
     """
     logs = evidence.log_likelihoods()
     order = logs.argsort(descending=True).tolist()
@@ -252,9 +238,7 @@ def _notes(evidence: Evidence) -> list[str]:
     rows = evidence.rows
     notes = []
     if strays:
-        notes.append(
-            f"{strays} of {rows} rows go on behind a token that was not drafted: nobody knows the target there"
-        )
+        notes.append(f"{strays} of {rows} rows go on behind a token that was not drafted: the target there is unknown")
     if forbidden:
         notes.append(f"{forbidden} tokens in {rows} rows have target probability 0")
     return notes

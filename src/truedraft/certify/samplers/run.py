@@ -37,15 +37,13 @@ class _Run:
 
     @property
     def deviates(self) -> bool:
-        """Whether the evidence requires a second run, or confirms the first."""
         return CERTAIN in self.evidence.process.reached
 
     @property
     def rows_of_each(self) -> int:
         return self.evidence.rows // len(self.evidence.tallies)
 
-    def go_on(self, sampler: Sampler) -> None:
-        """Call the sampler twice in each world, and update the evidence."""
+    def call(self, sampler: Sampler) -> None:
         batch = int(self.batch)
         for tally in self.evidence.tallies:
             cells = []
@@ -84,9 +82,11 @@ def certify_sampler(
     """Check that a sampler's tokens, continued by the target, have the target's joint distribution.
 
     Args:
-        seconds: maximum duration, including the second run, in which a deviation must repeat. A fast sampler takes
-            less. seed: for drafts and for the sampler's numbers. rows: maximum number of rows per world and run.
-            worlds: None is `sampler_worlds`. tell: callback with the completed fraction.
+        seconds: maximum duration, including the second run, in which a deviation must repeat.
+        seed: for drafts and for the sampler's numbers.
+        rows: maximum number of rows per world and run.
+        worlds: None is `sampler_worlds`.
+        tell: callback with the completed fraction.
 
     Raises:
         OptionError: an unusable time, or the sampler failed or returned no tokens.
@@ -100,7 +100,7 @@ def certify_sampler(
     def run(number: int, done: Callable[[_Run], bool]) -> _Run:
         own = _Run(random.Random(f"{seed}/{number}"), Evidence(worlds, suspects()))
         while not own.rows_of_each or not done(own):
-            own.go_on(sampler)
+            own.call(sampler)
             tell(min(1.0, max(own.rows_of_each / rows, time.fraction)))
         return own
 
@@ -118,7 +118,6 @@ def certify_sampler(
 
 
 def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], seconds: float) -> Report:
-    """The report on the runs; later ones are merged into the first."""
     facts = [run.facts() for run in runs]
     found = [run.deviates for run in runs]
     evidence = runs[0].evidence
@@ -172,7 +171,6 @@ def _note(number: int, run: Mapping[str, Any]) -> str:
 
 
 def _of_worlds(evidence: Evidence) -> list[Finding]:
-    """For each world the distance of tokens from the exact distribution, and the smallest detectable one."""
     needed = math.log(CERTAIN * len(evidence.tallies) / evidence.process.share("any"))
     found = []
     for tally, log_e in zip(evidence.tallies, evidence.log_e_of_worlds(), strict=True):

@@ -1,8 +1,7 @@
 """Closed forms of faulty samplers' output: the joint distribution of a world's cells under each known fault.
 
-A fault changes one thing about speculative sampling: how much of the draft's mass is kept, what is drawn after a
-rejection, or the bonus token. p is the target's distribution, q the draft's, `[texts, vocab]` each. The fault with the
-most likely tokens is named; no rules about single numbers are used.
+A fault changes how much of the draft's mass is kept, what is drawn after a rejection, or the bonus token. p is the
+target's distribution, q the draft's, `[texts, vocab]` each.
 """
 
 from __future__ import annotations
@@ -24,19 +23,12 @@ _TYPICAL = f"kept where p is above min({faults.EPSILON:g}, {faults.DELTA:g} exp(
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The distributions for verification at one depth.
+    """The distributions for verification at one depth, float64."""
 
-    Attributes:
-        p: `[texts, vocab]`, float64: the target's.
-        q: `[texts, vocab]`: the draft's.
-        before: the target's one position earlier, after the text without its last token.
-        after: `[texts, vocab, vocab]`: the target's one position later, after each token.
-    """
-
-    p: Tensor
-    q: Tensor
-    before: Tensor
-    after: Tensor
+    p: Tensor  # [texts, vocab]: the target's
+    q: Tensor  # [texts, vocab]: the draft's
+    before: Tensor  # the target's one position earlier, after the text without its last token
+    after: Tensor  # [texts, vocab, vocab]: the target's one position later, after each token
 
 
 Step = Callable[[Level], tuple[Tensor, Tensor]]
@@ -58,10 +50,8 @@ def suspects() -> list[Fault]:
         ),
         *(Fault(bonus, detail, joint=partial(_joint, bonus=drawn_from)) for detail, drawn_from in _BONUSES),
         Fault("shared noise", "one number judges all drafted tokens of a row", joint=_one_number_for_all),
-        Fault(
-            typical, f"{_TYPICAL}, behind it the argmax", joint=partial(_joint, step=typically, bonus=_BONUSES[2][1])
-        ),
-        Fault(typical, f"{_TYPICAL}, behind it a draw from p", lambda p, q: faults.after(faults.typical(p, q), p)),
+        Fault(typical, f"{_TYPICAL}, then the argmax", joint=partial(_joint, step=typically, bonus=_BONUSES[2][1])),
+        Fault(typical, f"{_TYPICAL}, then a draw from p", lambda p, q: faults.after(faults.typical(p, q), p)),
         Fault("greedy", "the argmax of p is emitted, whatever was drafted", joint=partial(_as_if, faults.argmax)),
         Fault(
             other,
@@ -137,7 +127,6 @@ def _one_number_for_all(world: SamplerWorld) -> Tensor:
 
 
 def _as_if(changed: Callable[[Tensor], Tensor], world: SamplerWorld) -> Tensor:
-    """The joint distribution of a target with changed distributions."""
     return SamplerWorld(world.name, tuple(map(changed, world.target)), world.draft).joint
 
 

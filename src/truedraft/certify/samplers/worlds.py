@@ -1,8 +1,7 @@
 """Worlds for rejection samplers: small tables of a target and a draft, rows drawn from them, and the exact answer.
 
-A world drafts k tokens of a vocabulary V, each from its own distribution after the tokens before it. For any sampler,
-its tokens, continued to k + 1 by the target's own draws, must have the target's joint distribution: that is what
-"lossless" means for a rule that verifies token by token, by blocks, or otherwise.
+A world drafts k tokens of a vocabulary V, each from its own distribution after the tokens before it. For any lossless
+sampler, its tokens, continued to k + 1 by the target's own draws, have the target's joint distribution.
 
 A text of d tokens is numbered in base V, the first token first; a *cell* is the number of a text of k + 1 tokens.
 """
@@ -25,17 +24,11 @@ _PEAK = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Input of a sampler.
+    """Input of a sampler."""
 
-    Attributes:
-        draft_tokens: `[batch, k]`, int64.
-        draft_probs: `[batch, k, vocab]`, float32: what each was drawn from; one-hot for a token that was not drawn.
-        target_probs: `[batch, k + 1, vocab]`, float32: the target's, before each drafted token and after the last.
-    """
-
-    draft_tokens: Tensor
-    draft_probs: Tensor
-    target_probs: Tensor
+    draft_tokens: Tensor  # [batch, k], int64
+    draft_probs: Tensor  # [batch, k, vocab], float32: what each was drawn from; one-hot if it was not drawn
+    target_probs: Tensor  # [batch, k + 1, vocab], float32: before each drafted token and after the last
 
     def __len__(self) -> int:
         return len(self.draft_tokens)
@@ -43,16 +36,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class SamplerWorld:
-    """A target and a draft over all texts of up to k tokens; the name is for reports.
-
-    Attributes:
-        target: `[vocab**d, vocab]` for d = 0 to k, float64: the target's distribution after each text of d tokens.
-        draft: `[vocab**d, vocab]` for d = 0 to k - 1, float64: the draft's.
-    """
+    """A target and a draft over all texts of up to k tokens, float64; the name is for reports."""
 
     name: str
-    target: tuple[Tensor, ...]
-    draft: tuple[Tensor, ...]
+    target: tuple[Tensor, ...]  # [vocab**d, vocab] for d = 0 to k: after each text of d tokens
+    draft: tuple[Tensor, ...]  # [vocab**d, vocab] for d = 0 to k - 1
 
     @property
     def vocab(self) -> int:
@@ -107,11 +95,7 @@ Probs = Callable[[tuple[int, ...]], Tensor]
 
 
 def sampler_worlds() -> list[SamplerWorld]:
-    """The worlds of a test: two to five tokens, one to three of them drafted.
-
-    Distributions without zeros, with zeros on either side, peaked, equal, nearly equal and with ties; and candidates
-    that were not drawn, as from n-grams.
-    """
+    """Worlds of two to five tokens, one to three drafted: zeros, peaks, ties, and candidates that were not drawn."""
     near, other = _table("near p", 4, "dense"), _table("near q", 4, "dense")
     return [
         *(

@@ -44,9 +44,8 @@ class AcceptanceCurve:
     ) -> AcceptanceCurve:
         """The lowest concave curve that is not below any measured (nodes, tokens), nor below (0, 1).
 
-        Trees of the best nodes gain less with each node; measured ones scatter about that. They may have less than 1
-        token, because a step that only finds the end of an answer emits none; the curve ignores that. It is linear
-        between points and ends at the last that rises.
+        Measured points scatter, and may have less than 1 token, because a step that only finds the end of an answer
+        emits none. The curve is linear between points and ends at the last that rises.
 
         Worked example: 1.5, 1.6 and 1.9 tokens with 1, 2 and 3 nodes make gains of 0.5, 0.2 and 0.2.
 
@@ -74,17 +73,14 @@ class AcceptanceCurve:
 
     @property
     def measured_on(self) -> str:
-        """A description of the text, also where it is unknown."""
         return self.text or "text like that of its training"
 
     def tokens(self, nodes: int) -> float:
-        """Tokens per target call with this many nodes, or with all of them if there are fewer."""
         check_whole("nodes", nodes, least=0)
         return 1.0 + math.fsum(self.marginal_gains[:nodes])
 
 
 def _is_below(middle: tuple[int, float], left: tuple[int, float], right: tuple[int, float]) -> bool:
-    """Whether a point is on or below the line between two others."""
     return (middle[1] - left[1]) * (right[0] - left[0]) <= (right[1] - left[1]) * (middle[0] - left[0])
 
 
@@ -107,8 +103,7 @@ def size_options(
 
     Args:
         verify_s: V: seconds of the target's forward by the rows of each request; a tree of n nodes has n + 1.
-        draft_s: seconds of one proposal by the depth of its tree, because the cost of heads does not depend on the
-            number of guesses used; not called for 0 nodes, which cost nothing.
+        draft_s: seconds of one proposal by the depth of its tree; not called for 0 nodes, which cost nothing.
 
     Raises:
         OptionError: a cost is out of range.

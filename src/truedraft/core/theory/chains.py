@@ -1,8 +1,7 @@
 """Closed forms for chains and trees of drafted tokens.
 
 Leviathan et al. 2211.17192, section 3: gamma drafted tokens, each accepted with probability alpha, independently. Here
-a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` drops that assumption and
-uses measured costs. Needs no torch.
+a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` uses measured costs.
 
 Trace replay (docs/planning.md): the first k drafted tokens are accepted with probability sum over x_1..x_k of prod
 min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor of a
@@ -10,7 +9,7 @@ token is min(1, q(x) / p(x)); the overlap sum_x min(p, q) is right on average fo
 several. At temperature 0 the factor is 1 or 0 and replay is exact.
 
 Costs must come from curves measured before, without the engine: a prediction that reads the run it predicts predicts
-nothing. Results from them are called "predicted" everywhere.
+nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from truedraft.options import check_not_negative, check_positive, check_share, c
 
 
 def replay_factor(p: float, q: float) -> float:
-    """min(1, q / p) for one token of the trace, with p above 0, because the target drew it.
-
-    Raises:
-        OptionError: a probability is out of range.
-    """
+    """min(1, q / p) for one token of the trace, with p above 0; OptionError if a probability is out of range."""
     check_positive("p", p)
     check_share("p", p)
     check_share("q", q)
@@ -37,8 +32,7 @@ def replay_factor(p: float, q: float) -> float:
 def expected_tokens(alpha: float, gamma: int) -> float:
     """(1 - alpha^(gamma+1)) / (1 - alpha): tokens emitted per target call, the recovered or bonus token included.
 
-    Equation 1 of the paper, for acceptance rate alpha and gamma drafted tokens. It is between 1 (nothing accepted) and
-    gamma + 1 (all accepted).
+    Equation 1 of the paper, for acceptance rate alpha and gamma drafted tokens.
 
     Worked example: alpha = 0.6 and gamma = 2 give 1 + 0.6 + 0.36 = 1.96.
 
@@ -57,21 +51,15 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 def speedup(alpha: float, gamma: int, c: float) -> float:
     """(1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)): expected factor in wall time over plain decoding.
 
-    Theorem 3.8 of the paper; c is the time of one draft step over that of one target step.
-
-    Raises:
-        OptionError: an argument is out of range.
+    Theorem 3.8 of the paper; c is the time of one draft step over that of one target step. Raises OptionError for an
+    argument out of range.
     """
     check_not_negative("c", c)
     return expected_tokens(alpha, gamma) / (gamma * c + 1.0)
 
 
 def pays(alpha: float, c: float) -> bool:
-    """Whether some gamma above 0 is faster than plain decoding: exactly if alpha > c (corollary 3.9 of the paper).
-
-    Raises:
-        OptionError: an argument is out of range.
-    """
+    """Whether some gamma above 0 is faster than plain decoding: if alpha > c (corollary 3.9); raises as `speedup`."""
     check_share("alpha", alpha)
     check_not_negative("c", c)
     return alpha > c
@@ -80,10 +68,7 @@ def pays(alpha: float, c: float) -> bool:
 def least_speedup(alpha: float, c: float) -> float:
     """(1 + alpha) / (1 + c): where it pays, the best gamma gains at least this factor (corollary 3.9 of the paper).
 
-    It is the speed-up of gamma = 1. Where it does not pay, the result is 1: plain decoding.
-
-    Raises:
-        OptionError: an argument is out of range.
+    It is the speed-up of gamma = 1; 1 where it does not pay. Raises OptionError as `speedup`.
     """
     return (1.0 + alpha) / (1.0 + c) if pays(alpha, c) else 1.0
 
@@ -91,10 +76,7 @@ def least_speedup(alpha: float, c: float) -> float:
 def operations_factor(alpha: float, gamma: int, c_ops: float) -> float:
     """(1 - alpha)(gamma c_ops + gamma + 1) / (1 - alpha^(gamma+1)): arithmetic per emitted token over plain decoding's.
 
-    Theorem 3.11 of the paper; c_ops is the draft's operations per token over those of the target.
-
-    Raises:
-        OptionError: an argument is out of range.
+    Theorem 3.11; c_ops is the draft's operations per token over the target's. Raises OptionError as `speedup`.
     """
     check_not_negative("c_ops", c_ops)
     return (gamma * c_ops + gamma + 1.0) / expected_tokens(alpha, gamma)
@@ -103,10 +85,7 @@ def operations_factor(alpha: float, gamma: int, c_ops: float) -> float:
 def best_gamma(alpha: float, c: float, limit: int = 64) -> int:
     """The gamma of 0 to `limit` with the largest `speedup`, the smallest of several; 0 where it does not pay.
 
-    A limit is needed because with c = 0 every further token helps; alpha and c as in `speedup`.
-
-    Raises:
-        OptionError: an argument is out of range.
+    A limit is needed because with c = 0 every further token helps. Raises OptionError as `speedup`.
     """
     check_whole("limit", limit, least=0)
     return max(range(limit + 1), key=lambda gamma: speedup(alpha, gamma, c))
@@ -134,9 +113,8 @@ def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: floa
 def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Sequence[Sequence[float]]) -> float:
     """1 + the sum over paths of the product of accuracies: tokens per target call if heads erred independently.
 
-    A node of a tree of candidates is a path of ranks from the root. It adds the fraction of places, on held-out text,
-    where the true continuation follows that path. Heads err together, which such counts include and the product of
-    accuracies does not; reports show both.
+    A node of a tree of candidates is a path of ranks from the root. Heads err together, which measured counts include
+    and the product of accuracies does not; reports show both.
 
     Worked example: with accuracies 0.6 and 0.2 of the first head's first two ranks and 0.5 of the second head's first
     one, the paths (0), (1) and (0, 0) come to 1 + 0.6 + 0.2 + 0.6 * 0.5 = 2.1.

@@ -1,7 +1,4 @@
-"""Costs of a target's forward and of a drafter's proposal, in seconds, from measured points.
-
-Curves are monotone, because more work never costs less, and linear between points and beyond the last point.
-"""
+"""Costs of a target's forward and of a drafter's proposal, in seconds: monotone curves fitted to measured points."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ _SETTLING = 12.0  # time constant in steps
 class CostCurve:
     """Seconds by one size (rows, nodes, depth).
 
-    It is linear between points, constant below the first point, and continues the last slope beyond the last (constant
-    if there is one point). Sizes ascend and seconds never descend; both are 0 or more.
+    Linear between points, constant below the first point, and with the last slope beyond the last. Sizes ascend and
+    seconds never descend; both are 0 or more.
 
     Raises:
         OptionError: no points, or unordered ones.
@@ -44,11 +41,7 @@ class CostCurve:
 
     @classmethod
     def fit(cls, points: Iterable[tuple[float, float]]) -> CostCurve:
-        """The monotone curve nearest to measured (size, seconds); several of one size count as their mean.
-
-        Raises:
-            OptionError: no points, or negative or infinite ones.
-        """
+        """The monotone curve nearest to measured (size, seconds), equal sizes as their mean; OptionError if invalid."""
         by_size: dict[float, list[float]] = {}
         for size, seconds in points:
             by_size.setdefault(float(size), []).append(seconds)
@@ -67,12 +60,7 @@ class CostSurface:
     """Seconds by rows and context, monotone in both; in each direction as a `CostCurve`.
 
     Beyond the last rows or context it continues with the steepest last slope at any smaller context or fewer rows, so
-    that it stays monotone there too.
-
-    Attributes:
-        rows: ascending.
-        contexts: cached tokens, ascending.
-        seconds: `[rows][contexts]`, not descending along either axis.
+    that it stays monotone there too. `seconds` are `[rows][contexts]`, not descending along either axis.
 
     Raises:
         OptionError: no points, or unordered ones.
@@ -94,11 +82,7 @@ class CostSurface:
 
     @classmethod
     def fit(cls, cells: Mapping[tuple[int, int], float]) -> CostSurface:
-        """The monotone surface near measured seconds at (rows, context); every pair must have been measured.
-
-        Raises:
-            OptionError: a pair is missing, or seconds are infinite or negative.
-        """
+        """The monotone surface near seconds at (rows, context); OptionError if a pair is missing or a time invalid."""
         rows = sorted({row for row, _ in cells})
         contexts = sorted({context for _, context in cells})
         missing = [(row, context) for row in rows for context in contexts if (row, context) not in cells]
@@ -126,11 +110,9 @@ class CostSurface:
         return _between_points(self.contexts, isotonic(at_rows), context)
 
     def _context_slopes(self) -> tuple[float, ...]:
-        """Seconds per further cached token beyond the last context, by rows."""
         return _running_largest([_last_slope(self.contexts, line) for line in self.seconds])
 
     def _row_slopes(self) -> tuple[float, ...]:
-        """Seconds per further row beyond the last, by context."""
         columns = zip(*self.seconds, strict=True)
         return _running_largest([_last_slope(self.rows, column) for column in columns])
 
@@ -149,8 +131,7 @@ class TargetCost:
     """V(rows, contexts): seconds of one packed forward of a target.
 
     V = base(rows of all requests) + sum over the requests of attention(its rows, its context) + (requests - 1) *
-    request_s. The weights are read once for all rows, cached keys and values once per request. V never decreases when
-    rows are added or a context grows.
+    request_s. V never decreases when rows are added or a context grows.
 
     Attributes:
         base: by rows, for one request at the smallest measured context.
@@ -194,15 +175,7 @@ class TargetCost:
         return cls(base, unbatched.attention, max(0.0, median(extra)) if extra else 0.0)
 
     def __call__(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of a forward.
-
-        Args:
-            rows: tokens of all requests together; shared evenly among them.
-            contexts: cached tokens of each request before the forward.
-
-        Raises:
-            OptionError: no request, or fewer rows than requests.
-        """
+        """Seconds of a forward of `rows` tokens, shared evenly by requests with these `contexts`; or OptionError."""
         if not contexts:
             raise OptionError("a forward needs the context of at least one request, got none")
         check_whole("rows", rows, least=len(contexts))
@@ -220,8 +193,7 @@ class TargetCost:
 
 
 class ForwardTable:
-    """V(rows, contexts) in seconds, cached for 4,096 shapes, with the mean context rounded to 64 tokens, because
-    contexts change at every step."""
+    """V(rows, contexts) in seconds, cached for 4,096 shapes, with the mean context rounded to 64 tokens."""
 
     def __init__(self, forward_s: Callable[[int, Sequence[int]], float]) -> None:
         self._known = lru_cache(_MOST_SHAPES)(lambda rows, count, each: forward_s(rows, [each] * count))
@@ -235,12 +207,7 @@ class ForwardTable:
 
 
 class DraftPoint(NamedTuple):
-    """Measured seconds of `propose` and `observe`, catch-up with the last step's tokens included.
-
-    Attributes:
-        depth: length of the longest path, 1 or more.
-        nodes: drafted nodes, 1 or more.
-    """
+    """Measured seconds of `propose` and `observe`, catch-up included; depth and nodes are 1 or more."""
 
     depth: int
     nodes: int
@@ -249,10 +216,7 @@ class DraftPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """Seconds of one proposal of a drafter for one request, catch-up included.
-
-    The measured points are one for each depth, ascending; none for a drafter that never drafts.
-    """
+    """Seconds of one proposal for one request, catch-up included, from one point per depth; 0 without points."""
 
     points: tuple[DraftPoint, ...]
 
@@ -266,23 +230,14 @@ class DraftCost:
             raise OptionError(f"the depths of a draft cost must rise, got {depths}")
 
     def __call__(self, depth: int) -> float:
-        """Seconds of a proposal of this depth, of the drafter's own width; 0 for depth 0.
-
-        Raises:
-            OptionError: a negative depth.
-        """
+        """Seconds of a proposal of this depth, of the drafter's own width; 0 for depth 0. OptionError below 0."""
         check_whole("depth", depth, least=0)
         return self._curve([(point.depth, point.seconds) for point in self.points], depth)
 
     def guessed(self, share: float, longest: int) -> DraftCost:
-        """The cost by length of a cascade's chains, where this cost is by levels and some tokens take none.
+        """The cost by length of a cascade's chains, where a `share` of the tokens after the first take no level.
 
-        Worked example: levels of 2 ms, of the tokens after the first one half take none. A chain of 5 takes 3 levels, 6
-        ms.
-
-        Args:
-            share: fraction of the tokens after a chain's first that take no level.
-            longest: greatest length.
+        Worked example: levels of 2 ms, a share of one half. A chain of 5 takes 3 levels, 6 ms.
         """
         points = []
         for length in range(1, longest + 1):
@@ -293,13 +248,7 @@ class DraftCost:
         return DraftCost(tuple(points))
 
     def of_nodes(self, nodes: int) -> float:
-        """Seconds of a proposal with this many nodes, in the drafter's shape; 0 for none.
-
-        A drafter with a limit on nodes may fill it at several depths; the deepest is what it proposes.
-
-        Raises:
-            OptionError: a negative number of nodes.
-        """
+        """Seconds of a proposal with this many nodes, in the drafter's shape; 0 for none. OptionError below 0."""
         check_whole("nodes", nodes, least=0)
         deepest = {point.nodes: point.seconds for point in self.points}
         return self._curve(list(deepest.items()), nodes)
@@ -329,10 +278,7 @@ def isotonic(values: Sequence[float]) -> list[float]:
 
 
 def isotonic_grid(grid: Sequence[Sequence[float]]) -> list[list[float]]:
-    """A grid made non-decreasing along both axes: pooled along the second, then along the first.
-
-    Pooling preserves an order between sequences, so the second pass does not undo the first.
-    """
+    """A grid made non-decreasing along both axes: pooled along the second, then the first, which keeps the order."""
     rows = [isotonic(row) for row in grid]
     columns = [isotonic(column) for column in zip(*rows, strict=True)]
     fitted = [list(row) for row in zip(*columns, strict=True)]

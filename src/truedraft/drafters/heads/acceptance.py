@@ -1,9 +1,8 @@
 """Calibrated probability that a drafted token is accepted, given that its parent was.
 
-A head's own probability is not that: at temperature 0 the target takes its likeliest token, so if its distributions are
-flat, the head's first guess is accepted far more often than the head's probability, and others far less. Trees chosen
-by raw probabilities are then too wide and too shallow. So the log odds of acceptance are fitted to text of the target,
-for each depth, as a linear function of the head's own log odds, x = log q / (1 - q):
+A head's own probability is not that: at temperature 0 the target takes its likeliest token, so a head's first guess is
+accepted more often than its probability, and others less. So the log odds of acceptance are fitted to text of the
+target, for each depth, as a linear function of the head's own log odds, x = log q / (1 - q):
 
     of the head's first guess              best + own x(first)
     of its guess of rank r = 1, 2, ...     other + rank log r + own x(guess) + top x(first)
@@ -34,7 +33,7 @@ _LEAST = 1e-7  # probabilities closer to 0 or 1 are clamped
 
 
 class Odds(NamedTuple):
-    """Coefficients of the log odds of acceptance at one depth; see the module."""
+    """Coefficients of the log odds of acceptance at one depth."""
 
     best: float
     other: float
@@ -49,10 +48,8 @@ RAW = Odds(0.0, 0.0, 0.0, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceOdds:
-    """Log probabilities that guesses are accepted, given that their parents are.
-
-    Attributes:
-        depths: for tokens at depth 1, 2, ...; the last is used for deeper ones.
+    """Log probabilities that guesses are accepted, given that their parents are, per depth; the last is also for deeper
+    ones.
 
     Raises:
         OptionError: there is no depth; a number is not finite, or above 1,000; or the result would not be monotonic in
@@ -71,11 +68,7 @@ class AcceptanceOdds:
 
     @classmethod
     def of(cls, depths: Sequence[Sequence[float]]) -> AcceptanceOdds:
-        """From lists of five numbers.
-
-        Raises:
-            OptionError: they are invalid.
-        """
+        """From lists of five numbers; raises `OptionError` if they are invalid."""
         try:
             return cls(tuple(Odds(*map(float, odds)) for odds in depths))
         except (TypeError, ValueError) as error:
@@ -89,13 +82,10 @@ class AcceptanceOdds:
         )
 
     def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
-        """Log probabilities of survival: at most 0, and not rising along ranks.
-
-        A row depends only on itself; nothing waits for a device.
+        """Log probabilities of survival: at most 0, and not rising along ranks; a row depends only on itself.
 
         Args:
-            log_probs: `[..., ranks]`, float32: a head's log probabilities of its guesses, descending.
-            depth: of the guesses, 1 or more.
+            log_probs: `[..., ranks]`, float32: a head's log probabilities of its guesses at `depth`, descending.
         """
         depths = len(self.depths)
         numbers = _numbers(self, depths, log_probs.shape[-1], log_probs.device)
@@ -108,7 +98,7 @@ class AcceptanceOdds:
 
 
 def _survival(log_probs: Tensor, numbers: Tensor) -> Tensor:
-    """Log probabilities of survival of guesses `[..., ranks]`, from the numbers `[..., 1 + 2 ranks]` of `_numbers`."""
+    """Of guesses `[..., ranks]`, from the numbers `[..., 1 + 2 ranks]` of `_numbers`."""
     ranks = log_probs.shape[-1]
     own, fixed, top = numbers.split([1, ranks, ranks], dim=-1)
     odds = log_odds(log_probs)
@@ -123,10 +113,7 @@ def log_odds(log_probs: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _numbers(odds: AcceptanceOdds, depths: int, ranks: int, device: torch.device) -> Tensor:
-    """Per depth: the weight of a guess's own log odds, each rank's offset, each rank's weight of the first guess.
-
-    `[depths, 1 + ranks + ranks]`, float32; cached, as they recur at every step.
-    """
+    """`[depths, 1 + ranks + ranks]`, float32: weight of a guess's log odds, rank offsets, weights of the first guess."""
     rows = []
     for depth in range(depths):
         of = odds.depths[min(depth, len(odds.depths) - 1)]
@@ -141,7 +128,7 @@ Scores: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
 def scores_for(requests: Sequence[AcceptanceOdds | None], device: torch.device) -> Scores:
-    """Scores of the paths of requests: each one's survival, or log probabilities if it has none."""
+    """Scores of the paths of requests: survival, or log probabilities if a request has no odds."""
     different = list(dict.fromkeys(requests))
     if len(different) == 1:
         return different[0] or as_they_are
@@ -160,7 +147,7 @@ def as_they_are(log_probs: Tensor, depth: int) -> Tensor:
 
 
 class OddsOfRequests:
-    """`Scores` from numbers per request (`numbers_of`), which may change between replays of a recorded graph."""
+    """`Scores` from the numbers of `numbers_of`, which may change between replays of a recorded graph."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
@@ -172,7 +159,7 @@ class OddsOfRequests:
 
 
 def numbers_of(requests: Sequence[AcceptanceOdds | None], depths: int, ranks: int) -> NDArray[np.float32]:
-    """Input of `OddsOfRequests`: whether a request has odds (1, else 0), and its numbers at each depth."""
+    """Input of `OddsOfRequests`: 1 if a request has odds, else 0, and its numbers at each depth."""
     of_each = {
         odds: np.zeros((depths, 2 + 2 * ranks), np.float32) if odds is None else _with_odds(odds, depths, ranks)
         for odds in dict.fromkeys(requests)

@@ -31,11 +31,7 @@ RunnerT = TypeVar("RunnerT")
 class SizePlan:
     """One choice of a drafter's sizes, except its number of nodes: an option for planning.
 
-    Attributes:
-        name: the sizes without the nodes, for reports: "8 beams of 4"; may be empty.
-        curve: expected tokens by number of nodes.
-        timed: a drafter with proposals of the same cost, by their depth.
-        with_nodes: makes the drafter with a number of nodes; 0 drafts nothing.
+    `curve` is the expected tokens by number of nodes, `timed` a drafter with proposals of the same cost.
     """
 
     name: str
@@ -51,7 +47,6 @@ class TreeFacts:
     Attributes:
         tree: the drafted nodes of the counted tree.
         fixed: whether that tree is drafted; otherwise each step chooses one.
-        curve: expected tokens by number of nodes; None if not measured.
         accuracy: `[heads][ranks]`: how often the true token had which rank for each head; None if not counted.
     """
 
@@ -66,10 +61,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
     """Drafts with heads on the target's last hidden state; subclasses turn their guesses into proposals.
 
     Heads may use the target's LM head and embeddings, so the drafter runs with the target that it was last checked
-    against, which an engine does when it is made.
-
-    Attributes:
-        sizes: of the head, as a tuple; a proposal's cost depends on them.
+    against. `sizes` are the head's; a proposal's cost depends on them.
     """
 
     features: Features | None = Features()
@@ -94,34 +86,23 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         return getattr(self._runner, "warmups", 0)
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """Expected tokens by number of nodes for requests with such options; None if not measured."""
+        """Expected tokens by number of nodes, as measured."""
         return None
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """Sizes to choose from by measuring, for requests with such options.
-
-        Empty if they were chosen already, or if expected tokens were not measured.
-        """
+        """Sizes to choose from by measuring; empty if they were chosen already, or not measured in training."""
         return ()
 
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
-        """Measurements of the trees for requests with such options; None if it makes no ranked trees."""
+        """Measurements of the trees; None if it makes no ranked trees."""
         return None
 
     @abstractmethod
     def _runner_for(self, target: LanguageModel) -> RunnerT:
-        """The head as it runs with a target that it fits.
-
-        Raises:
-            CompositionError: the drafter does not fit the target for another reason than its head.
-            ModelError: the target has no LM head that could be shared.
-        """
+        """Raises `CompositionError` if the drafter does not fit, `ModelError` without an LM head to share."""
 
     def _recorder(self, target: LanguageModel) -> Recorder | None:
-        """Records heads between two forwards of a target; None if these are not recorded.
-
-        Heads may use its LM head, which may run code on the host if its forwards are not recorded.
-        """
+        """None if the target's forwards are not recorded: its LM head may then run code on the host."""
         return CudaGraphs(target.device) if target.records_chains and target.device.type == "cuda" else None
 
     def check(self, target: LanguageModel) -> None:
@@ -129,7 +110,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
 
         Raises:
             CompositionError: names both targets, or the mismatch.
-            ModelError: the target has no LM head or embedding that could be shared, or its weights cannot be read.
+            ModelError: the target has no LM head or embedding to share, or its weights cannot be read.
         """
         if target is self._runs_with:
             return
@@ -141,11 +122,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         self.held.request_bytes = self.head.config.width * target.dtype.itemsize
 
     def take(self, head: HeadT) -> None:
-        """Draft with other weights of the same sizes from now on; state of the old ones must be dropped.
-
-        Raises:
-            CompositionError: the sizes differ.
-        """
+        """Draft with other weights of the same sizes from now on; old state must be dropped. Raises `CompositionError`."""
         if type(head) is not type(self.head) or head.config != self.head.config:
             raise CompositionError(
                 f"{head.config} is no head of the sizes {self.head.config}, which this one drafts with"
@@ -158,11 +135,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
             raise
 
     def with_head(self, head: HeadT) -> Self:
-        """The same drafter with other weights of the same sizes, and without requests.
-
-        Raises:
-            CompositionError: the sizes differ.
-        """
+        """The same drafter with other weights, without requests; raises `CompositionError` if the sizes differ."""
         other = copy.copy(self)
         other._vectors = {}
         other.held = Held(noted=[other._vectors], request_bytes=self.held.request_bytes)
@@ -178,7 +151,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         return self._runner, self._runs_with
 
     def _last_vectors(self, batch: Sequence[DraftRequest]) -> tuple[Tensor, Tensor]:
-        """The hidden states `[requests, width]` of requests that have some, and the tokens drawn from them."""
+        """The hidden states `[requests, width]`, and the tokens drawn from them."""
         vectors = [vector for each in batch if (vector := self._vectors[each.id]) is not None]
         hidden = torch.stack(vectors)
         return hidden, transfers.upload([each.tokens[-1] for each in batch], hidden.device)
@@ -191,8 +164,8 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
             if outcome.hidden is None:
                 self._vectors[request.id] = None
                 continue
-            # A copy: the next forward may overwrite the rows, and one row should not keep all of them in memory. A
-            # padded target has zeros after the entries that heads read.
+            # A copy: the next forward may overwrite the rows. A padded target has zeros after the entries that heads
+            # read.
             self._vectors[request.id] = outcome.hidden[-1, : self.head.config.width].clone()
 
     def end(self, request: DraftRequest) -> None:
@@ -237,14 +210,9 @@ def refuse_other_target(head: Head, target: LanguageModel) -> None:
 
 
 def trees_of(tokens: Tensor, parents: Tensor, counts: Tensor) -> list[TokenTree]:
-    """The tree of each request, from its nodes, a parent before its children.
+    """The tree of each request, from nodes `[requests, nodes]`, int64, a parent before its children; -1 is the root.
 
-    Shapes are copied to the host in one transfer; tokens stay on the device.
-
-    Args:
-        tokens: `[requests, nodes]`, int64.
-        parents: `[requests, nodes]`, int64: number of the parent, -1 for the root.
-        counts: `[requests]`, int64: number of valid entries.
+    Shapes are copied to the host in one transfer; tokens stay on the device. `counts` are the numbers of valid entries.
     """
     numbers, width = transfers.fetch([counts, parents]), parents.shape[1]
     above = list(map(int, numbers[1]))

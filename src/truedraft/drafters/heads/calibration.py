@@ -32,9 +32,8 @@ def kind_of(params: SamplingParams) -> str:
 class Calibration:
     """Odds of acceptance by the kind of requests: "greedy" at temperature 0, "sampled" and "coupled" at temperature 1.
 
-    Between these temperatures, to the nearest hundredth, the odds are interpolated; above 1 they are those of 1. Seeded
-    requests share the target's noise, so their guesses survive differently. Missing kinds use the heads' own
-    probabilities.
+    Between these temperatures, to the nearest hundredth, the odds are interpolated; above 1 they are those of 1.
+    Missing kinds use the heads' own probabilities.
     """
 
     def __init__(self, kinds: Mapping[str, AcceptanceOdds] | None = None) -> None:
@@ -43,16 +42,11 @@ class Calibration:
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> Calibration:
-        """From lists of numbers by kind, as facts hold them.
-
-        Raises:
-            ModelError: they are invalid.
-        """
+        """From lists of numbers by kind, as facts hold them; raises `ModelError` if they are invalid."""
         with _reading("trees of these heads", "them"):
             return cls({kind: AcceptanceOdds.of(depths) for kind, depths in kept.items()})
 
     def __call__(self, params: SamplingParams) -> AcceptanceOdds | None:
-        """The odds for a request; None for the heads' own probabilities."""
         if params.greedy:
             return self._kinds.get(GREEDY)
         key = COUPLED if params.seeded else SAMPLED, round(min(params.temperature, 1.0), 2)
@@ -71,11 +65,7 @@ def _raw_like(other: AcceptanceOdds | None) -> AcceptanceOdds:
 
 
 def tree_curves(facts: Mapping[str, Any], heads: int) -> dict[str, AcceptanceCurve]:
-    """Acceptance curves of Medusa trees chosen at each step, by the kind of requests; {} if not measured.
-
-    Raises:
-        ModelError: the facts are damaged.
-    """
+    """Acceptance curves of Medusa trees chosen at each step, by kind; raises `ModelError` if the facts are damaged."""
     with _reading("trees of these heads", "them"):
         kept = {kind: tree[LIKELIEST] for kind, tree in facts.get("trees", {}).items() if LIKELIEST in tree}
         return {kind: _curve_of(facts, each, lambda nodes: min(nodes, heads)) for kind, each in kept.items()}
@@ -91,11 +81,7 @@ class BeamCurve:
 
 
 def beam_curves(facts: Mapping[str, Any], params: SamplingParams) -> list[BeamCurve]:
-    """The acceptance curves of beams for requests with such options; [] if not measured.
-
-    Raises:
-        ModelError: the facts of the recurrent head are damaged.
-    """
+    """The acceptance curves of beams for such requests; raises `ModelError` if the facts are damaged."""
     found = []
     with _reading("beams of this head", "it"):
         for each in facts.get(BEAMS_FACT, {}).get(kind_of(params), []):
@@ -116,10 +102,7 @@ def _curve_of(facts: Mapping[str, Any], kept: Mapping[str, Any], depth_of: Calla
 def fixed_for(facts: Mapping[str, Any]) -> frozenset[str]:
     """Kinds of requests for which the counted tree had the most tokens per call on held-out text.
 
-    If training did not compare both kinds of trees, their expected tokens are compared here.
-
-    Raises:
-        ModelError: the measurements are damaged.
+    Falls back to expected tokens. Raises `ModelError` if the measurements are damaged.
     """
     with _reading("trees of these heads", "them"):
         trees = facts.get("trees", {}).items()
@@ -127,7 +110,7 @@ def fixed_for(facts: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _expected_better(tree: Mapping[str, Any]) -> str:
-    """Which trees have more expected tokens, over the numbers of nodes at which both were replayed."""
+    """By expected tokens, over the numbers of nodes at which both were replayed."""
     chosen = tree.get(LIKELIEST, {"nodes": (), "tokens": ()})
     tokens = dict(zip(chosen["nodes"], chosen["tokens"], strict=True))
     gains = [each["replayed"] - tokens[each["nodes"]] for each in tree.get("promises", ()) if each["nodes"] in tokens]

@@ -1,8 +1,7 @@
 """The base of all heads: modules on the target's last hidden state, their record, and their files.
 
-A kind of head is a subclass of `Head` with a dataclass of its sizes. On disk a head is one folder: `config.json` holds
-the kind, the sizes and the target, `heads.safetensors` the weights, and another JSON file measurements. `config.json`
-is written last, so that an incomplete checkpoint is not loaded.
+A kind of head is a subclass of `Head` with a dataclass of its sizes. On disk a head is a folder with `config.json`,
+written last so that an incomplete checkpoint is not loaded, `heads.safetensors`, and a JSON file of measurements.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _PUBLISHED = ("model.safetensors", "pytorch_model.bin")
 
 
 class HeadConfig(Protocol):
-    """Sizes of a head: a dataclass with the fields of `config.json`; `width` is that of the LM head's input."""
+    """A dataclass with the fields of `config.json`; `width` is that of the LM head's input."""
 
     @property
     def width(self) -> int: ...
@@ -63,11 +62,10 @@ class HeadRecord:
     """What is known about a head in addition to its weights.
 
     Attributes:
-        target_name: the target's name at training; "" if unknown.
-        fingerprint: `LanguageModel.fingerprint` of that target; None if unknown.
-        trees: trees of ranks that were counted for it: "greedy" for requests at temperature 0, "sampled" for others.
+        target_name: at training; "" if unknown.
+        fingerprint: `LanguageModel.fingerprint` of that target; `sample` is its `LanguageModel.sample`.
+        trees: counted trees of ranks: "greedy" for requests at temperature 0, "sampled" for others.
         note: for the user, about a file that does not name its target.
-        sample: `LanguageModel.sample` of that target; None if unknown.
     """
 
     target_name: str = ""
@@ -78,7 +76,7 @@ class HeadRecord:
     sample: str | None = None
 
     def names(self, target: LanguageModel) -> bool:
-        """Whether the target's weights are those of the recorded target, or none is recorded."""
+        """Whether the target's weights are those of the recorded target, if any."""
         if self.sample is not None and (sample := target.sample) is not None:
             return self.sample == sample
         return self.fingerprint is None or self.fingerprint == target.fingerprint
@@ -88,9 +86,8 @@ class Head(nn.Module, ABC):
     """Guesses `reach` tokens after the one that was drawn from a hidden state of the target.
 
     Attributes:
-        kind: in `config.json`, of the training command, and of the drafter.
-        noun: one such head in messages; `plural`: several.
-        place_word: name of a position in a training's log.
+        kind: in `config.json`, of the training command, and of the drafter; `noun` and `plural` are for messages.
+        place_word: a position in a training's log.
         reads_layers: whether it reads several of the target's layers, those in `config.layers`.
     """
 
@@ -109,14 +106,10 @@ class Head(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def reach(self) -> int:
-        """Number of guessed tokens, after the one that was drawn from a hidden state."""
-
+    def reach(self) -> int: ...
     @property
     @abstractmethod
-    def reads_tokens(self) -> bool:
-        """Whether drafting needs the target's embeddings."""
-
+    def reads_tokens(self) -> bool: ...
     @property
     @abstractmethod
     def outputs(self) -> Sequence[nn.Linear | None]:
@@ -124,11 +117,11 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def start_from(self, weight: Tensor) -> None:
-        """Initialize its own outputs with the weight `[vocab, width]` of the target's LM head."""
+        """Initialize its own outputs with the LM head's weight `[vocab, width]`."""
 
     @classmethod
     def for_target(cls, path: str | None, target: LanguageModel) -> Self:
-        """Load the head at a path, or with `embedded:` an embedded one, with the layers that it reads of a target set.
+        """Load the head at a path, or with `embedded:` an embedded one, for a target.
 
         Raises:
             CompositionError: there is no path, because none was trained for the target.
@@ -149,10 +142,7 @@ class Head(nn.Module, ABC):
         return other
 
     def save(self, folder: Path | str, record: HeadRecord, *, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write the head into a folder, created if missing; replaces an earlier checkpoint there.
-
-        Args:
-            dtype: of the written weights: bfloat16, float16 or float32.
+        """Write the head into a folder, in bfloat16, float16 or float32; replaces an earlier checkpoint there.
 
         Raises:
             ModelError: the files cannot be written.
@@ -182,26 +172,21 @@ class Head(nn.Module, ABC):
         return {}, kept
 
     def reading(self, layers: int) -> Self:
-        """The head for a target with so many layers; sets the layers that it reads if its folder does not name them."""
+        """The head for a target with so many layers; sets the layers that it reads if its folder names none."""
         return self
 
     @classmethod
     def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
         """A head of this kind that another project published at a path; None if there is none.
 
-        Args:
-            ids_in_d2t: read a table of ids instead of offsets, as in damaged folders.
-
-        Raises:
-            ModelError: a file is damaged, or has unsupported sizes or options.
+        `ids_in_d2t`: read ids instead of offsets, as in damaged folders. Raises `ModelError` for damaged or unsupported
+        files.
         """
         return None
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
-        """A head in evaluation mode, without gradients, on the CPU, in the dtype of its file.
-
-        Also loads those of other projects (`load_published`).
+        """A head, also of other projects, in evaluation mode, on the CPU, in the dtype of its file.
 
         Raises:
             ModelNotFoundError: there is no such folder, or no head in it.
@@ -221,7 +206,7 @@ class Head(nn.Module, ABC):
         about = _read_json(path / _CONFIG)
         cls._refuse_other_kinds(about, path)
         try:
-            # Newer fields have defaults, and older folders lack them.
+            # Older folders lack newer fields, which have defaults.
             given = {each.name: about[each.name] for each in fields(cls.sizes) if each.name in about or _required(each)}
             config = cls.sizes(**given)
             name, known = str(about["target"]["name"]), about["target"]["fingerprint"]
@@ -261,10 +246,7 @@ class Head(nn.Module, ABC):
     def with_weights(
         cls, config: HeadConfig, weights: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None
     ) -> Self:
-        """A head in evaluation mode, without gradients, with exactly the weights of a file.
-
-        Args:
-            names: of the weights here, by those in the file; None if they are the same.
+        """A head in evaluation mode with exactly the weights of a file; `names` maps its names to those here.
 
         Raises:
             ModelError: they are not the weights of a head of these sizes.
@@ -306,12 +288,11 @@ class VectorHead(Head):
 
         Args:
             hidden: `[rows, width]`: inputs of the target's LM head.
-            embedded: `[reach, rows, width]`: the target's embeddings of the token drawn from each, and of those after
-                it; position k (from 0) reads at most the first k + 1 and predicts the token after these.
+            embedded: `[reach, rows, width]`: of the drawn tokens and those after; position k reads the first k + 1.
         """
 
     def place_logits(self, place: int, vectors: Tensor, lm_head: LmHead) -> Tensor:
-        """Logits `[rows, vocab]` at a position, from its output layer's input `[rows, exit_width]`."""
+        """Logits `[rows, vocab]`, from its output layer's input `[rows, exit_width]`."""
         output = self.outputs[place]
         return lm_head(vectors) if output is None else lm_head.finish(output(vectors))
 
@@ -345,28 +326,28 @@ def _kinds(parent: type[Head]) -> Iterator[type[Head]]:
 
 
 def linears_of(blocks: nn.Sequential) -> list[nn.Linear]:
-    """The linear layer of each residual block."""
+    """The linear layers of residual blocks."""
     return [block.linear for block in blocks if isinstance(block, ResidualBlock)]
 
 
 def over_whole_vocabulary(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits `[rows, vocab_size]` from `[rows, guessed]` of `ids` `[guessed]`, -inf elsewhere; None: the first ids."""
+    """Logits `[rows, vocab_size]` from `[rows, guessed]` of `ids`, or of the first ids; -inf elsewhere."""
     if ids is None:
         return logits[:, :vocab_size]
     return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, ids, logits)
 
 
 def scaled_embedding(embedded: Tensor) -> Tensor:
-    """Embeddings `[rows, width]` scaled to a root mean square of 1: their size differs by orders of magnitude.
+    """Embeddings `[rows, width]` scaled to a root mean square of 1, because their size differs by orders of magnitude.
 
-    In float32 with a tiny epsilon: torch's default is 0.008 in bfloat16, more than the mean of squares of many tables.
+    In float32 with a tiny epsilon: torch's 0.008 in bfloat16 is more than the mean of squares of many tables.
     """
     wide = embedded.float()
     return functional.rms_norm(wide, wide.shape[-1:], eps=_TINY).to(embedded.dtype)
 
 
 def placed(weight: Tensor, bias: Tensor | None, target: LanguageModel) -> Product:
-    """A copy of a linear layer in the dtype and on the device of a target, packed if that is faster."""
+    """A copy of a linear layer in a target's dtype and on its device, packed if that is faster."""
     device, dtype = target.device, target.dtype
     weight = weight.detach().to(device, dtype, copy=True)
     offset = None if bias is None else bias.detach().to(device, dtype, copy=True)
@@ -404,12 +385,7 @@ def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
 
 
 def published_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file with the weights in a folder of another project, and its tensors by name.
-
-    Raises:
-        ModelNotFoundError: there is no such file.
-        ModelError: it cannot be read.
-    """
+    """The file with the weights in another project's folder, and its tensors; raises `ModelError` if it cannot be read."""
     file = next((folder / name for name in _PUBLISHED if (folder / name).is_file()), None)
     if file is None:
         raise ModelNotFoundError(f"{str(folder)!r} has neither {' nor '.join(_PUBLISHED)}; fetch one of them")
@@ -418,7 +394,7 @@ def published_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def reading_sizes(config: Path) -> Iterator[None]:
-    """Turn the errors of reading sizes from another project's config.json into a `ModelError`."""
+    """Turn errors of reading another project's config.json into a `ModelError`."""
     try:
         yield
     except KeyError as error:
@@ -428,17 +404,13 @@ def reading_sizes(config: Path) -> Iterator[None]:
 
 
 def unnamed_target(what: str, target: str = "") -> str:
-    """The note about a head of another project, of which at most the name of its target is known."""
+    """The note about another project's head."""
     named = f" ({target} by name)" if target else ""
     return f"{what} does not say which weights it was trained for{named}; it is used because its sizes fit"
 
 
 def write_published(folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write a folder in the format of other projects: `model.safetensors`, then `config.json`.
-
-    Raises:
-        ModelError: it cannot be written.
-    """
+    """Write `model.safetensors`, then `config.json`; raises `ModelError` if they cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _CONFIG).unlink(missing_ok=True)

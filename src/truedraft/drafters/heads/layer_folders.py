@@ -1,9 +1,7 @@
 """Folders of other projects with heads that have decoder layers: the shared part of EAGLE-3 and block drafters.
 
-A `config.json` with tensors, which may include copies of the target's own for training. If the draft has fewer ids,
-`d2t` is an offset, not an id: the draft's token j is the target's token j + d2t[j].
-
-Only tensors are read, no code that a file may hold. No such folder identifies its target's weights.
+A `config.json` with tensors, some of them copies of the target's. If the draft has fewer ids, `d2t` is an offset: the
+draft's token j is the target's token j + d2t[j]. No code in a file is run. No folder identifies its target's weights.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _Head = TypeVar("_Head", bound=LayerHead)
 
 
 def named_kind(path: Path, kinds: Sequence[type[LayerHead]]) -> type[LayerHead] | None:
-    """The one of some kinds of heads that a folder's config.json names; None if it names none of them."""
+    """The kind of head that a folder's config.json names; None if it names none of `kinds`."""
     record = object_of(path / CONFIG)
     word, names = record.get(SPECULATORS), record.get("architectures")
     names = names if isinstance(names, list) else []
@@ -64,7 +62,7 @@ def load_layer_folder(
     Args:
         sizes: computes the sizes from config.json and the weights.
         renamed: maps a weight's name there to the name here.
-        ids_in_d2t: read a table of ids instead of offsets, as in damaged folders.
+        ids_in_d2t: read ids instead of offsets, as in damaged folders.
 
     Raises:
         ModelNotFoundError: there are no weights.
@@ -90,11 +88,7 @@ def load_layer_folder(
 
 
 def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Entries of `LayerConfig` that all of these folders have.
-
-    Args:
-        layer: the part of it about the layers.
-        weights: their names give sizes that are not in config.json.
+    """Entries of `LayerConfig` that all of these folders have, from the part `layer` about layers, and weights.
 
     Raises:
         KeyError: an entry is missing.
@@ -127,12 +121,9 @@ def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Ma
 
 
 def _draft_ids(config: LayerConfig, weights: dict[str, Tensor], file: Path, ids_in_d2t: bool) -> Tensor | None:
-    """The target's ids of the draft's, `[draft_vocab]`, from offsets; removes both tables from the weights.
+    """The target's ids of the draft's, `[draft_vocab]`; removes both tables from the weights.
 
-    Worked example: offsets 3, 3, 5 are the ids 3, 4, 7.
-
-    Raises:
-        ModelError: they are invalid or repeated ids, or differ from `t2d`.
+    Worked example: offsets 3, 3, 5 are the ids 3, 4, 7. Raises `ModelError` for invalid ids, or others than in `t2d`.
     """
     offsets, known = weights.pop("d2t", None), weights.pop("t2d", None)
     if offsets is None:
@@ -151,7 +142,7 @@ def _draft_ids(config: LayerConfig, weights: dict[str, Tensor], file: Path, ids_
 
 
 def layer_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
-    """The configuration of `count` layers in transformers' format."""
+    """`count` layers in transformers' format."""
     return {
         **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
         "model_type": family,
@@ -166,14 +157,14 @@ def layer_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]
 
 
 def flat_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
-    """The same, also for readers with a transformers before 5, which has other names for the rotation."""
+    """Also for transformers before 5, which has other names for the rotation."""
     scaling = None if config.rope["rope_type"] == "default" else dict(config.rope)
     rope = {"rope_theta": config.rope["rope_theta"], "rope_scaling": scaling}
     return layer_record(config, count, family) | rope
 
 
 def speculators_record(word: str, reach: int, target: str, family: str) -> dict[str, Any]:
-    """Entries that `speculators` needs in addition to the layers; `target` and its class `family` may be ""."""
+    """Entries that `speculators` needs besides the layers; `target` and its class may be ""."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": reach, "verifier_accept_k": 1, "accept_tolerance": 0.0,
     }  # fmt: skip
@@ -193,14 +184,9 @@ def speculators_record(word: str, reach: int, target: str, family: str) -> dict[
 def write_speculators(
     head: LayerHead, folder: Path, layers: Mapping[str, Any], more: Mapping[str, Any], *, target: str, family: str
 ) -> None:
-    """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
+    """Write a head as `speculators` and vLLM read it, in the dtype of its weights; raises `ModelError` if that fails.
 
-    Args:
-        layers: configuration of its layers (`layer_record`).
-        target: as of `speculators_record`, as is `family`.
-
-    Raises:
-        ModelError: the files cannot be written.
+    `layers` is the configuration of its layers (`layer_record`); target and class as of `speculators_record`.
     """
     word, architecture = head.speculators
     about = speculators_record(word, head.reach, target, family) | {
@@ -214,7 +200,7 @@ def write_speculators(
 
 
 def weights_of(head: LayerHead) -> dict[str, Tensor]:
-    """The head's weights, with both id tables if its vocabulary is reduced."""
+    """With both id tables if the vocabulary is reduced."""
     weights = {name: weight for name, weight in head.state_dict().items() if name != "draft_ids"}
     if (ids := head.draft_ids) is not None:
         weights["d2t"] = ids - torch.arange(len(ids), device=ids.device)

@@ -32,15 +32,11 @@ class LayerConfig(ABC):
     """Sizes of a head with decoder layers.
 
     Attributes:
-        width: entries of the target's hidden states.
-        layers: numbers of the target's layers with outputs that it reads, from 0. Empty: a published folder does not
-            name them, see `at_usual_layers`.
-        kv_heads: number of key and value heads.
-        head: entries of a head.
+        layers: numbers of the target's layers with outputs that it reads, from 0; empty if a folder names none.
+        head: entries of a head, of which there are `kv_heads` with keys and values.
         inner: entries inside the MLPs.
         draft_vocab: size of a reduced vocabulary; 0 is the target's.
-        own_output: whether it has its own LM head; otherwise it uses the target's.
-        own_embedding: whether it has its own embedding; otherwise it uses the target's.
+        own_output, own_embedding: whether it has its own LM head and embedding; otherwise it uses the target's.
         rope: parameters of its rotary embedding, as in transformers.
 
     Raises:
@@ -98,7 +94,7 @@ class LayerConfig(ABC):
 
     @property
     def mask(self) -> int | None:
-        """The id with the embedding of unknown tokens; None if the head reads none."""
+        """The id with the embedding of unknown tokens, if the head reads one."""
         return None
 
     @property
@@ -107,14 +103,10 @@ class LayerConfig(ABC):
 
     @abstractmethod
     def usual_of(self, count: int) -> tuple[int, ...]:
-        """The layers that such heads usually read of a target with `count` layers; () if it has too few."""
+        """The usual layers for a target with `count` layers; () if it has too few."""
 
     def at_usual_layers(self, count: int) -> Self:
-        """The same sizes, with `usual_of` a target with `count` layers if no layers are named.
-
-        Raises:
-            OptionError: it has too few.
-        """
+        """With `usual_of` a target with `count` layers if no layers are named; raises `OptionError` if it has too few."""
         if self.layers:
             return self
         layers = self.usual_of(count)
@@ -135,12 +127,11 @@ def is_whole(value: Any, least: int) -> bool:
 class LayerHead(Head):
     """Decoder layers on hidden states of several layers of the target.
 
-    Its modules are `embed_tokens` and `lm_head`, None if it uses the target's, and the buffer `draft_ids`, the target's
-    ids of its reduced vocabulary, `[draft_vocab]`, or None. Weight names are those of published heads.
+    `embed_tokens` and `lm_head` are None if it uses the target's, `draft_ids` are the target's ids `[draft_vocab]` of
+    its reduced vocabulary, or None. Weight names are those of published heads.
 
     Attributes:
         speculators: its name, and its class, in `speculators`.
-        architectures: its classes in other projects.
     """
 
     reads_layers: ClassVar[bool] = True
@@ -183,11 +174,7 @@ class LayerHead(Head):
             self.lm_head.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
 
     def rotary(self, like: Tensor) -> RotaryTable:
-        """The rotary embedding, in the dtype and on the device of a tensor.
-
-        Raises:
-            OptionError: its parameters are invalid.
-        """
+        """In the dtype and on the device of a tensor; raises `OptionError` if its parameters are invalid."""
         config = self.config
         try:
             return RotaryTable.made(config.rope, config.head, config.most_positions, like)
@@ -214,13 +201,12 @@ class LayerAttention(nn.Module):
         return rotation(query if self.q_norm is None else self.q_norm(query))
 
     def keys(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values `[rows, kv_heads, head]`."""
         key, value = (product(x).unflatten(-1, (-1, self._head)) for product in (self.k_proj, self.v_proj))
         return rotation(key if self.k_norm is None else self.k_norm(key)), value
 
 
 class GatedMlp(nn.Module):
-    """W_down (SiLU(W_gate x) * W_up x), as Llama's."""
+    """W_down (SiLU(W_gate x) * W_up x), as in Llama."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -244,7 +230,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMlp(config.width, config.inner)
 
     def run(self, x: Tensor, entering: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """The residual stream `[rows, width]` after the layer, from that before it and the attention's input."""
+        """The residual stream `[rows, width]` after the layer."""
         attention = self.self_attn
         query, (key, value) = attention.queries(entering, rotation), attention.keys(entering, rotation)
         x = x + attention.o_proj(attend(query, key, value))
@@ -253,7 +239,7 @@ class DecoderLayer(nn.Module):
 
 
 def copied(head: HeadT, target: LanguageModel) -> HeadT:
-    """A copy of a head in the dtype and on the device of a target; integer tensors keep their dtype."""
+    """A copy on a target's device and, except integer tensors, in its dtype."""
     weights = {
         name: each.to(target.device, target.dtype if each.is_floating_point() else each.dtype, copy=True)
         for name, each in head.state_dict().items()
@@ -265,10 +251,7 @@ def copied(head: HeadT, target: LanguageModel) -> HeadT:
 
 
 def bits_for(head: Head) -> int:
-    """Bits of the weights of a head while it drafts; 0 to keep them unquantized.
-
-    Quantization changes what is drafted but no answer: draws are verified with the distribution of the quantized head.
-    """
+    """Bits of a head's weights while it drafts; 0: unquantized. This changes drafts, but no answer."""
     weights = [each.weight for each in head.modules() if isinstance(each, nn.Linear)]
     if sum(each.nbytes for each in weights) < _LEAST_QUANTIZED or weights[0].device.type != "cpu":
         return 0
@@ -276,7 +259,7 @@ def bits_for(head: Head) -> int:
 
 
 def packed(head: HeadT, bits: int) -> HeadT:
-    """The head with its linear layers packed for their kernels, quantized to `bits` if not 0."""
+    """The head with its linear layers packed, quantized to `bits` if not 0."""
     layers = {
         name: layer
         for name, layer in head.named_modules()

@@ -1,7 +1,4 @@
-"""Drafters with a KV cache of their own that read several layers of the target: the shared part.
-
-Their trees grow level by level, whether each level is its own forward (EAGLE-3) or all levels come from one (blocks).
-"""
+"""Drafters with a KV cache of their own that read several layers of the target, and grow trees level by level."""
 
 from __future__ import annotations
 
@@ -50,12 +47,11 @@ BEAMS = 8
 class LevelRunner(Protocol):
     """A head in the dtype and on the device of a target.
 
+    `pool` gives the requests' caches, `warmups` the number of forwards slower than later ones of their shape.
+
     Attributes:
-        pool: source of the requests' caches.
         token_bytes: bytes of one token's keys and values.
-        layers: number of layers with keys and values.
         records: whether a whole draft is one recorded graph.
-        warmups: number of forwards so far that were slower than later ones of the same shape.
     """
 
     device: torch.device
@@ -101,15 +97,12 @@ def _chance(rank: int) -> float:
 class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     """Drafts with a head that has its own KV cache, on hidden states of several layers of the target.
 
-    After each verification drafted entries are dropped, and accepted tokens are read with the target's own hidden
-    states. Requests get a chain, or with `branching` a tree with so many draws per node. With `nodes`, greedy requests
-    get the likeliest tree (`LikeliestTree`), and sampled ones a tree of draws of that size (`drawn_tree`). Draws come
-    from the head's distribution. With a reduced vocabulary this is still exact, as the other ids have probability 0.
-
-    It reads the target's hidden states at all tokens of a prompt, and shared prefixes once (`HeadTexts`).
+    After each verification accepted tokens are read with the target's own hidden states. Requests get a chain, or with
+    `branching` a tree. With `nodes`, greedy requests get the likeliest tree (`LikeliestTree`), and sampled ones a tree
+    of draws of that size (`drawn_tree`). With a reduced vocabulary this is still exact: other ids have probability 0.
 
     Args:
-        num_speculative_tokens: length of a chain; ignored when `branching` is given; None is what it was trained for.
+        num_speculative_tokens: length of a chain without `branching`; None is what it was trained for.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token that the head gave less than this; the token stays.
         nodes: size of the likeliest tree, and the maximum for a tree of draws.
@@ -167,7 +160,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return Features("kept", layers=config.layers)
 
     def _observed(self, outcome: StepOutcome) -> Tensor | None:
-        """The target's hidden states at accepted tokens, `[rows, layers * width]`; None if there are none."""
+        """The target's hidden states at accepted tokens, `[rows, layers * width]`."""
         width = self.head.config.width  # a padded target has zeros after it
         return torch.cat([each[:, :width] for each in outcome.layers], dim=-1) if outcome.layers else None
 
@@ -225,7 +218,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return max(self.limits.nodes, self.limits.depth * (self._beams if self._chooses else 1))
 
     def _replaced(self, target: LanguageModel) -> LevelRunnerT | None:
-        """The previous runner for the same target, so that a new one can reuse its pages."""
+        """The previous runner for the target, so that its pages are reused."""
         return self._runner if target is self._runs_with else None
 
     def _held_tokens(self) -> int:
@@ -235,9 +228,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return TopK.of(logits, count)
 
     @abstractmethod
-    def _new_runner(self, target: LanguageModel) -> LevelRunnerT:
-        """The head as it runs with a target that has its layers and ids."""
-
+    def _new_runner(self, target: LanguageModel) -> LevelRunnerT: ...
     def hint(self, request: DraftRequest) -> Hint:
         text = self._texts.get(request.id)
         if text is None or not (text.cache.length or text.unread):
@@ -304,11 +295,11 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     @property
     def _drafts_at_once(self) -> bool:
-        """Whether a draft is one recorded graph, as long as the host need not read tokens in between."""
+        """As long as the host need not read tokens in between."""
         return self._running[0].records
 
     def _choose_at_once(self, trees: Sequence[LikeliestTree]) -> list[LikeliestTree]:
-        """Find the likeliest trees in one recorded graph; returns the trees of requests with logits options."""
+        """In one recorded graph; returns the trees of requests with logits options."""
         chosen = [tree for tree in trees if tree.request.shaping is None]
         if chosen:
             target = self._running[1]
@@ -335,21 +326,12 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     def _run_at_once(
         self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
     ) -> Outputs:
-        """Read the unread tokens and draft all trees in one recorded graph; arguments as of `GraphPairs.run_trees`."""
         raise NotImplementedError
 
     @abstractmethod
     def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
-        """Read and commit the next rows of a text.
-
-        Args:
-            tokens: the token after each row's.
-            vectors: the target's hidden states of these rows, `[rows, layers * width]`.
-        """
+        """Read and commit rows of a text, from the token after each, and `[rows, layers * width]` of the target."""
 
     @abstractmethod
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
-        """Read the unread tokens of trees that are not empty, then grow the trees level by level.
-
-        `grow` maps logits `[nodes, guessed]` of all open nodes in order to the trees that continue.
-        """
+        """Read the unread tokens of trees, then `grow` them by levels, from logits `[nodes, guessed]`."""

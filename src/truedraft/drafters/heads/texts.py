@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LayerText:
-    """A head's state of a request: keys and values of rows that it read, and hidden states that it has not read yet.
+    """Keys and values of rows that a head read of a request, and hidden states that it has not read.
 
-    Hidden states stay unread until the step is over: a failed step is repeated with the same draws.
+    These stay unread until the step is over: a failed step is repeated with the same draws.
     """
 
     cache: RequestCache
@@ -36,11 +36,10 @@ class LayerText:
         return torch.cat(self.unread)
 
     def start(self) -> None:
-        """Drop what the proposal of an unfinished step wrote."""
         self.cache.rollback(min(self.length, self.cache.length))
 
     def settle(self) -> None:
-        """The step is over: drafted entries are dropped, and rows count as read if all of them were."""
+        """Drop drafted entries; rows count as read if all of them were."""
         if self.cache.length == self.length + self.unread_rows:
             self.length = self.cache.length
             self.unread.clear()
@@ -49,8 +48,6 @@ class LayerText:
 
 class PairTokens(Sequence[int]):
     """The next token for each token of a text, which a pair's keys and values depend on; -1 after the last.
-
-    Slices must be contiguous.
 
     >>> PairTokens([5, 6, 7])[:], PairTokens([5, 6, 7])[1:2]
     ([6, 7, -1], [7])
@@ -76,16 +73,13 @@ class PairTokens(Sequence[int]):
 class HeadTexts:
     """The texts of a head's requests, and their shared prefixes.
 
-    A row of a head's cache depends on the target's hidden states up to its token, and for pairs on the next token. So
-    requests with a common prefix share rows, and the target need not compute these hidden states again.
+    Their rows depend on the target's hidden states, and for pairs on the next token, so the target computes shared ones
+    only once.
 
     Args:
         read: appends rows to a cache and commits them; called with the tokens after these rows and the target's hidden
             states `[rows, layers * width]`.
         pairs: whether a row reads a hidden state and the next token.
-
-    Attributes:
-        layers: number of layers with keys and values.
     """
 
     def __init__(
@@ -106,7 +100,7 @@ class HeadTexts:
         return self._pool()
 
     def begin(self, request: DraftRequest) -> None:
-        """A request starts. Synthetic requests, and texts that the target has partly read, are not shared."""
+        """Synthetic requests, and texts that the target has partly read, are not shared."""
         cache = self.caches[request.id] = self.pool.acquire()
         self.texts[request.id] = LayerText(cache)
         if request.kept and request.cache is not None and not request.cache.length and request.tokens:
@@ -128,7 +122,7 @@ class HeadTexts:
         return self.prefixes.available(number)
 
     def take(self, number: int, tokens: int) -> None:
-        """The target's cache was filled up to `tokens`; fill the head's cache too."""
+        """The target's cache was filled up to `tokens`; fill the head's too."""
         text = self.texts[number]
         try:
             self.prefixes.fill(number, most=tokens)
@@ -156,7 +150,7 @@ class HeadTexts:
         self.prefixes.leave(number)
 
     def _read_unread(self, number: int) -> None:
-        """Read the unread rows of a text except the last, which the next draft needs."""
+        """Except the last row, which the next draft needs."""
         text, request = self.texts[number], self._shared[number]
         text.start()
         if text.unread_rows > 1:

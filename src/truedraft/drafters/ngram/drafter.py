@@ -26,13 +26,12 @@ _Path: TypeAlias = tuple[tuple[int, ...], float, float]  # tokens, their joint p
 class NgramDrafter(CandidateDrafter):
     """Drafts from a table of n-grams (a negligible-cost drafter, Leviathan et al. 2211.17192, section 3).
 
-    A proposal is a tree of the table's likeliest continuations: a table is seldom sure, so several guesses of the next
-    token are more useful than a long chain. With the last token, seven nodes are eight rows, which cost about as much
-    as one row. It keeps no state for a request.
+    The likeliest continuations form a tree: a table is seldom sure, so several guesses of the next token are more
+    useful than a long chain. Seven nodes and the last token are eight rows, which cost about as much as one.
 
     Args:
         num_speculative_tokens: longest path.
-        order: longest n-grams to read, including the drafted token; None is the table's order.
+        order: longest n-grams to read, drafted token included; None is the table's order.
 
     Raises:
         OptionError: an option is out of range.
@@ -53,11 +52,7 @@ class NgramDrafter(CandidateDrafter):
         self._vocab = table.facts.vocab_size
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse a target with another tokenizer than the table's.
-
-        Raises:
-            VocabularyMismatchError: the tokenizers differ.
-        """
+        """Raise `VocabularyMismatchError` for a target with another tokenizer than the table's."""
         facts, theirs = self.table.facts, target.tokenizer
         if theirs is not None and facts.tokenizer and facts.tokenizer != theirs.fingerprint:
             raise VocabularyMismatchError(
@@ -91,7 +86,6 @@ class NgramDrafter(CandidateDrafter):
         return tree_of(following, budget)
 
     def _probs(self, context: Sequence[int]) -> NDArray[np.float32]:
-        """The table's distribution `[vocab]`, over all ids of the target."""
         probs = np.zeros(self._vocab, np.float32)
         probs[: self.table.facts.vocab_size] = self.table.probs(context)
         return probs
@@ -103,9 +97,7 @@ class NgramDrafter(CandidateDrafter):
 def tree_of(following: Callable[[tuple[int, ...]], Sequence[tuple[int, float]]], within: Budget) -> TokenTree:
     """The nodes with the largest products of probabilities along their paths.
 
-    Args:
-        following: the likeliest tokens after a path and their probabilities; those of probability 0 are dropped.
-        within: limits. Nothing is drafted below a token that is less likely than they allow.
+    `following` gives the likeliest tokens after a path with their probabilities; those of probability 0 are dropped.
     """
 
     def below(

@@ -43,15 +43,14 @@ _AGAIN = "count it again with truedraft train ngram"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The n-grams of one length k, sorted by their tokens; level 1 has one for each id of the vocabulary.
+    """The n-grams of one length k, sorted by their tokens; level 1 has one for each id.
 
     Attributes:
         probs: `[n-grams]`, float32: of the last token after the ones before it, shorter contexts included.
         tokens: `[n-grams]`, int32: the last tokens; empty at level 1, where they are 0, 1, 2, ...
         first: `[n-grams one shorter + 1]`, int64: start of the n-grams that begin with each of those; empty at level 1.
         backoff: `[n-grams]`, float32: as contexts, the share left to the shorter one; empty at the last level.
-        best: `[n-grams]`, int32: the likeliest next token; empty at the last level.
-        best_probs: `[n-grams]`, float32: its probability; empty at the last level.
+        best: `[n-grams]`, int32: the likeliest next token, with its `best_probs`; empty at the last level.
     """
 
     probs: NDArray[np.float32]
@@ -81,14 +80,7 @@ def table_bytes(ngrams: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """Metadata of a table.
-
-    Attributes:
-        vocab_size: number of its token ids.
-        tokenizer: `Tokenizer.fingerprint` of those ids; "" if unknown.
-        counted_tokens: number of tokens in the counted text.
-        min_count: minimum count of its n-grams of three or more tokens.
-    """
+    """Metadata of a table: its tokenizer's fingerprint, or "", and the minimum count of n-grams of three or more."""
 
     vocab_size: int
     tokenizer: str = ""
@@ -97,12 +89,7 @@ class TableFacts:
 
 
 class NgramTable:
-    """A table of n-grams, from a file or from arrays.
-
-    Args:
-        levels: the n-grams of 1, 2, ... tokens.
-        name: for messages.
-    """
+    """A table from n-grams of 1, 2, ... tokens; `name` is for messages."""
 
     def __init__(self, facts: TableFacts, levels: Sequence[Level], name: str = "table") -> None:
         self.facts = facts
@@ -124,11 +111,10 @@ class NgramTable:
 
     @property
     def ngrams(self) -> tuple[int, ...]:
-        """Number of n-grams of 1, 2, ... tokens."""
         return (int(np.count_nonzero(self._unigrams)), *(len(level.tokens) for level in self.levels[1:]))
 
     def probs(self, context: Sequence[int]) -> NDArray[np.float32]:
-        """The distribution `[vocab]` of the token after a context, of which at most the last `order - 1` are read."""
+        """The distribution `[vocab]` of the token after a context's last `order - 1` tokens."""
         found = self._unigrams.copy()
         for length, node in enumerate(self._nodes(context), start=1):
             level, first = self.levels[length], self._first[length]
@@ -145,10 +131,10 @@ class NgramTable:
         return self._best[length][nodes[-1]], self._best_probs[length][nodes[-1]]
 
     def likeliest(self, context: Sequence[int], count: int) -> list[tuple[int, float]]:
-        """The `count` likeliest tokens after a context, at most the vocabulary, with their probabilities, descending.
+        """The `count` likeliest tokens after a context, with their probabilities, descending.
 
-        A token's probability comes from the longest context that has it, and is smaller from shorter contexts with
-        backoff. So the likeliest tokens are among the likeliest of each context, and no full distribution is computed.
+        A token's probability comes from the longest context that has it, and is smaller from shorter ones with backoff.
+        So the likeliest tokens are among the likeliest of each context, and no full distribution is computed.
         """
         ranked = self._ranked[:count]
         pieces = [(ranked, self._unigrams[ranked])]
@@ -168,7 +154,7 @@ class NgramTable:
         return nsmallest(count, best.items(), key=lambda each: (-each[1], each[0]))
 
     def _nodes(self, context: Sequence[int]) -> list[int]:
-        """The last token, the last two, ... as nodes of level 1, 2, ...; as many as are known."""
+        """The last token, the last two, ... as nodes of level 1, 2, ..., as far as known."""
         found: list[int] = []
         for length in range(1, min(self.order - 1, len(context)) + 1):
             node = self._find(context[len(context) - length :])
@@ -191,10 +177,7 @@ class NgramTable:
 
     @classmethod
     def open(cls, path: str | Path) -> NgramTable:
-        """Map a table into memory, after verifying all checksums.
-
-        Args:
-            path: of the file, or of the folder that a training wrote.
+        """Map a table, a file or the folder of a training, into memory, after verifying all checksums.
 
         Raises:
             ModelError: it is missing, truncated, damaged, or of another version.
@@ -216,11 +199,7 @@ class NgramTable:
         return cls(facts, _levels(file, content, header["levels"], start), str(file))
 
     def write(self, path: Path) -> None:
-        """Write the table atomically; existing mappings of an old file stay valid.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the table atomically; mappings of an old file stay valid. Raises `OSError` if it cannot be written."""
         place, parts = 0, []
         listed: list[dict[str, Any]] = []
         for level in self.levels:
@@ -240,7 +219,6 @@ class NgramTable:
 
 
 def _header(file: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:
-    """The header, and the start of the arrays; refuses a damaged file or another version."""
     if content[: len(_MAGIC)] != _MAGIC[: len(content)]:
         _refuse(file, "begins as no n-gram table does", "name a file or folder that truedraft train ngram wrote")
     if len(content) < _PREFIX.size:
@@ -260,7 +238,6 @@ def _header(file: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:
 
 
 def _levels(file: Path, content: mmap.mmap, listed: Sequence[Mapping[str, Any]], start: int) -> list[Level]:
-    """The arrays, which stay in the file; refuses wrong checksums."""
     levels = []
     for number, about in enumerate(listed, start=1):
         arrays = {}

@@ -1,9 +1,9 @@
 """Drafting ahead: the part that runs in the other process, and the messages between the two processes.
 
 The likeliest outcome of verification is that the whole chain is accepted, and that the bonus token is the draft's own
-next token. The other process assumes this outcome, and drafts the next chain after it with the same code, and with the
-noise and the budget of the next step. The chain is used if the next step requests exactly it (a *hit*); otherwise the
-chain is drafted again. So drafting ahead changes when a token is drafted, never which token.
+next token. The other process drafts the next chain for this outcome, with the noise and budget of the next step. It is
+used if the next step requests exactly it (a *hit*); otherwise the chain is drafted again. So drafting ahead changes
+when a token is drafted, never which token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class Call:
 
     Attributes:
         params: sampling options; they do not change the logits of single tokens.
-        tokens: new tokens of the text since the last call; in the first call the whole text.
-        budget: not zero.
-        noise: see `KeyedNoise.key`.
+        tokens: of the text since the last call; in the first call the whole text.
         limit: of the request's cache, in tokens.
     """
 
@@ -44,13 +42,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The chains, one per call.
-
-    Attributes:
-        hits: number of these chains that had been drafted ahead.
-        ahead_tokens: number of tokens drafted ahead so far, used or not.
-        cache_bytes: total size of all requests' caches.
-    """
+    """The chains, one per call, of which `hits` had been drafted ahead; totals of tokens drafted ahead, and of caches."""
 
     chains: list[Proposal]
     hits: int
@@ -60,13 +52,9 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A request.
+    """A request: its `received` tokens, then those assumed to follow, and the last chain sent.
 
-    Attributes:
-        tokens: the `received` ones, then those that are assumed to follow.
-        chain: the last chain that was sent; `noise` is the key of its noise.
-        budget: assumed for the next chain, within the draft's limits.
-        ahead: the chain after the assumed tokens; None if there is none.
+    `budget` is assumed for the next chain; `ahead` is the chain after the assumed tokens.
     """
 
     request: DraftRequest
@@ -78,7 +66,7 @@ class _Text:
     ahead: Proposal | None = None
 
     def follow(self, new: Sequence[int]) -> int:
-        """Replace the assumed tokens by the real ones; returns how many leading tokens of the text are unchanged."""
+        """Replace the assumed tokens by the real ones; returns the length of the unchanged prefix."""
         pairs = enumerate(zip(self.tokens[self.received :], new, strict=False))
         known = min(len(self.tokens) - self.received, len(new))
         same = self.received + next((place for place, (one, other) in pairs if one != other), known)
@@ -87,26 +75,19 @@ class _Text:
         return same
 
     def key(self, further: int, step: int = 0) -> NoiseKey:
-        """The noise key `further` positions and `step` steps after that of the chain."""
         root, position, steps, member, shared = self.noise
         return root, position + further, steps + step, member, shared
 
 
 class _Verdicts(KeyedNoise):
-    """The noise of verification, with which the draft draws the token after a chain as the bonus token is drawn.
-
-    This decides nothing: which token the target draws with this number depends on the target's distribution only.
-    """
+    """The noise of verification, to draw the token after a chain as the bonus token is drawn."""
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         return super().uniform(Purpose.BONUS, depth, index)
 
 
 class AheadDrafter:
-    """Drafts chains, and on request the chains that the next step most likely needs.
-
-    Its model must not carry recurrent state from token to token.
-    """
+    """Drafts chains, and those that the next step most likely needs; its model must not carry recurrent state."""
 
     def __init__(self, drafter: DraftModel) -> None:
         self.drafter = drafter
@@ -138,10 +119,7 @@ class AheadDrafter:
         return Reply(replied, hits, self._ahead_tokens, self.drafter.held.n_bytes)
 
     def _take(self, call: Call) -> Proposal | None:
-        """Update a request to its current text; returns the chain that was drafted ahead for it, or None.
-
-        Its prefix is not shared: this process does not know which requests may share.
-        """
+        """Update a request to its current text; returns the chain drafted ahead for it, or None."""
         text = self._texts.get(call.id)
         if text is None:
             tokens: list[int] = []
@@ -194,7 +172,7 @@ def _verdict(text: _Text) -> KeyedNoise:
 
 
 def _shortened(chain: Proposal, given: Budget, target: Budget) -> Proposal | None:
-    """The chain drafted with budget `target` instead of `given`; None if it is longer, or depends on probabilities."""
+    """The chain as with budget `target` instead of `given`; None if it is longer, or depends on probabilities."""
     length = min(target.depth, target.nodes)
     if given.looks or target.looks or length > len(chain.tree):
         return None

@@ -22,10 +22,9 @@ from truedraft.models.base import LanguageModel
 class ParallelDraft(Drafter):
     """Drafts chains with a draft model in another process, which drafts ahead while the target verifies.
 
-    Proposals are the same as those of `draft`: same tokens, distributions and noise (see
-    `truedraft.drafters.parallel.ahead`); only the time differs. `draft` itself serves the requests that the process
-    cannot: requests with context-dependent logits options, with pictures or sounds, or with noise that is not a
-    `KeyedNoise`. If the process ends, `draft` serves all requests from then on, after a warning.
+    Proposals are the same as those of `draft`; only the time differs. `draft` itself serves requests with
+    context-dependent logits options, with pictures or sounds, or with noise that is not a `KeyedNoise`, and all
+    requests after the process ended, with a warning.
 
     Args:
         worker: drafts in the other process, with the same model and options.
@@ -64,11 +63,7 @@ class ParallelDraft(Drafter):
         return {"proposals": self._proposals, "ahead_hit_rate": hit_rate, "ahead_tokens": tokens}
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse what `draft` refuses, and draft models that cannot draft ahead.
-
-        Raises:
-            CompositionError: the draft model does not fit.
-        """
+        """Raise `CompositionError` where `draft` does, and for draft models that cannot draft ahead."""
         self._here.check(target)
         model = self.model
         why = None
@@ -87,7 +82,7 @@ class ParallelDraft(Drafter):
         hint, sent = self._here.hint(request), self._sent.get(request.id)
         if sent is None:
             return hint
-        # Drafted tokens are in its cache. Where `min_probability` would end a chain is not known in advance.
+        # Drafted tokens are in its cache.
         return replace(hint, behind=max(len(request.tokens) - sent - self.limits.depth, 1), confident=False)
 
     def begin(self, request: DraftRequest) -> None:
@@ -110,7 +105,7 @@ class ParallelDraft(Drafter):
         return [drafted[place] for place in range(len(batch))]
 
     def _call(self, request: DraftRequest, budget: Budget, noise: Noise) -> Call | None:
-        """The call to the process; None if it does not serve the request, or nothing can be drafted."""
+        """None if the process does not serve the request, or nothing can be drafted."""
         sent = self._sent.get(request.id)
         if sent is None or self._here.within(budget, request).is_zero or type(noise) is not KeyedNoise:
             return None

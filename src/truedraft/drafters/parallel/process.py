@@ -24,12 +24,8 @@ _MAIN = "from truedraft.drafters.parallel.process import main; main()"
 class DraftProcess:
     """Drafts in a separate process, so that neither the interpreter's lock nor the target's forward blocks it.
 
-    The process starts to load its model at once. It ends when this object is closed or collected, and when the parent
-    process ends, because its pipe then ends. It also ends on an exception of its own, and if a call is interrupted, as
-    by Ctrl-C.
-
-    Args:
-        make: called in the process to make its drafter; it is pickled.
+    It starts to load its model at once. It ends when this object is closed or collected, when the parent process ends,
+    on an exception of its own, and if a call is interrupted, as by Ctrl-C. `make`, which makes its drafter, is pickled.
     """
 
     def __init__(self, make: Callable[[], AheadDrafter], threads: int = 1) -> None:
@@ -55,20 +51,12 @@ class DraftProcess:
         return self._process.pid
 
     def end(self, request: int) -> None:
-        """Send the end of a request.
-
-        Raises:
-            DrafterError: the process has ended.
-        """
+        """Send the end of a request; raises `DrafterError` if the process has ended."""
         with self._talking() as calls:
             pickle.dump(("end", request), calls, protocol=5)
 
     def propose(self, calls: Sequence[Call]) -> Reply:
-        """Draft one chain per call; after the reply the process drafts ahead.
-
-        Raises:
-            DrafterError: the process has ended, for example because the draft model cannot be loaded or failed.
-        """
+        """Draft one chain per call, then ahead; raises `DrafterError` if the process has ended."""
         assert self._process.stdout is not None
         with self._talking() as pipe:
             pickle.dump(("propose", calls), pipe, protocol=5)
@@ -111,7 +99,7 @@ def _end(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
 
 
 def main() -> None:
-    """The main loop of the process: read a call, reply, draft ahead, until the pipe closes."""
+    """The main loop of the process: read a call, reply, draft ahead."""
     calls, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output that libraries print must not enter the pipe
     threads, make = pickle.load(calls)

@@ -28,11 +28,8 @@ _LEAST_SHARE = 0.05
 class SuffixDrafter(CandidateDrafter):
     """Drafts what followed the longest earlier occurrence of a text's ending, as a tree weighted by counts.
 
-    SuffixDecoding (2411.04975): positions in the text itself and in earlier answers count alike. A position's weight
-    depends on its match's length, and a branch has the sum of its positions; the tree has the likeliest nodes.
-    Candidates are deterministic, so every rule verifies them exactly.
-
-    Requests of one scope share answers.
+    SuffixDecoding (2411.04975): positions in the text and in earlier answers of the scope count alike. A position's
+    weight depends on its match's length; the tree has the branches with the largest sums.
 
     Args:
         store: of finished texts; None makes one of a million tokens.
@@ -111,7 +108,6 @@ def tree_of(matches: Matches, depth: int, nodes: int, width: int) -> TokenTree:
     total, rows = sum(weights), matches.following
 
     def below(end: tuple[int, Sequence[int]]) -> list[tuple[int, float, tuple[int, Sequence[int]]]]:
-        """The children of a path, which is its level and the matches along it."""
         level, places = end
         if level >= depth:
             return []

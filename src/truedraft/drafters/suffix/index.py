@@ -1,12 +1,11 @@
 """Earlier occurrences of a text's ending in many stored texts: a ring buffer of tokens, with hash chains of n-grams.
 
 Every stored token ends an n-gram of each of two lengths. Positions with n-grams of one hash form a chain, the latest
-first. A lookup follows the latest few and compares the tokens before them with the ending: the longest match counts.
-Old tokens are overwritten; a chain ends there. Nothing is rebalanced. An entry takes its token (4 bytes), two links
-(16) and its share of the head tables (8).
+first. A lookup compares the tokens before the latest few with the ending: the longest match counts. Old tokens are
+overwritten; a chain ends there. An entry takes its token (4 bytes), two links (16) and tables (8).
 
-Hash chains as in LZ77 coders replace the suffix tree of SuffixDecoding (2411.04975): the matches are the same as long
-as no ending occurred more often than a chain is followed, and all memory is arrays of numbers.
+Hash chains as in LZ77 coders replace the suffix tree of SuffixDecoding (2411.04975), with the same matches as long as
+no ending occurred more often than a chain is followed.
 """
 
 from __future__ import annotations
@@ -51,13 +50,9 @@ NO_MATCHES = Matches([], [])
 
 
 class SuffixIndex:
-    """Stored tokens, of which the latest `most` are kept.
+    """Stored tokens, of which the latest `most`, rounded down to a power of two, are kept.
 
-    Worked example: in the text 5 6 7 5 6 8 the ending 5 6 occurred before the positions 2 and 5; the latest is 5, and 8
-    followed there.
-
-    Args:
-        most: maximum number of tokens; rounded down to a power of two.
+    Worked example: in 5 6 7 5 6 8 the ending 5 6 occurred before the positions 2 and 5; the latest is 5, followed by 8.
     """
 
     def __init__(self, most: int) -> None:
@@ -84,11 +79,7 @@ class SuffixIndex:
         return self.written - self.first
 
     def add(self, tokens: Sequence[int] | Ids, *, ends: bool = False) -> None:
-        """Store tokens after the last ones, as the same text unless that has ended.
-
-        Args:
-            ends: whether the text ends here.
-        """
+        """Store tokens after the last ones, as the same text unless that has ended; `ends`: the text ends here."""
         new = np.asarray(tokens, dtype=np.int32)
         if ends:
             new = np.append(new, np.int32(END))
@@ -124,10 +115,9 @@ class SuffixIndex:
             self._chain(which, places, _hashes(text, length)[known:], since[known:] >= length)
 
     def _chain(self, which: int, places: Places, hashes: NDArray[np.uint64], whole: NDArray[np.bool_]) -> None:
-        """Put positions at the heads of their hashes' chains, except those that end no n-gram.
+        """Put positions at the heads of their hashes' chains, except those that end no n-gram (not `whole`).
 
-        Worked example: positions 4, 5, 6 with the hashes a b a: 6 links to 4, 4 and 5 link to the previous heads of a
-        and b, and 6 and 5 are the heads now.
+        Worked example: positions 4, 5, 6 with the hashes a b a: 6 links to 4, which links to the previous head of a.
         """
         mask, heads, before = self.size - 1, self._heads[which], self._before[which]
         before[places & mask] = -1
@@ -143,11 +133,7 @@ class SuffixIndex:
         heads[slots[last]] = places[last]
 
     def find(self, tokens: Sequence[int], depth: int) -> Matches:
-        """Where the ending of a text occurred, and what followed.
-
-        Args:
-            tokens: the text, or its last `WINDOW` tokens.
-        """
+        """Where the ending of a text occurred, and what followed; the text's last `WINDOW` tokens are enough."""
         ending = tokens[-WINDOW:]
         for which, length in enumerate(LENGTHS):
             if len(ending) < length:
@@ -164,7 +150,6 @@ class SuffixIndex:
 
     @property
     def _shift(self) -> int:
-        """Number of ignored bits of a hash."""
         return 64 - (self.size // 2 - 1).bit_length()
 
     def _walk(self, which: int, slot: int) -> list[int]:
@@ -177,7 +162,6 @@ class SuffixIndex:
         return places
 
     def _compared(self, places: list[int], ending: Ids, least: int, depth: int) -> Matches:
-        """The positions with a match of at least `least` tokens."""
         last, mask = np.array(places)[:, None], self.size - 1
         back = last - _STEPS[: len(ending)]
         alike = (self._tokens[back & mask] == ending[::-1]) & (back >= self.first)
@@ -194,7 +178,7 @@ _STEPS = np.arange(1024)
 
 
 def hash_of(ngram: Sequence[int]) -> int:
-    """The last value of `_hashes`, for one n-gram; ten times as fast."""
+    """The last value of `_hashes`, ten times as fast."""
     found = 0
     for token in reversed(ngram):
         found = (found + token + 1) * _PRIME & _BITS ^ found >> 29

@@ -1,11 +1,9 @@
 """Texts of finished requests, kept for later ones: an index per scope, within one limit, and a file.
 
-A separate thread stores finished texts in small pieces, so that no step waits for more than one piece. It ends when
-nothing is left, and the process waits for it.
+A thread stores finished texts in small pieces, so that no step waits long. It ends when nothing is left.
 
-The file is a header line, then one record per text. Several processes may use it: each appends under a lock, and reads
-what others appended before. Each record has a checksum, so a truncated file is read up to the last whole record, and
-the rest is moved to another file.
+The file is a header line, then one record with a checksum per text. Several processes may use it: each appends under a
+lock, and reads what others appended before. Of a truncated file the rest after the last whole record is moved aside.
 """
 
 from __future__ import annotations
@@ -43,12 +41,7 @@ Text = tuple[Hashable, Ids]
 
 
 class SuffixStore:
-    """Texts of all requests, by scope.
-
-    Args:
-        most: maximum number of tokens, in all scopes together.
-        file: keeps texts between runs; None for memory only.
-    """
+    """Texts of all requests, by scope: at most `most` tokens in all, kept between runs if there is a file."""
 
     def __init__(self, most: int, file: SuffixFile | None = None) -> None:
         self._most = most
@@ -100,14 +93,14 @@ class SuffixStore:
             self.take_in(scope, text)
 
     def take_in(self, scope: Hashable, text: Ids) -> None:
-        """Store a text now, also in the file, and read what other processes appended."""
+        """Store a text, also in the file, and read what other processes appended."""
         if not self._take_in(scope, text) or self._file is None:
             return
         for other, theirs in self._file.append(scope, text):
             self._take_in(other, theirs)
 
     def _take_in(self, scope: Hashable, text: Ids) -> bool:
-        """Store a text, unless it is stored and will not be overwritten soon."""
+        """Unless it is stored and will not be overwritten soon."""
         key = scope, hashlib.blake2b(text.tobytes(), digest_size=16).digest()
         with self._lock:
             index = self._index(scope, len(text))
@@ -125,7 +118,7 @@ class SuffixStore:
         return True
 
     def _index(self, scope: Hashable, coming: int) -> SuffixIndex:
-        """The index of a scope; removes least recently used ones if it has no room to grow."""
+        """The index of a scope; drops least recently used ones for room."""
         index = self._indexes.get(scope)
         if index is None:
             index = self._indexes[scope] = SuffixIndex(self._most)
@@ -143,11 +136,7 @@ class SuffixStore:
 
 
 class SuffixFile:
-    """Texts on disk.
-
-    Args:
-        path: of the file; created if missing.
-        most: number of tokens; a file with twice as many loses its oldest texts.
+    """Texts on disk, in a file that is created if missing; with twice `most` tokens it loses its oldest texts.
 
     Raises:
         OptionError: it is not such a file, has another version or tokenizer, or cannot be read or created.
@@ -175,10 +164,9 @@ class SuffixFile:
             ) from error
 
     def append(self, scope: Hashable, text: Ids) -> list[Text]:
-        """Append a text; returns those that other processes appended since the last call.
+        """Append a text; returns those that other processes appended. If writing fails, it is kept in memory only.
 
-        Only scopes that are a string or None are kept. If writing fails, a warning is logged once, and the text is kept
-        in memory only.
+        Only scopes that are a string or None are kept.
         """
         if scope is not None and not isinstance(scope, str):
             return []
@@ -236,7 +224,7 @@ class SuffixFile:
         self._same, self._read_to, self._tokens = same, file.tell(), 0
 
     def _appended(self, file: BinaryIO) -> list[Text]:
-        """Records after those already read; the file position is then after the last whole record."""
+        """Records after those already read; the file position is then after the last whole one."""
         file.seek(self._read_to)
         added = []
         for text, end in _records(file):
@@ -255,7 +243,6 @@ class SuffixFile:
         return added
 
     def _rewrite(self) -> None:
-        """Keep only the latest texts, so that a reader finds the old file or the new one."""
         with self._lock, self.path.open("rb") as file:
             first = file.readline()
             texts = [text for text, _ in _records(file)]

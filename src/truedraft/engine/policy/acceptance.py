@@ -31,16 +31,16 @@ _LEARNING_RATE = 0.05
 class Acceptance:
     """Estimated gains of one drafter's nodes, in the order in which a budget takes them.
 
-    The rate of a place in a chain is that of its acceptance given that all places before it were accepted; in a tree it
-    is the share of steps in which the node is accepted. A place that was seldom tried is expected to differ from its
-    prior by the same factor as the others, so short drafts also show what longer ones would gain.
+    The rate of a place in a chain is conditional on acceptance of all places before it; in a tree it is the share of
+    steps in which the node is accepted. A place that was seldom tried is expected to differ from its prior by the same
+    factor as the others.
 
     Worked example: rates of 0.8 and 0.5 are gains of 0.8 and 0.4 of a chain, and of 0.8 and 0.5 of a tree.
 
     Args:
         prior: rates expected before any verdict: of a chain the last one holds for all later places, beyond those of a
             tree nothing is gained.
-        pool: estimates of all requests, towards which this request's rates are shrunk; None: these are the pool.
+        pool: estimates of all requests, towards which these rates are shrunk; None: these are the pool.
     """
 
     def __init__(self, prior: Sequence[float], chain: bool, pool: Acceptance | None = None) -> None:
@@ -56,11 +56,9 @@ class Acceptance:
         self._known: list[float] = []  # rates of the first places, until the next verdict
 
     def of_one(self) -> Acceptance:
-        """Estimates of one request, which start from these."""
         return Acceptance((), self.chain, self)
 
     def rates(self, count: int) -> list[float]:
-        """Rates of the first places; fewer where a tree has no more."""
         if self._pool is None:
             if len(self._known) < count:
                 expected = self._prior[:count]
@@ -76,7 +74,6 @@ class Acceptance:
         return [min(before * factor, 1.0) for before in expected]
 
     def _place_by_place(self, expected: Sequence[float], weight: float) -> list[float]:
-        """Rates by each place's verdicts, with a prior scaled by the verdicts on the places before it."""
         seen = foreseen = weight
         found, known = [], len(self._tried)
         for place, before in enumerate(expected):
@@ -96,9 +93,8 @@ class Acceptance:
         return _cut(falling(self.rates(len(self._prior)))[:count])
 
     def hoped(self, count: int, beyond: int, step: int) -> list[float]:
-        """Gains with optimistic rates after the first `beyond` nodes: an upper confidence bound of their verdicts,
-        which decay with the steps since the last one. For a chain, and a tree of which nothing is drafted, the first
-        node represents all.
+        """Gains with an upper confidence bound on the rates after the first `beyond` nodes. For a chain, and a tree of
+        which nothing is drafted, the first node represents all.
         """
         rates, rest = self.rates(count), slice(beyond, count if beyond else 1)
         rate, verdicts = self._outlook(rest, step)
@@ -111,7 +107,6 @@ class Acceptance:
         return _cut(falling([*rates[:beyond], *(min(each * factor, 1.0) for each in rates[beyond:])]))
 
     def _outlook(self, places: slice, step: int) -> tuple[float, float]:
-        """The mean rate of places at a step, and its weight in verdicts, prior included."""
         if self._pool is None:
             expected, known = _mean(self._prior[places]), _WEIGHT
         else:
@@ -125,17 +120,14 @@ class Acceptance:
         return math.exp((self._step - step) / _FORGETS)
 
     def learn(self, share: DraftShare, step: int, stopped: bool = False) -> None:
-        """Add the verdicts on a proposal. If it `stopped` before its budget and was accepted entirely, the token that
-        was not drafted counts as rejected, because it gained nothing.
-        """
+        """Add the verdicts on a proposal; if one `stopped` early, all accepted, the next place counts as rejected."""
         judged = (share.judged if self.chain else share.nodes) + stopped
         if self._pool is not None and judged:
             self._pool._judge(self, 0 in share.path)
         self._tried += [0.0] * (judged - len(self._tried))
         self._accepted += [0.0] * (judged - len(self._accepted))
-        # Places that were not tried decay as well: a few old verdicts must not keep a budget short. One request's old
-        # verdicts decay by steps too, towards the pool's; the pool's do not, or any drafter that is not tried would
-        # look profitable after a while.
+        # Places that were not tried decay as well, by steps, so that a few old verdicts do not keep a budget short. The
+        # pool's do not, or any drafter that is not tried would look profitable after a while.
         keep = self._keep if self._pool is None else self._keep * self._fresh(step)
         self._tried = [keep * each + (place < judged) for place, each in enumerate(self._tried)]
         self._accepted = [keep * each for each in self._accepted]
@@ -145,9 +137,6 @@ class Acceptance:
         self._known = []
 
     def _judge(self, one: Acceptance, accepted: bool) -> None:
-        """Update the errors that each weight of this pool would have had in predicting a request's first node. Where
-        requests are alike, one request's own verdicts are mostly noise; where they differ, only those count.
-        """
         (rate,), own = self.rates(1), (sum(one._accepted[:1]), sum(one._tried[:1]))
         for number, weight in enumerate(_WEIGHTS):
             predicted = (weight * rate + own[0]) / (weight + own[1])
@@ -156,10 +145,7 @@ class Acceptance:
 
 
 def falling(gains: Sequence[float]) -> list[float]:
-    """The nearest non-increasing gains: means of runs, with the same sums (pool adjacent violators); 0.5, 0.1 and 0.3
-    become 0.5, 0.2 and 0.2. A budget with a later node has the earlier ones too, so the sum of their gains stays
-    right.
-    """
+    """The nearest non-increasing gains of equal sum (pool adjacent violators): 0.5, 0.1, 0.3 become 0.5, 0.2, 0.2."""
     return isotonic(gains[::-1])[::-1]
 
 
@@ -173,15 +159,12 @@ def _cut(gains: Iterable[float]) -> list[float]:
 
 
 class Odds:
-    """How a drafter's own token probability predicts acceptance: logistic regression on its logit, by stochastic
-    gradient.
-    """
+    """Acceptance by a drafter's own token probability: logistic regression on its logit, by stochastic gradient."""
 
     def __init__(self) -> None:
         self.odds = (0.0, 1.0)
 
     def learn(self, share: DraftShare) -> None:
-        """Add the verdicts on a chain."""
         for place, probability in enumerate(share.confidence):
             wrong = Budget(0, odds=self.odds).chance(probability) - (place < len(share.path))
             q = min(max(probability, 0.0025), 0.9975)

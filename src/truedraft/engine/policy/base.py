@@ -17,9 +17,7 @@ class StepTimes(Protocol):
         """Seconds of a step without drafting: the forward over `rows` input rows, the verdicts and all host work."""
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
-        """Seconds of a drafter's proposals with the usual catch-up; `depth` levels of the deepest, not whole where
-        guesses save some.
-        """
+        """Seconds of a drafter's proposals with the usual catch-up; `depth` may be a mean of levels."""
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         """Seconds of a drafter to process `behind` unread tokens, beyond those of the last step."""
@@ -27,9 +25,7 @@ class StepTimes(Protocol):
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         """Measured gains of a drafter's nodes; empty without a measurement."""
 
-    def observe(self, record: StepRecord, steps: int = 1) -> None:
-        """Record a step; it is the last of `steps` equal ones."""
-
+    def observe(self, record: StepRecord, steps: int = 1) -> None: ...
     def ready(self, greedy: bool) -> bool:
         """Whether all times are known without measuring first; measuring continues between steps."""
 
@@ -57,9 +53,7 @@ class Controller(ABC):
         """Called when an engine starts to use it; one controller serves one engine."""
 
     def expect(self, survival: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - optional
-        """Earlier measurements, such as a plan's; observed steps soon outweigh them. `survival` is, by drafter, the
-        share of steps in which the first 1, 2, ... tokens of a chain are accepted.
-        """
+        """Called with earlier measurements: by drafter the share of steps that accept the first 1, 2, ... tokens."""
 
     @abstractmethod
     def decide(self, views: Sequence[RequestView]) -> Sequence[Decision]:

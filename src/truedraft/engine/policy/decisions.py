@@ -1,8 +1,7 @@
 """Counts of what was decided in the steps of an engine, and the resulting speed-up, from step records.
 
 `Decisions` is a listener of an engine (`engine.listeners.append(decisions)`), or is built from kept records. Steps with
-a part of a prompt are left out, because nothing is decided for prompts and their time is not decoding time. Steps that
-were not settled (`StepRecord.settled`) are counted without their seconds.
+a part of a prompt are left out; those that were not settled (`StepRecord.settled`) are counted without their seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _PER_STEP = ("drafted_per_step", "acceptance", "expected_per_step", "emitted_per
 
 
 def what_was_decided(step: RequestStep) -> str:
-    """Names of the drafters that were to draft, joined by "+"; "plain" without one; "probe" for a probing step."""
+    """Names of the drafters that were to draft, joined by "+"; or "plain", "probe"."""
     decision = step.decision
     if decision is None:
         return PLAIN
@@ -59,10 +58,7 @@ def why(decision: Decision | None) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of equal decisions: a drafter's name, "plain" or "probe". A step of three requests counts three times.
-
-    The time of a settled step: drafting is charged to the requests drafted for, the rest is split equally.
-    """
+    """Counts of equal decisions, each step once per request; drafting is charged to the requests drafted for."""
 
     steps: int = 0
     drafted: int = 0  # nodes
@@ -93,12 +89,10 @@ class Tally:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted over drafted; None where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def expected_per_step(self) -> float | None:
-        """Expected tokens per step; None without an expectation."""
         return self.foreseen / self.foreseen_steps if self.foreseen_steps else None
 
     @property
@@ -132,9 +126,7 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """An estimated factor over plain decoding with its 95 % interval, None with too few steps. The time of a plain step
-    comes from the run's own plain steps, or from the cost curve, scaled to the time of all steps.
-    """
+    """An estimated factor over plain decoding with its 95 % interval, None with too few steps."""
 
     factor: float
     low: float | None
@@ -169,14 +161,12 @@ class Decisions:
     def of(
         cls, records: Iterable[StepRecord], forward_s: ForwardSeconds | None = None, request: int | None = None
     ) -> Decisions:
-        """Decisions of kept records."""
         decisions = cls(forward_s, request)
         for record in records:
             decisions(record)
         return decisions
 
     def __call__(self, record: StepRecord) -> None:
-        """Add a step."""
         if record.prefill or not record.requests:
             return
         own: Sequence[int] = range(len(record.requests))
@@ -219,7 +209,6 @@ class Decisions:
             self._in_each *= 2
 
     def __add__(self, other: Decisions) -> Decisions:
-        """The decisions of both runs, in this order."""
         found = Decisions(self._forward_s)
         found.tallies = summed(self.tallies, other.tallies)
         found.stretches = [*self.stretches, *other.stretches]
@@ -229,12 +218,11 @@ class Decisions:
 
     @property
     def steps(self) -> int:
-        """Number of decisions: steps, each counted once per request."""
+        """Steps, each counted once per request."""
         return sum(each.steps for each in self.tallies.values())
 
     @property
     def seconds(self) -> float:
-        """Time of all settled steps."""
         return sum(each.seconds for each in self.tallies.values())
 
     @property
@@ -243,19 +231,14 @@ class Decisions:
 
     @property
     def ordered(self) -> dict[str, Tally]:
-        """The tallies: drafters first, then "plain", then "probe"."""
         last = {PLAIN: 1, PROBE: 2}
         return dict(sorted(self.tallies.items(), key=lambda each: last.get(each[0], 0)))
 
     def timeline(self, most: int) -> list[StepWindow]:
-        """All steps in order, in at most `most` stretches of equal length."""
         return _joined(self.stretches, -(-len(self.stretches) // most)) if self.stretches else []
 
     def estimate(self) -> Speedup | None:
-        """The estimated factor over plain decoding, without its interval, which takes milliseconds.
-
-        None where nothing was drafted, or where there is neither a cost curve nor enough plain steps.
-        """
+        """The estimated factor over plain decoding, without its interval, which takes milliseconds; None if unknown."""
         by_plain_steps = sum(each.plain_steps for each in self.stretches) >= _ENOUGH_PLAIN
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
@@ -277,16 +260,13 @@ class Decisions:
         return replace(found, low=interval.low, high=interval.high)
 
     def _sums(self, by_plain_steps: bool) -> Numbers:
-        """By stretch: measured seconds, V of plain decoding, and the pair that scales V to the run: seconds and V of
-        the same steps.
-        """
         scale = ("plain_s", "plain_steps_curve_s") if by_plain_steps else ("bare_s", "curve_s")
         return np.array(
             [[getattr(each, name) for name in ("seconds", "plain_curve_s", *scale)] for each in self.stretches]
         )
 
     def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:
-        """For records: sums, derived rates, and a timeline of at most `most` stretches."""
+        """For records: sums, derived rates, and a timeline of at most `most` windows."""
         speedup = self.speedup()
         return {
             "steps": self.steps,
@@ -301,11 +281,9 @@ class Decisions:
         }
 
     def share(self, tally: Tally) -> float:
-        """Share of all decisions, a fraction."""
         return tally.steps / self.steps if self.steps else 0.0
 
     def time_share(self, tally: Tally) -> float:
-        """Share of all seconds, a fraction."""
         return tally.seconds / self.seconds if self.seconds else 0.0
 
 

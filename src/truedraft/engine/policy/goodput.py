@@ -48,8 +48,6 @@ keys include sampling options."""
 
 @dataclass(slots=True, eq=False)
 class _Own:
-    """State of a running request."""
-
     shaping: object  # the sampling options that acceptance depends on
     acceptance: dict[Kind, Acceptance] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)  # at the last decision, by drafter
@@ -60,7 +58,6 @@ class _Own:
     weighed: tuple[Planner, Sequence[Candidate]] | None = None  # the last drafts considered for it, and the planner
 
     def weigh(self, planner: Planner, candidates: Sequence[Candidate]) -> None:
-        """Keep the candidates for reports; at the end of an answer only short drafts fit, which say less."""
         if candidates and (self.weighed is None or len(candidates[0].gains) >= TOLD):
             self.weighed = planner, candidates
 
@@ -70,8 +67,7 @@ class Goodput(Controller):
 
     Args:
         probing: share of time that probing may lose, a fraction. Probing never ends, so no drafter is given up.
-        follows: whether consecutive verdicts are correlated, as on text: estimates after a proposal that was rejected
-            entirely are kept separately.
+        follows: whether estimates after an entirely rejected proposal are kept separately.
     """
 
     weighs_costs: ClassVar[bool] = True
@@ -113,8 +109,6 @@ class Goodput(Controller):
     def expect(self, survival: Mapping[str, Sequence[float]]) -> None:
         self._expected.update(survival)
 
-    # ------------------------------------------------------------------------------------ deciding
-
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         self._rested, self.rests = self.rests, 0
         self._probe = None
@@ -147,7 +141,6 @@ class Goodput(Controller):
         return abs(len(ids) - len(planned)) <= _OTHER_BATCH * len(planned)
 
     def _renewed(self, views: Sequence[RequestView], hints: Sequence[Mapping[str, Hint]]) -> list[Decision]:
-        """Decisions by a new plan; where planning takes long, the plan is kept for some steps."""
         began = self._clock()
         owns = [self._own_of(view) for view in views]
         candidates = [self._candidates(*each) for each in zip(views, hints, strict=True)]
@@ -170,7 +163,6 @@ class Goodput(Controller):
         return decisions
 
     def _decided(self, view: RequestView, hints: Mapping[str, Hint]) -> Decision:
-        """A decision by the kept plan, where a request is new or the drafters' hints changed."""
         assert self._planned is not None
         own = self._own_of(view)
         kinds = _kinds(own, hints)
@@ -208,8 +200,6 @@ class Goodput(Controller):
         planner, candidates = own.weighed
         return f"plain was expected to be faster ({planner.weighed(candidates)})"
 
-    # ------------------------------------------------------------------------------------ what may be drafted
-
     def _hints(self, view: RequestView) -> dict[str, Hint]:
         return {
             drafter: view.hints[drafter]() if drafter in view.hints else Hint()
@@ -218,7 +208,6 @@ class Goodput(Controller):
         }
 
     def _candidates(self, view: RequestView, hints: Mapping[str, Hint]) -> list[Candidate]:
-        """The drafters that may draft for a request, with gains from its own verdicts as well."""
         own, room = self._own_of(view), view.remaining - 1
         own.kinds = dict(_kinds(own, hints))
         found = []
@@ -258,7 +247,6 @@ class Goodput(Controller):
         return own.acceptance[kind]
 
     def _prior(self, view: RequestView, kind: Kind) -> tuple[list[float], bool]:
-        """Rates of a drafter without verdicts, and whether they are of chains."""
         (drafter, hint), limits = (kind[0], kind[1] // 2), view.limits[kind[0]]
         chain = limits.width == 1
         expected = self._expected.get(drafter) if chain and not hint else None
@@ -270,8 +258,6 @@ class Goodput(Controller):
     def _odds_of(self, own: _Own, drafter: str) -> Odds:
         return _used(self._odds, (own.shaping, drafter), Odds)
 
-    # ------------------------------------------------------------------------------------ probing
-
     def _make_probe(
         self,
         views: Sequence[RequestView],
@@ -279,7 +265,6 @@ class Goodput(Controller):
         hints: Sequence[Mapping[str, Hint]],
         candidates: Sequence[Sequence[Candidate]],
     ) -> None:
-        """Change the decisions of a step to learn something, if there is enough credit and expected gain."""
         assert self._planned is not None
         planner, plan, _ = self._planned
         drafts = any(share is not None for share in plan.shares)
@@ -320,7 +305,6 @@ class Goodput(Controller):
         decisions[number] = self._decision(view, choice.share, "probe")
 
     def _hoped(self, view: RequestView, each: Candidate, now: Share, hints: Mapping[str, Hint]) -> Candidate | None:
-        """A drafter with optimistic gains; of the one that drafts already a larger tree, where there is one."""
         own, beyond = self._own_of(view), 0
         most = _most(each.limits, view.remaining - 1)
         if now is not None and now[0].drafter == each.drafter:
@@ -330,8 +314,6 @@ class Goodput(Controller):
         acceptance = own.acceptance[each.drafter, _kind(own, each.drafter, hints[each.drafter])]
         gains = acceptance.hoped(most, beyond, self._step)
         return Candidate(each.drafter, each.limits, gains, each.setup_s, each.catch_up_s)
-
-    # ------------------------------------------------------------------------------------ learning
 
     def observe(self, record: StepRecord) -> None:
         steps, now = 1 + self._rested, self._clock()
@@ -356,16 +338,12 @@ class Goodput(Controller):
 
     @property
     def _may_lose(self) -> bool:
-        """Whether drafts that pay in expectation are made; after losses only probes are. Expectations are wrong at
-        first, for each kind of hint and of sampling: the drafts that show it would cost several percent of the first
-        thousand tokens.
-        """
+        """Whether drafts that pay in expectation are made; after losses only probes are made."""
         return self._balance_s is None or self._balance_s > 0.0
 
     def _keep_balance(self, record: StepRecord, took_s: float) -> None:
-        """Add what a step saved over plain decoding, or lost, without reading earlier tokens into a draft model: where
-        plain steps take 3 ms a token, a step of 6 ms that emitted one token lost 3 ms, one that emitted three saved
-        3 ms.
+        """Add what a step saved over plain decoding, or lost: where plain steps take 3 ms a token, a step of 6 ms that
+        emitted one token lost 3 ms, one that emitted three saved 3 ms.
         """
         if self._planned is None:
             return
@@ -409,7 +387,7 @@ class Goodput(Controller):
 
 
 def _used(found: dict[Key, Value], key: Key, made: Callable[[], Value] | None = None) -> Value:
-    """An entry of a table with least-recently-used eviction, because clients may send ever new sampling options."""
+    """An entry of a table with least-recently-used eviction."""
     value = made() if made is not None and key not in found else found.pop(key)
     found[key] = value
     while len(found) > _MOST_KINDS:
@@ -418,7 +396,6 @@ def _used(found: dict[Key, Value], key: Key, made: Callable[[], Value] | None = 
 
 
 def _before(own: _Own, candidates: Sequence[Candidate], now: Share) -> Share:
-    """The request's last share; the new one where it drafted nothing yet, or cannot draft the same again."""
     if not own.decided or own.share is None:
         return None if own.decided else now
     drafter, nodes = own.share[0].drafter, own.share[1]
@@ -431,9 +408,7 @@ def _kinds(own: _Own, hints: Mapping[str, Hint]) -> tuple[Kind, ...]:
 
 
 def _kind(own: _Own, drafter: str, hint: Hint) -> int:
-    """Verdicts are correlated: hints of kind 0 and 1 are 0 and 2 after a proposal that was rejected entirely, else 1
-    and 3.
-    """
+    """Hints of kind 0 and 1 are 0 and 2 after a proposal that was rejected entirely, else 1 and 3."""
     return 2 * hint.kind + own.accepted.get(drafter, False)
 
 
@@ -442,19 +417,16 @@ def _most(limits: Budget, room: int) -> int:
 
 
 def _are_ready(views: Sequence[RequestView]) -> bool:
-    """Whether to probe now: a single request is probed from one of its first tokens on, which differs between requests,
-    because the first steps of an answer say little about later ones.
-    """
+    """Whether to probe now: a single request after some first tokens, because these say little about later ones."""
     return len(views) > 1 or views[0].counters.emitted_tokens >= views[0].id * 29 % _READY_WITHIN
 
 
 def _rate_of(hint: int) -> float:
-    """Acceptance of a drafted token known only by the kind of a hint: a longer match is better."""
     return 1.0 - (1.0 - UNKNOWN_RATE) * 2.0 / (1 + max(hint, 1))
 
 
 def _tree_of(limits: Budget, hint: int) -> list[float]:
-    """Gains of a tree's nodes known only by the kind of a hint: with a hint, the likeliest nodes are one path."""
+    """Gains of a tree's nodes by the kind of a hint: with one, the likeliest nodes are one path."""
     if hint:
         return [_rate_of(hint) ** (1 + place) for place in range(min(limits.nodes, 64))]
     return [UNKNOWN_RATE ** (1 + place // limits.width) / limits.width for place in range(min(limits.nodes, 64))]

@@ -48,8 +48,7 @@ class AssistedHeuristic(Controller):
 
 
 class ConfidenceStop(Controller):
-    """Drafts until a token's draft probability is below a threshold in [0, 1]; that token is kept, because it was
-    sampled.
+    """Drafts until a token's draft probability is below a threshold in [0, 1]; that token is kept: it was sampled.
 
     Raises:
         OptionError: another threshold.
@@ -66,8 +65,8 @@ class ConfidenceStop(Controller):
 
 
 class Schedule(Controller):
-    """Draft lengths by the number of requests that decode together: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3
-    requests, 2 for 4 to 15, and none from 16 on. Below the smallest number the first drafter's limits apply.
+    """Draft lengths by the number of decoding requests: {1: 4, 4: 2, 16: 0} drafts 4 tokens for 1 to 3 requests, 2 for
+    4 to 15, and none from 16 on. Below the smallest number the first drafter's limits apply.
 
     Raises:
         OptionError: no lengths, requests below 1, or a length below 0.
@@ -90,8 +89,8 @@ class Schedule(Controller):
 class RoundRobin(Controller):
     """Every drafter in turn, then pairs with merged proposals, then none: for tests that must cover all cases.
 
-    Budgets rotate as well: the drafter's limits, one token, half. The place in this cycle depends only on a request's
-    own number of steps. A single drafter drafts up to its limits at every step.
+    Budgets rotate as well: the drafter's limits, one token, half. The place in this cycle depends on a request's own
+    number of steps.
 
     Worked example: of a and b the steps draft a whole, one token of b, half of a with half of b after it, nothing, one
     token of a, and so on, the second time round with a after b.
@@ -119,13 +118,11 @@ class RoundRobin(Controller):
 
 
 def _sized(limits: Budget, number: int) -> Budget:
-    """The drafter's limits, one token, half of the depth, and again."""
     length = (limits.depth, 1, (limits.depth + 1) // 2)[number % 3]
     return limits if length == limits.depth else _of_length(limits, length)
 
 
 def _of_length(limits: Budget, length: int | None) -> Budget:
-    """A drafter's limits cut to paths of a length, None for no cut; of a tree also to as many nodes."""
     if not length:
         return limits if length is None else NO_DRAFT
     return replace(limits, depth=min(limits.depth, length), nodes=min(limits.nodes, length))

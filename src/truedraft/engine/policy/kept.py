@@ -1,7 +1,4 @@
-"""Costs of models and drafters on this machine: kept ones while they are valid, else measured on first use.
-
-Each is one JSON file in the user's cache folder.
-"""
+"""Costs of models and drafters on this machine, one JSON file each in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -67,9 +64,7 @@ class CostKey:
 
 
 class CostStore:
-    """Keeps and finds costs, by default in the user's cache folder. Problems with a file are returned as a warning of
-    one sentence, never raised.
-    """
+    """Keeps and finds costs. Problems with a file are returned as a warning of one sentence, never raised."""
 
     def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self.folder = cache_folder() / "costs" if folder is None else folder
@@ -87,9 +82,7 @@ class CostStore:
     def load(
         self, key: CostKey, kind: type[Value], most_doubt: float = LITTLE_DOUBT
     ) -> tuple[Value | None, str | None]:
-        """The kept cost, or None if there is none or its doubt (see `save`) is above `most_doubt`; and a warning if its
-        file cannot be used.
-        """
+        """The kept cost, None if there is none or its doubt (see `save`) is above `most_doubt`; and a warning."""
         kept, problem = self._read(key)
         if kept and problem is None and _doubt_of(kept) <= most_doubt:
             try:
@@ -99,14 +92,12 @@ class CostStore:
         return None, problem and f"the kept costs of {key.what} {problem}; they are measured again"
 
     def doubt(self, key: CostKey) -> float:
-        """Doubt of a kept cost, see `save`; 1 where no valid one is kept."""
         kept, problem = self._read(key)
         return _doubt_of(kept) if kept and problem is None else 1.0
 
     def save(self, key: CostKey, cost: Mapping[str, Any], doubt: float = 0.0) -> str | None:
-        """Keep a cost: whole or not at all, and not in place of one in less doubt. The doubt is the share of its time
-        in which other programs had the cores, or of its rounds that are missing. Returns a warning where it could
-        not be written.
+        """Keep a cost, unless one in less doubt is kept; returns a warning where it could not be written. The doubt is
+        the share of its time in which other programs had the cores, or of its missing rounds.
         """
         if doubt > LITTLE_DOUBT and self.doubt(key) < doubt:
             return None
@@ -116,8 +107,7 @@ class CostStore:
 
     def judge(self, key: CostKey, ratio: float, parted: bool) -> None:
         """Record the ratio of step times to a kept cost; if they `parted`, `load` no longer returns it. Not within a
-        minute after it was measured, nor where the ratio is as before the last measurement, which another would not
-        change.
+        minute after it was measured, nor where measuring again would not change the ratio.
         """
         kept, _ = self._read(key)
         before = kept.get("parted")
@@ -130,7 +120,6 @@ class CostStore:
             self._write(key, kept | {"parted": round(ratio, 2), "doubted": True})
 
     def _read(self, key: CostKey) -> tuple[dict[str, Any], str | None]:
-        """What is kept, {} for nothing; and why it cannot be used."""
         path = self.path(key)
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -174,9 +163,6 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# ------------------------------------------------------------------------------------ keys
 
 
 def target_key(model: LanguageModel) -> CostKey:
@@ -233,14 +219,10 @@ def _drafter(drafter: Drafter) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A configuration without what loading added to it."""
     if isinstance(value, dict):
         kept = {str(name): _plain(each) for name, each in value.items()}
         return {name: each for name, each in kept.items() if name[:1] != "_" and name not in _NOT_OF_THE_MODEL}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-# ------------------------------------------------------------------------------------ kept or measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +247,6 @@ def target_cost(
     """V(rows, contexts) of a model on this machine, in seconds; see `measure_target`.
 
     Args:
-        refresh: measure even if there is a kept cost.
         store: where costs are kept; None is the user's cache folder.
 
     Raises:
@@ -288,8 +269,7 @@ def drafter_cost(
     """Cost of a drafter's proposals on this machine, in seconds; see `measure_drafter`, and `target_cost`.
 
     Args:
-        drafter: with its options: other options are measured and kept separately.
-        params: sampling options; those that shape the distribution matter. None is greedy.
+        params: sampling options; None is greedy.
 
     Raises:
         CompositionError: the drafter does not fit the target.
@@ -322,10 +302,8 @@ def _kept_or_measured(
 class Growing(Generic[Cost]):
     """A cost that is measured in pieces: known after its first round, improved by later ones, then kept.
 
-    Args:
-        name: of the drafter; None is the target.
-        take: called with the first cost, and with the final one.
-        known: whether there is a cost already, which a worse one does not replace.
+    `take` is called with the first cost and with the final one; `known`: whether there is a cost already, which a worse
+    one does not replace. `name` is the drafter's, None for the target.
     """
 
     def __init__(
@@ -346,7 +324,6 @@ class Growing(Generic[Cost]):
         self._pieces = piecewise(times.keys, times.measure, effort, clock=lambda: self._spent_s)
 
     def go_on(self) -> bool:
-        """Measure one more point; returns whether there is more."""
         began, delay_s = time.perf_counter(), run_delay_s()
         rounds = next(self._pieces, None)
         cost = self._times.cost(whole=True) if rounds is None else None
@@ -364,19 +341,17 @@ class Growing(Generic[Cost]):
         return rounds is not None
 
     def release(self) -> None:
-        """Free what measuring holds; it is taken again for further measurements."""
         self._times.release()
 
 
 class StepCosts:
     """Costs of a target's steps on this machine, found on first use.
 
-    V is the given curve, or the one kept by an earlier benchmark, or a short measurement, kept separately so that it
-    never replaces a longer one. Where V is measured now, drafting costs are too, so that both are of the same moment.
+    V is the given curve, or a kept one, or a short measurement, kept separately so that it never replaces a longer one.
+    Where V is measured now, drafting costs are too, so that both are of the same moment.
 
     Attributes:
         measuring_s: seconds of measuring so far; 0 where all costs were kept.
-        warnings: about kept costs, one sentence each.
     """
 
     def __init__(
@@ -429,14 +404,12 @@ class StepCosts:
         return {"store": self._short, "progress": self._progress, "refresh": self._refresh}
 
     def _has_forwards(self) -> bool:
-        """Whether V is known; a kept one is loaded, however doubtful."""
         for store, doubt in ((self._store, LITTLE_DOUBT), (self._short, 1.0)):
             if self._forwards is None and not self._refresh:
                 self._forwards = store.load(self._target_key, TargetCost, doubt)[0]
         return self._forwards is not None
 
     def _has_drafting(self, drafter: Drafter, params: SamplingParams) -> bool:
-        """Whether the drafting cost is known; with a kept one the drafter drafts once."""
         key = _of(drafter, params)
         if key not in self._drafting and not self._refresh:
             found = self._short.load(drafter_key(drafter, self.target, params), DraftCost, 1.0)[0]
@@ -448,8 +421,8 @@ class StepCosts:
     def pieces(
         self, drafters: Mapping[str, Drafter], params: SamplingParams, failed: Callable[[str, Exception], None]
     ) -> list[Growing[Any]]:
-        """Costs still to be measured for requests with these options, V first, in pieces; without those in little
-        doubt. No other method may be used while a cost is unknown. `failed` gets the names of drafters that failed.
+        """Costs still to be measured, V first; no other method may be used while one is unknown. `failed` gets the
+        names of drafters that failed.
         """
         found: list[Growing[Any]] = []
         known, at = self._has_forwards(), self._target_key
@@ -479,16 +452,11 @@ class StepCosts:
         return found.value
 
     def check(self) -> CurveCheck | None:
-        """A listener for `Engine.listeners`: where steps deviate from V, it is measured again at its next use; None on
-        a device.
-        """
+        """A listener for `Engine.listeners` that has V measured again where steps deviate; None on a device."""
         return CurveCheck(self.forwards(), self.judge) if self.target.device.type == "cpu" else None
 
     def judge(self, ratio: float) -> None:
-        """Record that the target's steps take `ratio` times what kept curves say; see `CostStore.judge`.
-
-        Not on a device, where forwards are only queued and the host cannot measure their time.
-        """
+        """Record that the target's steps take `ratio` times what kept curves say; not on a device."""
         for store in (self._store, self._short) if self.target.device.type == "cpu" else ():
             store.judge(self._target_key, ratio, parts(ratio))
 
@@ -502,9 +470,7 @@ def _of(drafter: Drafter, params: SamplingParams) -> tuple[Drafter, object]:
 
 
 class CurveCheck:
-    """A listener that compares forwards with V, so that a disturbed measurement is replaced: it reports the median of
-    measured / V after every 50 settled steps without a part of a prompt.
-    """
+    """A listener that reports the median of measured / V after every 50 settled steps without a part of a prompt."""
 
     def __init__(self, forwards: Callable[[int, Sequence[int]], float], report: Callable[[float], None]) -> None:
         self._forwards = forwards

@@ -77,9 +77,8 @@ def piecewise(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[int]:
     """Call `measure(key, round)` for all keys, round after round, each starting at another key; yields the number of
-    finished rounds after each. Round -1 is a warm-up. A key is measured until `measure` says that it was settled
-    (see `Settling`): shapes may have to be captured again because caches grew. One that does not settle within some
-    tries is tried once per round from then on.
+    finished rounds after each. Round -1 is a warm-up. A key is tried again until `measure` says that it was settled,
+    within limits: shapes may have to be captured again because caches grew.
     """
     total = len(keys) * (effort.most_rounds + 1)
     tries = dict.fromkeys(keys, _TRIES)
@@ -101,9 +100,7 @@ def piecewise(
 
 
 class Times(ABC, Generic[Key, Cost]):
-    """Measures a cost in rounds, one key at a time; the result is the median of settled samples, see `Settling`, or of
-    all where none was settled.
-    """
+    """Measures a cost in rounds, one key at a time; the result is the median of settled samples, if any."""
 
     keys: Sequence[Key]
 
@@ -112,7 +109,6 @@ class Times(ABC, Generic[Key, Cost]):
         self._others: dict[Any, list[Any]] = {}
 
     def _keep(self, number: int, place: object, sample: object, settling: Settling) -> bool:
-        """Keep a sample, unless its round is the warm-up; returns whether it was settled."""
         if number >= 0:
             (self._settled if settling.settled else self._others).setdefault(place, []).append(sample)
         return settling.settled
@@ -123,17 +119,12 @@ class Times(ABC, Generic[Key, Cost]):
 
     @abstractmethod
     def cost(self, *, whole: bool) -> Cost:
-        """The cost by the measurements so far, after at least one round; a `whole` one includes what is measured once,
-        at the end.
-        """
+        """The cost by the measurements so far, at least one round; a `whole` one includes what is measured last."""
 
     @abstractmethod
-    def release(self) -> None:
-        """Free what measuring holds; it is made again for further measurements."""
-
+    def release(self) -> None: ...
     @torch.inference_mode()
     def measured(self, effort: Effort, progress: Progress, label: str, clock: Callable[[], float]) -> Cost:
-        """All rounds at once."""
         try:
             for _ in piecewise(self.keys, self.measure, effort, progress, label, clock):
                 pass
@@ -144,8 +135,6 @@ class Times(ABC, Generic[Key, Cost]):
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A kind of forward: `requests` requests with `rows` rows and `context` cached tokens each."""
-
     requests: int
     rows: int
     context: int
@@ -160,9 +149,8 @@ def measure_target(
 ) -> TargetCost:
     """Time forwards of 1 to 64 rows with contexts of 128 to 1,024 tokens, and of several requests at once.
 
-    Rows and contexts are cut to the model's context length. Each kind of forward is run to warm up, then in interleaved
-    rounds, see `Times`. Then forwards of one row follow each other, as in plain decoding, until they take no less time
-    than before.
+    Rows and contexts are cut to the model's context length. Then forwards of one row follow each other, as in plain
+    decoding, until they take no less time than before.
 
     Args:
         effort: how long to measure; None takes 8 seconds, and three rounds at least.
@@ -217,7 +205,6 @@ class TargetTimes(Times[_Cell, TargetCost]):
 
 
 def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], float]) -> float | None:
-    """Seconds of a plain forward after many others; None where so many would take too long."""
     began = clock()
     found: list[float] = []
     while len(found) < SETTLED + _SETTLED_OF:
@@ -231,7 +218,6 @@ def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], fl
 
 
 def _room(model: LanguageModel) -> int:
-    """Tokens that may follow the fixed opening of a text."""
     return model.most_tokens(model.opening) - len(model.opening)
 
 
@@ -253,9 +239,7 @@ def most_held(model: LanguageModel) -> int:
 
 
 def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
-    """Give a cache `context` tokens, each a copy of the first: values do not change the cost of attention, and a true
-    prefill would cost more than all measurements.
-    """
+    """Give a cache `context` tokens, each a copy of the first, which is faster than a prefill."""
     model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64, device=model.device), chain_shape(1), (0,))])
     cache.commit((0,))
     before = cache.length
@@ -267,7 +251,6 @@ def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
 
 
 def _forward_s(model: LanguageModel, caches: Sequence[RequestCache], rows: int, clock: Callable[[], float]) -> float:
-    """Seconds of one forward with logits for every row, as in verification; the cache is rolled back."""
     # Different tokens, because a mixture of experts then reads more weights.
     segments = [
         Segment(
@@ -300,17 +283,13 @@ def measure_drafter(
     """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own, in rounds, see
     `Times`.
 
-    The target runs before each proposal, untimed, as between two steps: without it a small draft model would stay in
-    the processor's caches. The request's text repeats itself, so that drafters that copy find something; not so for a
-    drafter that itself uses drafts (`Drafter.levels`), because guesses that are always made and always wrong do not
-    occur on real text. Proposals are accepted to none, all or half of their depth in turn, so that the catch-up is
-    included. A proposal counts for the levels that it took, not for the depth allowed.
+    The target runs before each proposal, untimed: without it a small draft model would stay in the processor's caches.
+    The request's text repeats itself, so that drafters that copy find something; not so for a drafter that itself uses
+    drafts (`Drafter.levels`), whose guesses would always be wrong. Proposals are accepted to none, all or half of their
+    depth in turn, so that the catch-up is included.
 
     Args:
         effort: how long to measure; None takes 4 seconds, and three rounds at least.
-
-    Returns:
-        The cost; for a drafter that finds nothing to propose, the cost of searching.
 
     Raises:
         CompositionError: the drafter does not fit the target.
@@ -381,7 +360,6 @@ def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) ->
 
 @contextmanager
 def _as_drafter_error(drafter: Drafter) -> Iterator[None]:
-    """Turn other errors into a `DrafterError` that names the drafter."""
     try:
         yield
     except TruedraftError:
@@ -411,7 +389,6 @@ def depths(limit: int) -> list[int]:
 
 
 def _lengths(drafter: Drafter, target: LanguageModel) -> tuple[int, int]:
-    """Tokens of a synthetic prompt, and most tokens of a whole text after the fixed opening."""
     own = getattr(drafter, "model", None)
     context = min(_room(target), _room(own) if isinstance(own, LanguageModel) else 1 << 62)
     prompt = max(1, min(_PROMPT_TOKENS, context // 2))
@@ -420,8 +397,6 @@ def _lengths(drafter: Drafter, target: LanguageModel) -> tuple[int, int]:
 
 
 class _Rehearsal:
-    """A synthetic request that runs through steps as in the engine, with synthetic verdicts."""
-
     def __init__(
         self, drafter: Drafter, target: LanguageModel, params: SamplingParams, clock: Callable[[], float]
     ) -> None:
@@ -438,7 +413,6 @@ class _Rehearsal:
         self._seen: list[int] = []  # its tokens
 
     def step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
-        """One step; returns the proposal and the drafter's seconds."""
         with self._target.stepping():
             return self._step(depth, accepted_share)
 
@@ -464,7 +438,6 @@ class _Rehearsal:
         return proposal, proposed_s + self._observe(request, self._outcome(proposal, path, tokens))
 
     def _read_on(self, request: DraftRequest) -> None:
-        """Let the target process all tokens but the last, as it has done before a step."""
         cache, end = request.cache, len(request.tokens) - 1
         while cache is not None and cache.length < end:
             ids = torch.tensor(request.tokens[cache.length : end][:_PROMPT_TOKENS], device=self._target.device)
@@ -472,7 +445,6 @@ class _Rehearsal:
             cache.commit(range(len(ids)))
 
     def _start(self) -> DraftRequest:
-        """Start a new request and make its first proposal, because that one processes the prompt as well."""
         self.end()
         self._begun += 1
         # Negative ids: the engine counts its own up from 0, and both may share a drafter.
@@ -501,7 +473,6 @@ class _Rehearsal:
         return StepOutcome(proposal, path, tokens, hidden, layers=tuple(shown))
 
     def _text(self, place: int) -> int:
-        """The token at a position of a text that repeats itself, sooner or later."""
         return (place % self._period * 7919 + 1) % self._target.vocab_size
 
     def _now(self) -> float:
@@ -521,7 +492,6 @@ class _Rehearsal:
 
 
 def _last_vectors(target: LanguageModel, features: Features | None) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Inputs of the target's LM head `[1, width]` and hidden states of layers; none where no features are declared."""
     if features is None:
         return None, ()
     cache = target.begun_cache()
@@ -533,9 +503,7 @@ def _last_vectors(target: LanguageModel, features: Features | None) -> tuple[Ten
 
 
 def read_bandwidth(device: str | torch.device = "cpu", *, size_bytes: int = _GIBIBYTE, repetitions: int = 4) -> float:
-    """Bytes per second of reading a block of memory with all of torch's threads.
-
-    It is read in three ways, a sum and a maximum of float32 and a sum of int64; the fastest counts.
+    """Bytes per second of reading memory with all of torch's threads: a sum and a maximum of float32, a sum of int64.
 
     Args:
         size_bytes: of the block, a multiple of 8; must be much larger than the caches.

@@ -1,12 +1,10 @@
 """What a step drafts: for each request the drafter and the size with the most expected tokens per second.
 
-Goodput of a step (Liu et al., arXiv 2406.14066) is expected tokens over expected seconds. A request's tokens are one
-plus the gains of its drafted nodes; seconds are those of the step with its rows plus those of drafting. Plain decoding
-is the plan that drafts nothing.
+Goodput (Liu et al., arXiv 2406.14066) is expected tokens over expected seconds. A request's tokens are one plus the
+gains of its drafted nodes.
 
 For several requests the geometric mean of their tokens counts. Their sum would let one request wait through long steps
-because others have many accepted tokens; with the mean, a step that takes twice as long must double what they emit on
-balance.
+because others have many accepted tokens.
 
 Worked example: one request, gains 0.6 and 0.3, a step of 10 ms with one row and 11 ms with two or three, 1 ms for
 drafting one token and 2 ms for two. Plain decoding emits 100 tokens a second, one drafted token 1.6 / 12 ms = 133, two
@@ -86,9 +84,7 @@ class Plan:
 
 
 class Choice(NamedTuple):
-    """The best share for one request, given those of the others; its value is in tokens beyond those that the plan
-    emits in the same time.
-    """
+    """The best share for one request, given the others'; its value is in tokens beyond the plan's in the same time."""
 
     share: Share
     value: float
@@ -113,9 +109,8 @@ class Planner:
     def best(self, candidates: Sequence[Sequence[Candidate]]) -> Plan:
         """The plan with the most expected tokens per second.
 
-        It starts with plain decoding or, if that is better, with one drafter and one size for all, so that all share
-        its fixed costs. Then each request takes its best share given the others' (Dinkelbach's iteration: at the rate
-        of the plan before), as long as that improves the plan.
+        It starts with plain decoding or one drafter and size for all. Then each request takes its best share given the
+        others' (Dinkelbach's iteration), as long as that improves the plan.
         """
         starts = [self.plain]
         for name in dict.fromkeys(each.drafter for own in candidates for each in own) if len(candidates) > 1 else ():
@@ -126,7 +121,6 @@ class Planner:
         return max([self._improved(plan, candidates) for plan in starts], key=_rate)
 
     def _improved(self, plan: Plan, candidates: Sequence[Sequence[Candidate]]) -> Plan:
-        """A plan in which each request in turn takes its best share given the others'."""
         for _ in range(_ROUNDS):
             shares = list(plan.shares)
             for number, own in enumerate(candidates):
@@ -164,17 +158,12 @@ class Planner:
             yield nodes, self.step_s(rows + nodes) + self.drafting_s(name, requests + 1, levels) - without_s
 
     def _value(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
-        """Value of a request's tokens beyond its first, in tokens of the batch.
-
-        For several requests it is the slope of `Plan.tokens`, count times a geometric mean, by the logarithm of one.
-        """
+        """Tokens of the batch beyond the first: the slope of count times a geometric mean, by the logarithm of one."""
         count = len(self._contexts)
         return candidate.tokens[nodes] - 1.0 if count == 1 else plan.tokens / count * candidate.logs[nodes]
 
     def settled(self, plan: Plan, before: Sequence[Share], margin: float) -> Plan:
-        """The plan with the `before` shares of requests for which the new ones gain less than a margin, a fraction of
-        its tokens.
-        """
+        """The plan with `before` shares where the new ones gain less than a margin, a fraction of its tokens."""
         shares = list(plan.shares)
         for number, (now, former) in enumerate(zip(plan.shares, before, strict=True)):
             if now == former:
@@ -191,7 +180,6 @@ class Planner:
         return Plan(shares, len(shares) * math.exp(mean), self.step_s(rows) + drafting_s + setup_s)
 
     def weighed(self, candidates: Sequence[Candidate]) -> str:
-        """Expected costs and gains of drafts of some tokens, and the cost of plain decoding, in words."""
         count, notes = len(self._contexts), []
         for each in candidates:
             nodes = min(TOLD, len(each.gains))
@@ -204,10 +192,7 @@ class Planner:
         return f"{'; '.join(notes)}; a plain step takes {1e3 * self.step_s(count):.2f} ms"
 
     def floor(self, plan: Plan, share: Share) -> float:
-        """The probability of acceptance below which another token of a chain does not pay.
-
-        The cost of a level of drafting is shared by all requests drafted for together.
-        """
+        """The acceptance below which a token of a chain does not pay; its level's cost is shared by the batch."""
         if share is None:
             return 0.0
         candidate, nodes = share
@@ -221,7 +206,6 @@ class Planner:
         return plan.rate * (row_s + level_s) / value
 
     def _load(self, shares: Sequence[Share]) -> _Load:
-        """Rows of the target; by drafter the requests and levels of the deepest; seconds of catching up."""
         rows, setup_s = len(shares), 0.0
         drafting: dict[str, tuple[int, float]] = {}
         for share in shares:

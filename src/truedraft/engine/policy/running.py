@@ -37,9 +37,8 @@ _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
 class Corrected:
-    """Correction of a cost curve by measured seconds: a factor common to all sizes, whose log is `common`, and one per
-    size that moves slowly. The common one is the median over the last few steps, so that an interrupted step has no
-    effect and a slower machine is noticed after a few.
+    """A factor on a cost curve common to all sizes, with log `common`, and one per size that moves slowly. The common
+    one is the median over the last few steps, so that an interrupted step has no effect.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -49,9 +48,7 @@ class Corrected:
         self._shape = [0.0] * (_LARGEST.bit_length() + 1)  # at sizes of 1, 2, 4, ...
 
     def factor(self, size: float, otherwise: float = 0.0) -> float:
-        """Measured over expected seconds at a size (rows or requests). Where nothing was measured for long it fades to
-        `otherwise`, a common log ratio, so that what is no longer tried is not considered slow for ever.
-        """
+        """Measured over expected seconds at a size (rows or requests); fades to `otherwise`, a common log ratio."""
         if not self._recent:
             return math.exp(otherwise)
         fresh = math.exp(min(self._recent[-1][0] - self._clock(), 0.0) / _FADES_S)
@@ -66,9 +63,7 @@ class Corrected:
         return bool(self._recent)
 
     def learn(self, size: float, measured_s: float, expected_s: float, usual: bool = True) -> None:
-        """One step took `measured_s` where the uncorrected curve says `expected_s`; only a usual one changes the factor
-        of its size.
-        """
+        """Add a step with `measured_s` and `expected_s`; only a usual one changes the factor of its size."""
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
         now, recent = self._clock(), self._recent
@@ -85,15 +80,13 @@ class Corrected:
 
 
 def _between(size: float) -> tuple[int, float]:
-    """The logarithm of a size to base 2: its whole part, and the rest, as 1 and 0.58 of 3."""
+    """The whole part of log2 of a size, and the rest: 1 and 0.58 for 3."""
     place = math.log2(min(max(size, 1.0), _LARGEST))
     return int(place), place - int(place)
 
 
 class RunningTimes:
-    """`StepTimes` for the steps of an engine. Curves are read or measured on first use, so a controller that needs none
-    pays nothing. Everything around the forward counts as part of it, because more rows make more of that as well.
-    """
+    """`StepTimes` of an engine, measured on first use. Everything around the forward counts as part of it."""
 
     def __init__(
         self, costs: StepCosts, drafters: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter
@@ -107,7 +100,7 @@ class RunningTimes:
         self._drafting = {name: Corrected(clock) for name in drafters}
         self._kind = False, False  # of the last step, key of `_steps`
         self._plain = 0  # consecutive plain steps up to the last one
-        self._apart: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
+        self._plain_ratio: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
         self._read_s: dict[str, float] = {}  # seconds per token of a drafter's catch-up
         self._growing: dict[bool, list[Growing[Any]]] = {}  # costs still being measured, by whether greedy
@@ -124,9 +117,8 @@ class RunningTimes:
         return self._forward_s(rows, contexts) * self._steps[drafted, greedy].factor(rows, otherwise)
 
     def _as_others(self, drafted: bool, greedy: bool) -> float:
-        """Common log ratio of a kind of steps until one was observed, or where the last one was long ago."""
         if (other := self._steps[not drafted, greedy]).known:
-            difference = self._apart.get(greedy, 0.0)
+            difference = self._plain_ratio.get(greedy, 0.0)
             return other.common + (-difference if drafted else difference)
         return self._steps[drafted, not greedy].common
 
@@ -182,9 +174,7 @@ class RunningTimes:
         return all(each.known for each in self._growing[greedy])
 
     def go_on(self, step_s: float) -> bool:
-        """Continue measuring between steps for a share of the time, if `ready` was called; returns whether anything was
-        measured, or holds memory for measuring.
-        """
+        """Continue measuring between steps for a share of the time; returns whether it measured or holds memory."""
         measured = False
         while pieces := self._pieces:
             share = _BETTER_SHARE if all(each.known for each in pieces) else _MEASURING_SHARE
@@ -198,7 +188,6 @@ class RunningTimes:
         return measured or self._held is not None
 
     def measure_one(self) -> bool:
-        """Measure one more point; returns whether there is more."""
         for greedy in (True, False):
             self.ready(greedy)
         pieces = self._pieces
@@ -211,7 +200,6 @@ class RunningTimes:
         return [each for those in self._growing.values() for each in those]
 
     def _measure_on(self, pieces: Sequence[Growing[Any]]) -> None:
-        """Measure one more point of an unknown cost or, if all are known, of the first."""
         piece = min(pieces, key=lambda each: each.known)
         if piece is not self._held:  # the synthetic requests of two pieces have the same ids
             self.rest()
@@ -236,14 +224,12 @@ class RunningTimes:
         self._left_out.add(drafter)
 
     def _forget(self) -> None:
-        """Clear cached costs, because better ones are available."""
         self._proposals.clear()
         self._read_s.clear()
         self._forward_s = ForwardTable(lambda rows, contexts: self._costs.forwards()(rows, contexts))
         self._check = CurveCheck(self._forward_s, self._costs.judge)
 
     def rest(self) -> None:
-        """Pause measuring and release its memory."""
         held, self._held = self._held, None
         if held is not None:
             held.release()
@@ -268,7 +254,7 @@ class RunningTimes:
         steps_of = self._steps[drafted, greedy]
         steps_of.learn(rows, measured, expected_s, usual=self._kind == before)
         if SETTLED < self._plain <= _SOON and self._steps[True, greedy].known:
-            self._apart[greedy] = max(-_MOST, min(_MOST, steps_of.common - self._steps[True, greedy].common))
+            self._plain_ratio[greedy] = max(-_MOST, min(_MOST, steps_of.common - self._steps[True, greedy].common))
         if drafted or self._plain > SETTLED:
             self._check(record)
         for each in record.drafting:

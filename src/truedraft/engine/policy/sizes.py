@@ -31,7 +31,6 @@ class NodeBudget:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes; 0 where drafting does not pay."""
         return self.choice.nodes
 
     @property
@@ -56,9 +55,7 @@ class NodeBudget:
 def node_options(
     curve: AcceptanceCurve, forwards: TargetCost, drafting: DraftCost, *, context: int = _CONTEXT, requests: int = 1
 ) -> list[SizeOption]:
-    """Predicted gains of 0, 1, ... nodes for each request of a batch with `context` cached tokens each; see
-    `size_options`.
-    """
+    """Predicted gains of 0, 1, ... nodes per request with `context` cached tokens; see `size_options`."""
     contexts = [context] * requests
     return size_options(curve, lambda rows: forwards(rows * requests, contexts), drafting)
 
@@ -108,8 +105,8 @@ def sized(
 ) -> tuple[Drafter, Mapping[str, NodeBudget]]:
     """A drafter with the number of nodes that pays on this machine, and why; arguments as in `nodes_for`.
 
-    Each member of a portfolio gets the number that pays for it on its own. Drafters without an acceptance measurement,
-    and those with chosen sizes, stay unchanged. Also the budgets of the members that got one, by the same costs.
+    Each member of a portfolio gets its own number. Drafters without an acceptance measurement, and those with chosen
+    sizes, stay unchanged.
 
     Raises:
         TruedraftError: target or drafter failed.
@@ -125,9 +122,7 @@ def sized(
 
 
 def outdated(engine: Engine, forwards: TargetCost) -> str | None:
-    """Why kept curves must be measured again, in a sentence; None where the steps of an idle engine agree with them,
-    and on a device, where the host cannot measure forwards.
-    """
+    """Why kept curves must be measured again, in a sentence; None where steps agree with them, and on a device."""
     ratio = ratio_of_steps(engine, forwards) if engine.target.device.type == "cpu" else None
     if ratio is None or not parts(ratio):
         return None
@@ -152,9 +147,7 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
 
 
 def made_up_prompt(target: LanguageModel, tokens: int) -> Prompt:
-    """A synthetic prompt of at most `tokens` tokens, for answers that are timed or discarded; half of the context is
-    left free.
-    """
+    """A synthetic prompt of at most `tokens` tokens and half of the context, for answers that are discarded."""
     opening, inputs = target.opening, target.opening_inputs
     room = target.most_tokens(opening) - len(opening)
     text = [place * 7919 % target.vocab_size for place in range(max(1, min(tokens, room // 2)))]

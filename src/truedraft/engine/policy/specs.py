@@ -14,7 +14,7 @@ from truedraft.options import Words, called, read_whole
 
 @dataclass(frozen=True, slots=True)
 class ControllerKind:
-    """A kind of controller, as it is typed: options with their defaults or an example, and what makes it."""
+    """Options with their defaults or an example, and what makes the controller."""
 
     options: Mapping[str, str]
     meaning: str
@@ -63,7 +63,7 @@ KINDS: Mapping[str, ControllerKind] = {
     "goodput": ControllerKind(
         {"probing": "0.01"},
         "at each step the drafters and lengths from which most tokens a second are expected, from measured costs and "
-        "running acceptance, or plain decoding; so much of the time goes into trying others",
+        "running acceptance, or plain decoding; this share of the time is used to try others",
         _goodput,
     ),
     "fixed": ControllerKind({}, "always the first drafter, as far as its options allow", FixedBudget),
@@ -71,7 +71,7 @@ KINDS: Mapping[str, ControllerKind] = {
         {"start": "5"}, "two tokens more after a proposal that was accepted whole, else one less", AssistedHeuristic
     ),
     "confidence": ControllerKind(
-        {"threshold": "0.4"}, "no further behind a token that the drafter gave less than this", ConfidenceStop
+        {"threshold": "0.4"}, "stops after a token to which the drafter gave less than this", ConfidenceStop
     ),
     "in-turn": ControllerKind(
         {}, "every drafter in turn, and merged two by two, with all budgets; for checks", RoundRobin

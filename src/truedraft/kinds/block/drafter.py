@@ -27,16 +27,11 @@ _READ_ROWS = 512  # of a text per forward
 
 
 class BlockRunner:
-    """A block drafter in the dtype and on the device of a target; its weights are copied.
+    """A block drafter with copied weights in the dtype and on the device of a target; `LevelRunner` has its attributes.
 
     Args:
         recorder: makes its recorded graphs; None: nothing is recorded.
         before: of the same sizes and target; its pages are reused.
-
-    Attributes:
-        token_bytes: bytes of one token's keys and values.
-        layers: number of layers with keys and values.
-        records: whether a whole draft is one recorded graph.
     """
 
     def __init__(
@@ -67,7 +62,6 @@ class BlockRunner:
 
     @property
     def warmups(self) -> int:
-        """Number of drafts so far that were slower than later ones of the same shape."""
         return 0 if self._graphs is None else self._graphs.warmups
 
     def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -96,7 +90,6 @@ class BlockRunner:
 
     @torch.inference_mode()
     def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
-        """See `GraphBlocks.run`."""
         if self._graphs is not None:
             return self._graphs.run(caches, vectors, anchors)
         self.read(caches, [each.chunk(self.head.config.merged, dim=-1) for each in vectors])
@@ -113,11 +106,7 @@ class BlockRunner:
 
     @torch.inference_mode()
     def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:
-        """Compute and store keys and values of texts' next positions.
-
-        Args:
-            vectors: per text, the hidden states of each layer `[rows, width]`.
-        """
+        """Store keys and values of texts' next positions, from `[rows, width]` per text and layer."""
         head = self.head
         counts = [len(own[0]) for own in vectors]
         together = [torch.cat(layer) for layer in zip(*vectors, strict=True)]
@@ -133,11 +122,7 @@ class BlockRunner:
 
     @torch.inference_mode()
     def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Tensor:
-        """Input of the LM head at each guessed token: `[blocks, reach, width]`.
-
-        Args:
-            caches: of the texts, with all positions before the anchors.
-        """
+        """Input of the LM head at each guessed token: `[blocks, reach, width]`; caches hold all before the anchors."""
         block = self.head.config.block
         layouts = [_own_block(each.length, block, self.device) for each in caches]
         for cache in caches:
@@ -165,7 +150,7 @@ class BlockRunner:
 
     @torch.inference_mode()
     def chances(self, leaving: Leaving) -> list[float]:
-        """Probability that the target accepts each row's token, by the confidence head."""
+        """Acceptance probability of each row's token, by the confidence head."""
         return transfers.fetch([torch.sigmoid(self.head.acceptance(leaving).float())])[0]
 
     def _at(self, positions: Sequence[range]) -> Any:
@@ -174,16 +159,15 @@ class BlockRunner:
 
 
 def _own_block(length: int, block: int, device: torch.device) -> ChainLayout:
-    """Rows that attend to `length` keys and all of their own block, but not to unused slots."""
+    """Rows see `length` keys and their own block, but no unused slots."""
     hidden = torch.arange(key_span(length + block) - length, device=device) >= block
     return ChainLayout(Blocked(length, hidden.expand(block, -1)))
 
 
 class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
-    """Drafts with a block drafter: all levels of a tree come from one forward; arguments: `LevelDrafter`.
+    """Drafts with all levels of a tree from one forward; arguments: `LevelDrafter`.
 
-    Rows of the block do not depend on the draws before them, so without a Markov head all nodes of a depth draw from
-    one distribution.
+    Without a Markov head all nodes of a depth draw from one distribution.
     """
 
     levels = 1
@@ -246,7 +230,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
 
 
 def _kept(level: Sequence[Tree], rows: Sequence[int]) -> list[Tree]:
-    """Keep only some rows, which number all open nodes in order, and only trees with such nodes."""
+    """Only trees with rows among `rows`, which number all open nodes in order."""
     every, first = set(rows), 0
     for tree in level:
         count = len(tree.open)
@@ -256,7 +240,7 @@ def _kept(level: Sequence[Tree], rows: Sequence[int]) -> list[Tree]:
 
 
 def _opened(level: Sequence[Tree], device: torch.device) -> tuple[Tensor, list[tuple[Tree, int]]]:
-    """The tokens of all trees' open nodes in order, and the parent of each."""
+    """The tokens of all open nodes in order, and their parents."""
     tokens, parents = [], []
     for tree in level:
         above = tree.unfed_parents  # before the nodes count as fed
@@ -277,8 +261,7 @@ class DSpark(BlockDrafter[DSparkHead]):
     """Drafts with a DSpark head (arXiv 2607.05147); arguments as of `LevelDrafter`, and one more.
 
     Args:
-        min_acceptance: draw no token with a smaller probability of being reached and accepted, by the confidence head,
-            which depends on the tokens before it only.
+        min_acceptance: draw no token with a smaller probability of being reached and accepted, by the confidence head.
 
     Raises:
         OptionError: an option is out of range, or `min_acceptance` is given without a confidence head.

@@ -1,12 +1,10 @@
 """Block drafters as other projects publish them: z-lab's DFlash, DeepSpec's DSpark, and both kinds of `speculators`.
 
-Tensor names are the same as here. z-lab writes a flat configuration of Qwen 3 with `dflash_config`; embedding and LM
-head are the target's. DeepSpec's is also flat, with copies of both. `speculators` nests the layers' configuration,
-without Qwen 3's default values, and stores an LM head if the draft has a reduced vocabulary. `layer_folders` has what
-they share with other formats.
+z-lab writes a flat configuration of Qwen 3 with `dflash_config`; embedding and LM head are the target's. DeepSpec's is
+also flat, with copies of both. `speculators` nests the layers' configuration, without Qwen 3's defaults.
 
 z-lab and DeepSpec number layers by their outputs, as here; `speculators` by their inputs, so 2 there is 1 here.
-transformers returns the last layer's output normalized, so a head that reads the last layer is refused.
+transformers normalizes the last layer's output, so a head that reads it is refused.
 """
 
 from __future__ import annotations
@@ -48,13 +46,13 @@ _Block = TypeVar("_Block", bound=BlockHead)
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of head in a folder of one of these projects; None if there is none."""
+    """The kind of head in a folder; None if there is none."""
     found = named_kind(path, _HEADS)
     return None if found is None else found.kind
 
 
 def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = False) -> _Block | None:
-    """Load a head of one of these projects; arguments, result and errors as of `load_layer_folder`."""
+    """Load a head; arguments, result and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
         nested, dspark = SPECULATORS in record, kind is DSparkHead
@@ -87,7 +85,6 @@ def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = Fals
 
 
 def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
-    """The layers that are read, by their outputs."""
     if nested:
         return tuple(number - 1 for number in named["aux_hidden_state_layer_ids"])
     if entered := named.get("layer_ids"):
@@ -101,10 +98,7 @@ def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
 
 
 def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -> None:
-    """Write a head as z-lab's DFlash reads it, in the dtype of its weights.
-
-    Args:
-        head: with the target's LM head.
+    """Write a head with the target's LM head as z-lab's DFlash reads it, in the dtype of its weights.
 
     Raises:
         ModelError: the format does not support this head, or the files cannot be written.
@@ -120,10 +114,7 @@ def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -
 
 
 def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -> None:
-    """Write a head as DeepSpec reads it, in the dtype of its weights.
-
-    Args:
-        head: with its own embedding and LM head, over all ids.
+    """Write a head with its own embedding and full LM head as DeepSpec reads it, in the dtype of its weights.
 
     Raises:
         ModelError: the format does not support this head, or the files cannot be written.
@@ -155,7 +146,6 @@ def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "",
 
     Args:
         head: with its own LM head exactly if its vocabulary is reduced.
-        target: the target's name there.
         family: the target's class, such as "LlamaForCausalLM".
 
     Raises:

@@ -32,11 +32,9 @@ class BlockConfig(LayerConfig):
     Attributes:
         block: number of tokens of its input: the text's last one, the *anchor*, and masks.
         mask_id: id with the embedding of an unknown token.
-        from_anchor: whether each row guesses the next token, including the anchor's; otherwise each mask guesses the
-            token at its own position, and the anchor's row nothing.
+        from_anchor: whether each row guesses the next token, including the anchor's; otherwise masks guess their own.
         markov: entries of the Markov head's embedding of the token before; 0: it has none.
         markov_kind: "vanilla", "gated" by the row's hidden state, or "rnn", which carries a state along the block.
-        confidence_reads_token: whether that reads the token before, too.
 
     Raises:
         OptionError: invalid sizes.
@@ -77,7 +75,7 @@ class BlockConfig(LayerConfig):
         return self.block if self.from_anchor else self.block - 1
 
     def usual_of(self, count: int) -> tuple[int, ...]:
-        """DFlash's layers: five, evenly from the second to the third last."""
+        """As DFlash: five, evenly from the second to the third last."""
         return tuple(round(1 + (count - 4) * n / 4) for n in range(5)) if count > 7 else ()
 
 
@@ -91,12 +89,12 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov, config.draft_vocab or config.vocab_size, bias=False)
 
     def forward(self, before: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Input of W2 at rows, and their next state.
+        """Input of W2 at rows, and their next state, `[rows, markov]` each.
 
         Args:
             before: `[rows, markov]`: W1's entries of the token before each.
             x: `[rows, width]`: input of the LM head.
-            state: `[rows, markov]`: of the row before, zeros at first.
+            state: of the row before, zeros at first.
         """
         return before, state
 
@@ -155,11 +153,10 @@ class Leaving:
 
 
 class BlockHead(LayerHead):
-    """An anchor and the target's hidden states at all positions before it give distributions of the next tokens.
+    """An anchor and the target's hidden states before it give distributions of the next tokens (2602.06036, section 4).
 
     `fc` and a norm merge the layers' hidden states into the *context*, from which every layer computes keys and values.
-    A block's rows are the embeddings of the anchor and of masks; they attend to the context and to each other, in both
-    directions. The last layer's output is normalized and enters the LM head (2602.06036, section 4).
+    The embeddings of the anchor and of masks attend to it and to each other, in both directions.
     """
 
     place_word: ClassVar[str] = "slot"
@@ -184,38 +181,30 @@ class BlockHead(LayerHead):
 
     @property
     def tables(self) -> list[Tensor]:
-        """Weights with a row for each id, which the optimizer does not treat as matrices."""
+        """Weights with a row for each id, which are no matrices for the optimizer."""
         own = [] if self.lm_head is None else [self.lm_head.weight]
         markov = self.markov_head
         return own if markov is None else [*own, markov.markov_w1.weight, markov.markov_w2.weight]
 
     def context(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Merge the hidden states of the layers, `[rows, width]` each, into one."""
+        """Merge the hidden states of the layers, `[rows, width]` each."""
         merged: Tensor = self.hidden_norm(self.fc(torch.cat(list(vectors), dim=-1)))
         return merged
 
     def context_keys(self, context: Tensor, rotation: Rotation) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[rows, kv_heads, head]` of each layer, from a context `[rows, width]`."""
+        """`[rows, kv_heads, head]` of each layer, from a context `[rows, width]`."""
         for layer in self._decoders():
             yield layer.self_attn.keys(context, rotation)
 
     def inputs(self, anchors: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """Embeddings of the blocks' input, `[blocks, block, width]`, from the anchors' ids `[blocks]`.
-
-        `embed` is the target's embedding.
-        """
+        """Embeddings of the blocks' input, `[blocks, block, width]`, from the anchors' ids `[blocks]`."""
         ids = anchors[:, None].repeat(1, self.config.block)
         ids[:, 1:].fill_(self.config.mask_id)
         embedded: Tensor = (self.embed_tokens or embed)(ids.flatten())
         return embedded.to(self.norm.weight.dtype).view(*ids.shape, -1)
 
     def vectors(self, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Input of the LM head at each guessed token: `[blocks, reach, width]`.
-
-        Args:
-            embedded: `[blocks, block, width]`: of `inputs`.
-            rotation: of all rows, block after block.
-        """
+        """Input of the LM head at each guessed token, `[blocks, reach, width]`, from `inputs`."""
         x = embedded.flatten(0, 1)
         for number, layer in enumerate(self._decoders()):
             x = layer.run(x, layer.input_layernorm(x), rotation, partial(attend, number))
@@ -227,12 +216,7 @@ class BlockHead(LayerHead):
         return cast("list[DecoderLayer]", list(self.layers))
 
     def leaving_after(self, x: Tensor, tokens: Tensor, state: Tensor | None = None) -> Leaving:
-        """Output of rows, given the token before each.
-
-        Args:
-            x: `[rows, width]`, of `vectors`.
-            state: `[rows, markov]`, of the row before each; None at the first.
-        """
+        """Output of rows, given the token before each; `x` is `[rows, width]` of `vectors`, `state` None at first."""
         if self.markov_head is None:
             nothing = x[:, :0]
             return Leaving(x, nothing, nothing, nothing)
@@ -248,11 +232,7 @@ class BlockHead(LayerHead):
         return logits + self.markov_head.markov_w2(leaving.added)[:, : logits.shape[1]]
 
     def acceptance(self, leaving: Leaving) -> Tensor:
-        """Logits `[rows]` of the probability that the target accepts the row's token, before it is drawn.
-
-        Raises:
-            OptionError: it has no confidence head.
-        """
+        """Logits `[rows]` of acceptance before a token is drawn; `OptionError` without a confidence head."""
         if self.confidence_head is None:
             raise OptionError("this head has no confidence head, so it does not say how likely its tokens are accepted")
         parts = [leaving.x, leaving.before] if self.config.confidence_reads_token else [leaving.x]

@@ -30,11 +30,7 @@ _AT_ONCE = 256  # blocks of a text with scores in memory
 
 @dataclass(frozen=True)
 class BlockTrainingConfig(BlockSizeOptions, BlockRunOptions, ChainTrainingConfig):
-    """Configuration of a training of a block drafter.
-
-    Raises:
-        OptionError: a value out of its range.
-    """
+    """Configuration of a training of a block drafter; raises `OptionError` for a value out of its range."""
 
     decisive: ClassVar[frozenset[str]] = ChainTrainingConfig.decisive | {"depth", "anchors"}
 
@@ -52,11 +48,7 @@ class BlockTrainingConfig(BlockSizeOptions, BlockRunOptions, ChainTrainingConfig
 
 @dataclass(frozen=True)
 class DFlashTrainingConfig(BlockTrainingConfig):
-    """Configuration of a training of a DFlash head.
-
-    Raises:
-        OptionError: a value out of its range.
-    """
+    """Configuration of a training of a DFlash head; raises `OptionError` for a value out of its range."""
 
     head: ClassVar[type[Head]] = DFlashHead
     drafter: ClassVar[type[LevelDrafter[Any, Any]]] = DFlash
@@ -68,11 +60,7 @@ class DFlashTrainingConfig(BlockTrainingConfig):
 
 @dataclass(frozen=True)
 class DSparkTrainingConfig(DSparkSizeOptions, DSparkRunOptions, BlockTrainingConfig):
-    """Configuration of a training of a DSpark head.
-
-    Raises:
-        OptionError: a value out of its range.
-    """
+    """Configuration of a training of a DSpark head; raises `OptionError` for a value out of its range."""
 
     head: ClassVar[type[Head]] = DSparkHead
     drafter: ClassVar[type[LevelDrafter[Any, Any]]] = DSpark
@@ -100,10 +88,9 @@ class Blocks(Chains):
     """A block drafter that reads answers of its target: a block from each anchor, after the text's tokens.
 
     The pair at index i (`chains_in`) has its anchor at position i + 1; step k predicts the token at i + k + 2. The
-    output of a row is one concatenation: the LM head's input, then the Markov head's entries of the token before.
+    output of a row is the LM head's input, then the Markov head's entries of the token before.
 
-    Args:
-        anchors: maximum number per answer in training.
+    `anchors` is the maximum number per answer in training.
     """
 
     head: BlockHead
@@ -148,7 +135,7 @@ class Blocks(Chains):
         return Leaving(x, before, added, added[:, :0])
 
     def _guessed(self, texts: Texts, anchors: Sequence[Sequence[int]]) -> Tensor:
-        """Input of the LM head, `[blocks, reach, width]`, at anchors of each text by their positions in it."""
+        """Input of the LM head, `[blocks, reach, width]`, at anchors by their positions."""
         head, tokens, counts, device = self.head, texts.tokens, texts.counts, texts.tokens.device
         longest = max(counts)
         self._table.reach(longest + head.config.block)
@@ -173,7 +160,7 @@ class Blocks(Chains):
 
 
 def _blocks_see(context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, block: int) -> Attend:
-    """Attention of blocks: each row to the context before its anchor, and to all of its own block.
+    """Each row attends to the context before its anchor, and to its own block.
 
     Args:
         context: per layer, keys and values `[texts, tokens, kv_heads, head]`.

@@ -37,9 +37,7 @@ _READ_TOKENS = 512
 class PairRunner(LevelRunner, Protocol):
     """A head that reads pairs of hidden states and tokens, as it runs with a target."""
 
-    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """See `Eagle3Runner.forward`."""
-
+    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]: ...
     def run_trees(
         self,
         segments: Sequence[Segment],
@@ -48,8 +46,7 @@ class PairRunner(LevelRunner, Protocol):
         beams: int,
         grow: Grow,
         numbers: Sequence[Tensor],
-    ) -> Outputs:
-        """See `GraphPairs.run_trees`; only if `records`."""
+    ) -> Outputs: ...
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -57,17 +54,11 @@ PairRunnerT = TypeVar("PairRunnerT", bound=PairRunner)
 
 
 class Eagle3Runner:
-    """An EAGLE-3 head in the dtype and on the device of a target; its weights are copied.
+    """An EAGLE-3 head with copied weights in the dtype and on the device of a target; `LevelRunner` has its attributes.
 
     Args:
         recorder: makes its recorded graphs; None is CUDA graphs on a CUDA device, else none.
         before: of the same sizes and target; its pages are reused.
-
-    Attributes:
-        token_bytes: bytes of one token's keys and values.
-        layers: number of layers with keys and values.
-        records: whether a whole draft is one recorded graph.
-        native: runs it in C; None if unsupported.
     """
 
     def __init__(
@@ -111,7 +102,6 @@ class Eagle3Runner:
 
     @property
     def warmups(self) -> int:
-        """Number of forwards so far that were slower than later ones of the same shape."""
         return 0 if self._graphs is None else self._graphs.warmups
 
     @torch.inference_mode()
@@ -119,14 +109,12 @@ class Eagle3Runner:
         """Read pairs of hidden states and tokens; caches store their keys and values.
 
         Args:
-            segments: tokens of each request, with the required rows.
-            vectors: hidden state before each token: this method's output, `[total, width]`, or the target's layers
-                concatenated, `[total, layers * width]`.
-            observed: whether they are the target's.
+            vectors: hidden state before each token: this method's output, `[total, width]`, or, if `observed`, the
+                target's layers concatenated, `[total, layers * width]`.
 
-        Returns:
-            The replacement of the target's hidden states at the required rows, `[rows, width]`, and logits `[rows,
-            guessed]`, at most the target's ids.
+            Returns:
+                The replacement of the target's hidden states at the required rows, `[rows, width]`, and logits `[rows,
+                guessed]`, at most the target's ids.
         """
         if self._graphs is not None:
             return self._graphs.run(segments, vectors, observed)
@@ -184,12 +172,7 @@ class Eagle3Runner:
 
 
 def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | None:
-    """The layers of a head as one native forward, which takes over its weights; None if decoder.c does not support it.
-
-    Args:
-        head: on the target's device.
-        bits: of its weights, or 0.
-    """
+    """The layers of a head as one native forward, which takes over its weights; None if decoder.c does not support it."""
     config = head.config
     if head.lm_head is None:
         return None
@@ -245,9 +228,9 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
 
 
 class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
-    """Drafts with a head that reads pairs of a hidden state of the target and the next token.
+    """Drafts with a head that reads pairs of a hidden state and the next token.
 
-    A level of the tree is one forward for all requests, in which the head's output replaces the target's hidden state.
+    A level is one forward for all requests, in which the head's output replaces the target's hidden state.
     """
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
@@ -262,11 +245,11 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
                 vectors, logits = runner.forward([own.segment() for own in level], vectors, False)
 
     def _masks_below(self, levels: int) -> tuple[Tensor, Tensor]:
-        """Tokens and hidden states to read after the text and then drop, for a tree of `levels` levels: none."""
+        """Tokens and hidden states to read after the text and then drop: none."""
         return torch.empty(0, dtype=torch.int64), torch.empty(0)
 
     def _catch_up(self, trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor]:
-        """Read the unread pairs of each text; the runner's output at the last pair, and after it."""
+        """Read the unread pairs; the runner's output at the last one."""
         segments, vectors = self._ends(trees, [tree.levels for tree in trees])
         found = self._running[0].forward(segments, vectors, True)
         _commit_texts(segments)
@@ -290,11 +273,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
     def _ends(
         self, trees: Sequence[DraftTree], levels: Sequence[int], most: int = _READ_TOKENS
     ) -> tuple[list[Segment], Tensor]:
-        """Input of one forward: texts' last pairs, what follows them, and the hidden states `[total, ...]`.
-
-        Args:
-            most: maximum number of pairs of a text in that forward; earlier ones are read here.
-        """
+        """Input of one forward: texts' last pairs, at most `most`, what follows them, and hidden states `[total, ...]`."""
         segments: list[Segment] = []
         inputs: list[Tensor] = []
         for tree, deep in zip(trees, levels, strict=True):
@@ -314,7 +293,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
 
 
 def _commit_texts(segments: Sequence[Segment]) -> None:
-    """Keep the pairs up to the first required one: those after it are not part of the text."""
+    """Keep the pairs up to the first required one; later ones are not text."""
     for segment in segments:
         segment.cache.commit(range(segment.rows[0] + 1))
 
@@ -333,10 +312,9 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
 
 
 class PEagle(Eagle3):
-    """Drafts with a P-EAGLE head (2602.01469); options: `LevelDrafter`.
+    """Drafts with a P-EAGLE head (2602.01469), in one forward at any depth; options: `LevelDrafter`.
 
-    All nodes at one depth share a distribution, which does not depend on the draws above them; verification is as exact
-    as for any other draws. A proposal is one forward at any depth.
+    All nodes at one depth share a distribution, which does not depend on the draws above them.
 
     Raises:
         OptionError: an option is out of range, or the head does not name its layers.

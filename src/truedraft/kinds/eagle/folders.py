@@ -7,9 +7,8 @@ writes the flat one with the name `layers.0`, always an LM head, no `t2d`, and f
 
 Top-level layer numbers, which vLLM and `speculators` read, count inputs of layers: 2 is the output of layer 1. Those in
 `eagle_config` count outputs in SpecForge and Model Optimizer (usually 1, n // 2 - 1 and n - 4), and inputs in other
-folders; SGLang assumes outputs if they begin with 1. So they are determined when the target is known
-(`Eagle3Config.at_usual_layers`), or by numbers in both places, of which the inner ones are one lower if they count
-outputs. `layer_folders` has what these folders share with others.
+folders; SGLang assumes outputs if they begin with 1. So `Eagle3Config.at_usual_layers` decides when the target is
+known, or numbers in both places do: the inner ones are one lower if they count outputs.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Head)
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of head in a folder of one of these projects; None if there is none."""
+    """The kind of head in a folder; None if there is none."""
     found = named_kind(path, _HEADS)
     return None if found is None else found.kind
 
 
 def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = False) -> _Eagle3 | None:
-    """Load a head of one of these projects; arguments, result and errors as of `load_layer_folder`."""
+    """Load a head; arguments, result and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Eagle3Config:
         nested = SPECULATORS in record
@@ -90,12 +89,9 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = Fal
 
 
 def _layers(entered: Sequence[int], inside: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """The layers that are read, and whether it is open what their numbers count.
+    """The layers that are read, and whether it is open what their numbers count; raises `OptionError` if they differ.
 
     `entered` count inputs of layers, `inside` are those in `eagle_config`.
-
-    Raises:
-        OptionError: they name different layers.
     """
     given, within = tuple(number - 1 for number in entered), tuple(inside)
     if not given:
@@ -109,10 +105,7 @@ def _layers(entered: Sequence[int], inside: Sequence[int]) -> tuple[tuple[int, .
 
 
 def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> None:
-    """Write a head as EAGLE, SGLang, SpecForge and vLLM read it, in the dtype of its weights.
-
-    Args:
-        head: with positions from 0.
+    """Write a head with positions from 0 as EAGLE, SGLang, SpecForge and vLLM read it, in the dtype of its weights.
 
     Raises:
         ModelError: the format does not support this head, or the files cannot be written.
@@ -139,8 +132,7 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
 def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = "", family: str = "") -> None:
     """Write a head, EAGLE-3's or P-EAGLE's, as `speculators` and vLLM read it, in the dtype of its weights.
 
-    EAGLE-3 positions count from 1 there; a rotary embedding depends only on differences, so a head that counts from 0
-    drafts the same. Without its own embedding a head uses the target's, which `speculators` reads from `target`.
+    EAGLE-3 positions count from 1 there, with the same drafts, as rotary embeddings depend only on differences.
 
     Args:
         target: a folder or a hub name of the target; without one `speculators` does not load the folder.
@@ -170,7 +162,7 @@ _ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0}
 
 
 def _with_output(head: Eagle3Head, target: ExportTarget, folder: Path) -> Eagle3Head:
-    """The head with a copy of the target's LM head if it has none."""
+    """With a copy of the target's LM head if it has none."""
     weight = None if head.config.own_output else target.lm_head(head)
     if weight is None:
         return head

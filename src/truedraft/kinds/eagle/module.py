@@ -29,8 +29,7 @@ class Eagle3Config(LayerConfig):
         query_norms: whether each head's queries and keys are normalized before rotation, as in Qwen 3.
         rope_start: position of the first pair; 1 in heads of `speculators`.
         more_layers: number of ordinary decoder layers after the first.
-        layers_unsettled: whether `layers` are numbers of a published folder that may count inputs of layers, see
-            `at_usual_layers`.
+        layers_unsettled: whether `layers` may count inputs of layers, see `at_usual_layers`.
 
     Raises:
         OptionError: invalid sizes.
@@ -66,12 +65,9 @@ class Eagle3Config(LayerConfig):
         return (1, count // 2 - 1, count - 4) if count > 6 else ()
 
     def at_usual_layers(self, count: int) -> Self:
-        """As in `LayerConfig`; also determines what the numbers of layers count.
+        """As in `LayerConfig`; also determines what layer numbers count, or raises `OptionError` if that is ambiguous.
 
         Worked example: of 36 layers, 24, 30 and 36 can only count inputs of layers, so they are 23, 29 and 35 here.
-
-        Raises:
-            OptionError: it has too few, or the numbers are ambiguous.
         """
         if not self.layers_unsettled:
             return LayerConfig.at_usual_layers(self, count)
@@ -89,8 +85,6 @@ class Eagle3Config(LayerConfig):
 
 
 class _First(DecoderLayer):
-    """The layer that reads embedding and hidden state."""
-
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, 2 * config.width, norms=config.query_norms)
         self.hidden_norm = nn.RMSNorm(config.width, config.eps)
@@ -99,9 +93,9 @@ class _First(DecoderLayer):
 class Eagle3Head(LayerHead):
     """A pair of a hidden state at position i and the token at i + 1 gives the distribution of the token at i + 2.
 
-    `fc` merges the layers' hidden states (`fuse`). The layer reads the normalized embedding of the token concatenated
-    with the normalized hidden state; its output is normalized and enters the LM head. For a drafted token, this output
-    replaces the target's hidden state, which is not known yet (2503.01840, section 3.1).
+    `fc` merges the layers' hidden states (`fuse`). The layer reads the normalized embedding of the token and the
+    normalized hidden state; its output is normalized and enters the LM head. For a drafted token, this output replaces
+    the target's hidden state (2503.01840, section 3.1).
     """
 
     kind: ClassVar[str] = "eagle"
@@ -133,7 +127,7 @@ class Eagle3Head(LayerHead):
         self._add_ends()
 
     def fuse(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Merge the hidden states of the layers, `[rows, width]` each, into one."""
+        """Merge the hidden states of the layers, `[rows, width]` each."""
         chunks = [norm(each) for norm, each in zip(self.fc_norm, vectors, strict=True)] if self.fc_norm else vectors
         together = torch.cat(list(chunks), dim=-1)
         merged: Tensor = self.fc(together if self.input_norm is None else self.input_norm(together))
@@ -142,10 +136,7 @@ class Eagle3Head(LayerHead):
     def step(self, vectors: Tensor, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """The replacement of the target's hidden state at the tokens, `[rows, width]`.
 
-        Args:
-            vectors: `[rows, width]`: of the position before each token: merged ones of the target, or this method's
-                output.
-            attend: of each row to those before it; called once per layer, in order.
+        `vectors`, `[rows, width]`, are of the position before each token: the target's merged ones, or this output.
         """
         layer, normed = self.midlayer, self.midlayer.hidden_norm(vectors)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
@@ -161,14 +152,7 @@ class Eagle3Head(LayerHead):
 
 @dataclass(frozen=True, slots=True)
 class PEagleConfig(Eagle3Config):
-    """Sizes of a P-EAGLE head.
-
-    Attributes:
-        mask_token: the id with the embedding of unknown tokens.
-
-    Raises:
-        OptionError: invalid sizes.
-    """
+    """Sizes of a P-EAGLE head; `mask_token` is the id of unknown tokens. Raises `OptionError` for invalid sizes."""
 
     mask_token: int = 0
 
@@ -181,8 +165,7 @@ class PEagleHead(Eagle3Head):
     """Pairs of hidden states and tokens as in EAGLE-3, followed by unknown pairs: masks.
 
     The last known pair gives the distribution of the next but one token, and the k-th mask after it that of the token k
-    positions further, whatever tokens are drafted before it. A mask is the embedding of the mask token with a learned
-    vector in place of the target's hidden state.
+    positions further. A mask is the embedding of the mask token, with a learned vector for the hidden state.
     """
 
     kind: ClassVar[str] = "p-eagle"

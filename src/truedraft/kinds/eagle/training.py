@@ -32,11 +32,7 @@ _LEAST = 0.2  # of the pairs, at any depth
 
 @dataclass(frozen=True)
 class Eagle3TrainingConfig(Eagle3SizeOptions, ChainTrainingConfig):
-    """Configuration of a training of an EAGLE-3 head.
-
-    Raises:
-        OptionError: a value out of its range.
-    """
+    """Configuration of a training of an EAGLE-3 head; raises `OptionError` for a value out of its range."""
 
     head: ClassVar[type[Head]] = Eagle3Head
     drafter: ClassVar[type[LevelDrafter[Any, Any]]] = Eagle3
@@ -52,11 +48,7 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, ChainTrainingConfig):
 
 @dataclass(frozen=True)
 class PEagleTrainingConfig(PEagleSizeOptions, PEagleRunOptions, ChainTrainingConfig):
-    """Configuration of a training of a P-EAGLE head.
-
-    Raises:
-        OptionError: a value out of its range.
-    """
+    """Configuration of a training of a P-EAGLE head; raises `OptionError` for a value out of its range."""
 
     head: ClassVar[type[Head]] = PEagleHead
     drafter: ClassVar[type[LevelDrafter[Any, Any]]] = PEagle
@@ -92,7 +84,7 @@ class Unrolled(Chains):
 
     At step k (from 0) the pair at index i has the hidden state, or its replacement, at position i + k and the text's
     token at i + k + 1; it predicts the next token. It attends to pairs 0 to i of step 0, and those of its own index at
-    later steps: the same as in decoding, after a chain of k drafted tokens at position i (2503.01840, section 3.2).
+    later steps, as in decoding after k drafted tokens (2503.01840, section 3.2).
     """
 
     def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
@@ -125,9 +117,7 @@ class Unrolled(Chains):
     def _entering(self, step: int, pairs: Tensor, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and embeddings, `[texts, rows, width]`, of the pairs `[texts, rows]` of a step.
 
-        Args:
-            x: output of the step before, at first the target's hidden states; after the second step its first rows are
-                the pairs'.
+        `x`: output of the step before, at first the target's hidden states; later its first rows are the pairs'.
         """
         texts = torch.arange(len(pairs), device=pairs.device)[:, None]
         return x[texts, pairs] if step < 2 else x[:, : pairs.shape[1]], embedded[texts, pairs + step]
@@ -144,8 +134,7 @@ class Masked(Unrolled):
     At step k the pair at index i is its k-th mask, at position i + k, and predicts the text's token at i + k + 2. It
     attends to pairs 0 to i of the text, and the masks of its own index up to itself (2602.01469, section 3).
 
-    Args:
-        kept: share of the pairs with a mask that also have the next one, in training, down to a fifth of all.
+    `kept` is the share of the pairs with a mask that also have the next one, in training, down to a fifth of all.
     """
 
     def __init__(self, head: PEagleHead, lm_head: LmHead, model: LanguageModel, kept: float, seed: int) -> None:
@@ -178,7 +167,7 @@ class _Seen:
     def __call__(self, pairs: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`[rows, heads, head]` and twice `[rows, kv_heads, head]` to `[rows, heads * head]`.
 
-        After the second step, the pairs `[texts, rows / texts]` of each step are the first ones of the step before.
+        The pairs `[texts, rows / texts]` of each step are the first ones of the step before, from the third step on.
         """
         keys, values = next(self._layers)
         shared, scale = query.shape[1] // key.shape[1], 1.0 / math.sqrt(query.shape[-1])

@@ -10,7 +10,7 @@ from truedraft.measure.variants import LAYERS, Examined, Variant, another_head, 
 
 
 def inputs_exchanged(head: Any) -> Any:
-    """An EAGLE-3 head with hidden state and embedding exchanged in its attention's input."""
+    """With hidden state and embedding exchanged in the attention's input."""
     names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
     state = head.state_dict()
     return changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})

@@ -1,9 +1,7 @@
 """The trees stored with Medusa heads: counted ones, those chosen at each step, and their expected tokens.
 
-A `RankTable` counts which rank path the true continuation took over traces, for Medusa 2401.10774, section 2.3.3, with
-joint counts: heads err together, which the product of their accuracies does not include. Plain counts weight all
-positions equally. In decoding a step starts after the last accepted token, where the heads had just failed. A replay
-visits positions as decoding does.
+Medusa 2401.10774, section 2.3.3, with joint counts, because heads err together. A replay visits positions as decoding
+does: a step starts after the last accepted token, where the heads had just failed.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ class RankTable:
         ranks: `[positions, heads]`, int64, from 0; `limit` if the token was not among the first `limit` guesses, or is
             the trace's last or after it, which the engine never drafts.
         starts: of the traces, by `starts_of`.
-        limit: number of distinguished ranks.
     """
 
     ranks: Tensor
@@ -68,11 +65,7 @@ class RankTable:
 
     @classmethod
     def of(cls, guesses: HeadGuesses, limit: int = 10) -> RankTable:
-        """The ranks of true tokens, of which the first `limit` are distinguished.
-
-        Raises:
-            OptionError: a limit below 1, or so large that paths cannot be numbered.
-        """
+        """The ranks of true tokens below `limit`; raises `OptionError` if it is below 1, or too large to number paths."""
         heads = guesses.ranks.shape[1]
         if limit < 1 or limit**heads >= 1 << 62:
             raise OptionError(
@@ -86,7 +79,7 @@ class RankTable:
 
     @cached_property
     def whole(self) -> Tensor:
-        """Positions `[some]` with every head's token inside the trace, for plain counts."""
+        """Positions with every head's token inside the trace."""
         spans = itertools.pairwise(self.starts)
         rows = [torch.arange(first, max(first, end - self.heads)) for first, end in spans]
         return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
@@ -103,11 +96,7 @@ class RankTable:
         return codes
 
     def replay(self, tree: RankTree) -> TraceReplay:
-        """Decoding with the first nodes of a tree, for every number of them.
-
-        Raises:
-            OptionError: the tree has more heads or ranks than were counted.
-        """
+        """Decode with the first nodes of a tree, for every number; `OptionError` for heads or ranks not counted."""
         if tree.depth > self.heads or tree.width > self.limit:
             raise OptionError(
                 f"a tree {tree.depth} deep and {tree.width} wide needs as many heads and ranks; counted were "
@@ -119,7 +108,7 @@ class RankTable:
         return TraceReplay(fewest, self.starts, len(tree))
 
     def frequencies(self, rows: Tensor) -> dict[RankPath, float]:
-        """The share of `rows` at which the true continuation follows each path of ranks that occurs."""
+        """The share of `rows` at which the true continuation follows each path."""
         found: dict[RankPath, float] = {}
         for depth, codes in enumerate(self._codes, 1):
             here = codes[rows]
@@ -130,11 +119,7 @@ class RankTable:
 
     @cached_property
     def counted(self) -> dict[RankPath, float]:
-        """The same over all positions with a whole continuation, each counted once.
-
-        Raises:
-            DataError: every trace is shorter than the heads' reach.
-        """
+        """The same over all positions with a whole continuation; raises `DataError` if traces are too short for any."""
         if not len(self.whole):
             raise DataError(
                 f"rank paths of {self.heads} heads are counted on traces of at least {self.heads + 2} tokens, and "
@@ -144,7 +129,7 @@ class RankTable:
 
     @cached_property
     def accuracy(self) -> tuple[tuple[float, ...], ...]:
-        """`[heads][ranks]`: how often the true token had which rank for each head, over the same positions."""
+        """`[heads][ranks]`: how often the true token had which rank, over the same positions."""
         ranks = self.ranks[self.whole]
         counts = [torch.bincount(each, minlength=self.limit + 1)[: self.limit] for each in ranks.unbind(1)]
         return tuple(tuple((count / len(ranks)).tolist()) for count in counts)
@@ -166,11 +151,7 @@ def _path(code: int, depth: int, limit: int) -> RankPath:
 
 
 def most_frequent(frequencies: Mapping[RankPath, float], nodes: int) -> RankTree:
-    """The tree of the `nodes` most frequent paths; a path is never more frequent than its parent.
-
-    Raises:
-        OptionError: a negative number of nodes.
-    """
+    """The tree of the most frequent paths; raises `OptionError` for a negative number of nodes."""
     if nodes < 0:
         raise OptionError(f"a tree has 0 nodes or more, got {nodes}")
     kept = heapq.nsmallest(nodes, frequencies, key=lambda path: (-frequencies[path], len(path), path))
@@ -182,12 +163,11 @@ def choose_tree(table: RankTable, nodes: int = 64, settle_for: int = 32) -> Rank
 
     It begins with the most frequent paths over all positions. Then it repeatedly counts at the positions at which
     decoding with the first `settle_for` nodes starts its steps, and chooses again, while the replayed mean acceptance
-    length grows. The probabilities are those at the positions that decoding with the kept tree visits, so 1 + the sum
-    of the first `settle_for` is the replayed length itself.
+    length grows. So 1 + the sum of the first `settle_for` probabilities is the replayed length itself.
 
     Args:
         table: of traces that no head was trained on.
-        settle_for: node budget for which the order is optimized; other budgets use the same order.
+        settle_for: node budget for which the order is optimized.
 
     Raises:
         DataError: every trace is shorter than the heads' reach.
@@ -205,7 +185,7 @@ def choose_tree(table: RankTable, nodes: int = 64, settle_for: int = 32) -> Rank
 
 
 def with_survival(table: RankTable, tree: RankTree, settle_for: int) -> RankTree:
-    """A tree with the share of steps in which each node is accepted, when the first `settle_for` nodes decode."""
+    """With the share of steps in which each node is accepted when decoding with the first `settle_for` nodes."""
     found = table.frequencies(table.replay(tree).visited(settle_for))
     return RankTree(tree.paths, tuple(found.get(path, 0.0) for path in tree.paths))
 
@@ -214,10 +194,8 @@ def with_survival(table: RankTable, tree: RankTree, settle_for: int) -> RankTree
 class TreeTokens:
     """Expected tokens per target call of the first nodes of a tree.
 
-    Attributes:
-        replayed: on the counting text, with positions as in decoding; the reported value.
-        counted: 1 + the sum of plain path frequencies, all positions alike.
-        product: the same if heads erred independently.
+    `replayed` is the reported value; `counted` is 1 + the sum of plain path frequencies, and `product` the
+    same if heads erred independently.
     """
 
     nodes: int
@@ -229,10 +207,7 @@ class TreeTokens:
 def tokens_of_tree(
     table: RankTable, tree: RankTree, budgets: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
 ) -> list[TreeTokens]:
-    """Expected tokens of a tree at some node budgets, rising; larger ones than its size are replaced by its size.
-
-    `table` is of the text on which the tree was counted.
-    """
+    """Expected tokens of a tree, on the counting `table`, at rising node budgets up to its size."""
     found, replay = [], table.replay(tree)
     for nodes in sorted({min(nodes, len(tree)) for nodes in budgets}):
         paths = tree.first(nodes).paths
@@ -247,11 +222,9 @@ class CountedTree:
     """A tree for one kind of requests, compared with trees chosen at each step.
 
     Attributes:
-        tree: nodes in the order of a greedy choice.
         promises: expected tokens of its first nodes, at the reported numbers of nodes.
         accuracy: `[heads][ranks]`: how often the true token had which rank for each head.
-        likeliest: expected tokens of trees chosen at each step: (nodes, tokens per target call), replayed, for rising
-            numbers of nodes.
+        likeliest: trees chosen at each step: (nodes, replayed tokens per target call), for rising numbers of nodes.
         survival: the scores of these; None is the heads' own probabilities.
         coupled: the same for requests that share their noise with the target.
         chosen: the better trees: "likeliest" or "counted".
@@ -271,7 +244,6 @@ class CountedTree:
     compared: Mapping[str, float] = field(default_factory=dict)
 
     def promised(self, nodes: int) -> float:
-        """Expected tokens per target call of the first `nodes` nodes, or of all if there are fewer."""
         return next(each.replayed for each in self.promises if each.nodes == min(nodes, len(self.tree)))
 
     def promised_by_likeliest(self, nodes: int) -> float:
@@ -302,10 +274,7 @@ def survival_of(trees: Mapping[str, CountedTree]) -> dict[str, AcceptanceOdds]:
 
 
 def count_trees(heads: MedusaHeads, lm_head: LmHead, text: WrittenText) -> dict[str, CountedTree]:
-    """Trees for greedy and for sampled requests.
-
-    Args:
-        text: written by their target at both of `TREE_TEMPERATURES`, used for nothing else.
+    """Trees for greedy and for sampled requests, from otherwise unused text written at both of `TREE_TEMPERATURES`.
 
     Raises:
         DataError: the answers are shorter than the number of heads requires.
@@ -341,7 +310,7 @@ def _survival(guesses: HeadGuesses) -> AcceptanceOdds:
 
 
 def compare(halves: Sequence[HeadGuesses]) -> dict[str, float]:
-    """Tokens per call of each way to make trees, on text that it was not fitted to; see `CountedTree.compared`."""
+    """Tokens per call of each way to make trees, see `CountedTree.compared`."""
 
     def ways(fitted: HeadGuesses, other: HeadGuesses) -> Mapping[str, TraceReplay]:
         return {
@@ -386,14 +355,9 @@ def replay_likeliest(
 
 
 def _places(candidates: CandidatePaths, log_probs: Numbers, ranks: Numbers) -> Numbers:
-    """The rank, from 1, of each true path and its prefixes in the order in which paths are added.
+    """The rank `[rows, depth]`, from 1, of each true path and its prefixes in the order in which paths are added.
 
-    Args:
-        log_probs: `[depth, rows, ranks]`.
-        ranks: `[rows, depth]` of the true tokens.
-
-    Returns:
-        `[rows, depth]`, int64; `NEVER` for paths that are not candidates.
+    `log_probs` are `[depth, rows, ranks]`; paths that are not candidates get `NEVER`.
     """
     scores = candidates.scores(log_probs)  # [rows, candidates]
     found = candidates.find(ranks)

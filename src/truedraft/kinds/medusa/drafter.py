@@ -41,12 +41,9 @@ DEFAULT_NODES = 16
 
 
 class MedusaGuesses:
-    """Guesses of the heads from hidden states of the target and the tokens drawn from them; they stay on the device.
+    """Guesses of the heads from hidden states of the target and the tokens drawn from them, on the device.
 
     Recorded heads always compute the maximum number of guesses, so that all budgets share a graph.
-
-    Args:
-        recorder: makes the graphs; None: nothing is recorded.
     """
 
     def __init__(self, runner: MedusaRunner, depth: int, ranks: int, recorder: Recorder | None) -> None:
@@ -57,18 +54,14 @@ class MedusaGuesses:
 
     @property
     def warmups(self) -> int:
-        """Number of calls so far that were slower than later ones of the same shape."""
         return self._likeliest.warmups + self._coupled.warmups
 
     def likeliest(self, hidden: Tensor, drawn: Tensor, depth: int, ranks: int) -> TopK:
-        """The likeliest tokens by the heads' own distributions.
+        """The likeliest tokens by the heads' own distributions, `[depth or more, rows, ranks or more]`.
 
         Args:
             hidden: `[rows, width]`: inputs of the target's LM head; a row's guesses depend only on it.
             drawn: `[rows]`, int64: the tokens that were drawn from them.
-
-        Returns:
-            `[depth or more, rows, ranks or more]`, on the target's device.
         """
         return _by_head(self._likeliest((hidden, drawn), *(self._most or (depth, ranks))))
 
@@ -81,12 +74,7 @@ class MedusaGuesses:
         depth: int,
         ranks: int,
     ) -> TopK:
-        """The likeliest choices of a target that draws by coupled noise, see `coupled_guesses`.
-
-        Args:
-            hidden: as of `likeliest`, as are `drawn`, `depth`, `ranks` and the result.
-            temperatures: of the rows' requests, above 0.
-        """
+        """The likeliest choices of a target that draws by coupled noise, as of `likeliest`; temperatures are above 0."""
         most = self._most
         keys = [] if most is None else [gumbel_key(own, head) for own in noise for head in range(most[0])]
         known = [signed(key) for key in keys if key is not None]
@@ -106,12 +94,11 @@ class MedusaGuesses:
 
 
 def _by_row(guesses: TopK) -> Outputs:
-    """Ids and log probabilities `[rows, depth, ranks]` of guesses `[depth, rows, ranks]`."""
+    """`[depth, rows, ranks]` to `[rows, depth, ranks]`."""
     return guesses.ids.transpose(0, 1), guesses.log_probs.transpose(0, 1)
 
 
 def _by_head(outputs: Outputs) -> TopK:
-    """The inverse of `_by_row`."""
     ids, log_probs = (each.transpose(0, 1) for each in outputs)
     return TopK(ids, log_probs)
 
@@ -119,20 +106,13 @@ def _by_head(outputs: Outputs) -> TopK:
 class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
     """Drafts with heads on the target's last hidden state (Medusa 2401.10774, section 2.1).
 
-    Each head's likeliest tokens are candidates, combined by a tree of ranks. They are chosen, not drawn, so
-    verification is exact at every temperature. Ties go to the lowest id, so a request's candidates do not depend on
-    other requests.
-
-    Seeded requests get the tokens that their noise makes likeliest (`coupled_guesses`), in the same trees. They are
-    verified by comparison, so these candidates are deterministic too.
+    Each head's likeliest tokens are candidates, combined by a tree of ranks; for seeded requests those that their noise
+    makes likeliest (`coupled_guesses`). They are chosen, not drawn, so verification is exact at every temperature. Ties
+    go to the lowest id, so a request's candidates do not depend on other requests.
 
     Args:
-        trees: how guesses become trees; a mapping means `fixed_trees` of it; None is the best on held-out text, see
-            `trees_for`.
+        trees: a mapping means `fixed_trees` of it; None is the best on held-out text, see `trees_for`.
         nodes: maximum number of nodes of a proposal; None is 16 until `with_nodes`.
-
-    Attributes:
-        nodes_chosen: whether the number of nodes was chosen, by the caller or by measuring.
 
     Raises:
         OptionError: no tree, one that is deeper than the number of heads, or an invalid number of nodes.
@@ -161,11 +141,11 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         self.tree_kind = self.guess_trees.name
 
     def with_nodes(self, nodes: int) -> Medusa:
-        """The same heads and trees with another number of nodes, and without requests; 0 drafts nothing."""
+        """The same drafter with another number of nodes, and without requests."""
         return Medusa(self.head, self.guess_trees, nodes=nodes)
 
     def tree_for(self, params: SamplingParams) -> RankTree | None:
-        """The whole fixed tree of ranks for requests with these options; None if there is none."""
+        """The whole fixed tree of ranks, if any."""
         return self.guess_trees.counted(params)
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
@@ -179,7 +159,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         return (SizePlan("", curve, self.with_nodes(len(curve.marginal_gains)), self.with_nodes),)
 
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
-        """The counted tree, with accuracies stored with the heads; None without such a tree or nodes."""
+        """The counted tree, with stored accuracies, if any."""
         whole = self.tree_for(params)
         if whole is None or not self.nodes:
             return None
@@ -205,7 +185,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         ]
         if not places:
             return proposals
-        # Seeded requests last, so that each kind is computed together; one transfer copies all guesses to the host.
+        # Seeded requests last, so that each kind is computed together.
         places.sort(key=lambda place: batch[place].params.seeded)
         guesses = self._guess(
             [batch[place] for place in places], [sizes[place] for place in places], [noise[place] for place in places]
@@ -216,11 +196,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         return proposals
 
     def _guess(self, requests: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> TopK:
-        """Guesses `[depth, requests, ranks]` for requests, seeded ones last; on a device they stay there.
-
-        Args:
-            budgets: number of heads, guesses and nodes of each request.
-        """
+        """`[depth, requests, ranks]` on the device, seeded requests last; budgets: heads, guesses and nodes."""
         guesses, target = self._running
         depth = max(each.depth for each in budgets)
         ranks = min(max(each.width for each in budgets), target.vocab_size)

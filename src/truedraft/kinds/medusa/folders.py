@@ -6,10 +6,8 @@ the target's folder or hub name; its number of heads is unreliable, so sizes com
 
 vLLM reads a `config.json` of model_type "medusa", and `model.safetensors`. `blocks.{i}.layers.{j}.weight` is block j of
 head i, with a bias if `medusa_fc_bias` is true. Each head ends in `lm_heads.{i}.weight`, or all in one `lm_head.weight`
-if `original_lm_head` is true. With `truncated_vocab_size` below the vocabulary, `token_map` holds the ids of the
-reduced one. vLLM drafts a chain of the likeliest tokens; here the heads get trees as all others do.
-
-Neither identifies the target's weights.
+if `original_lm_head` is true; `token_map` holds the ids of a reduced vocabulary. Neither identifies the target's
+weights.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ _PUBLISHED = """
 
 
 def published_tree() -> RankTree:
-    """The tree of 63 nodes, 4 deep, that the original project counted for its 7B model and has as its default."""
+    """The tree of 63 nodes, 4 deep, that the original project counted for its 7B model."""
     return RankTree(tuple(tuple(map(int, path)) for path in _PUBLISHED.split()))
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of heads in a path of one of these formats; None if it is neither."""
+    """The kind of heads in a path; None if it has none."""
     return MedusaHeads.kind if _is_original(path) or _is_vllm(path) else None
 
 
@@ -66,8 +64,7 @@ def load_published(path: Path, kind: type[_Medusa]) -> _Medusa | None:
     """Load heads in one of these formats; None if there are none.
 
     Raises:
-        ModelNotFoundError: there are no weights.
-        ModelError: a file is damaged, holds something else, or its weights do not match config.json.
+        ModelError: a file is missing or damaged, holds something else, or its weights do not match config.json.
     """
     if _is_original(path):
         return _load_original(path / _ORIGINAL if path.is_dir() else path, kind)
@@ -83,7 +80,7 @@ def _is_vllm(path: Path) -> bool:
 
 
 def _load_original(file: Path, kind: type[_Medusa]) -> _Medusa:
-    """Heads with their own outputs, and the published tree as far as they reach."""
+    """With their own outputs, and the published tree as far as they reach."""
     tensors = tensors_in(file, "name a file of the original Medusa project")
     state = {name.removeprefix("medusa_head."): weight for name, weight in tensors.items()}
     outputs = {int(match[1]): int(match[2]) for match in map(_OUTPUT.fullmatch, state) if match}
@@ -137,7 +134,7 @@ def _load_vllm(path: Path, kind: type[_Medusa]) -> _Medusa:
 def _names(
     config: MedusaConfig, block: str = "blocks.{}.layers.{}", output: str = "lm_heads.{}.weight"
 ) -> dict[str, str]:
-    """Our names of another project's tensors: `blocks.0.layers.1.bias` is `heads.0.blocks.1.linear.bias`."""
+    """`blocks.0.layers.1.bias` is `heads.0.blocks.1.linear.bias`."""
     names = {output.format(head): f"heads.{head}.output.weight" for head in range(config.heads)}
     for head, number, part in product(range(config.heads), range(config.layers), ("weight", "bias")):
         names[f"{block.format(head, number)}.{part}"] = f"heads.{head}.blocks.{number}.linear.{part}"

@@ -37,17 +37,15 @@ Wanted: TypeAlias = tuple[SamplingParams, Budget]
 class GuessTrees:
     """Makes trees from the heads' guesses: fixed trees of ranks, or at each step the likeliest rank paths.
 
-    A fixed tree was counted on the target's text, or made by hand. The likeliest paths have the largest product of
-    their tokens' calibrated survival, or, without calibration, of the heads' own probabilities at temperature 1. Both
-    depend only on the hidden state and the token before the draft, so the candidates are deterministic. On a device
-    the guesses are copied to the host once for the likeliest paths, one more wait per step than with fixed trees.
+    The likeliest paths have the largest product of their tokens' calibrated survival, or of the heads' own
+    probabilities at temperature 1. Trees depend only on the hidden state and the token before the draft, so candidates
+    are deterministic. On a device the likeliest paths cost one more wait per step.
 
     Args:
-        curves: acceptance curves of trees chosen at each step, for "greedy" and "sampled" requests; a missing one is
-            replaced by the fixed tree's counts.
+        curves: of trees chosen at each step, for "greedy" and "sampled" requests; default: the fixed tree's counts.
         fixed: trees of ranks for "greedy" and "sampled" requests; a missing one is replaced by the other.
         calibration: survival of guesses; None uses the heads' probabilities.
-        fixed_for: kinds of requests that get the fixed tree, as measured or requested.
+        fixed_for: kinds of requests that get the fixed tree.
 
     Attributes:
         name: for reports and stored costs: "fixed" if every request gets a fixed tree, otherwise "likeliest".
@@ -80,12 +78,8 @@ class GuessTrees:
         self.name = "likeliest" if self._chooses else "fixed"
 
     def extent(self, nodes: int) -> Budget:
-        """The largest depth, width and number of nodes of trees of at most `nodes` nodes.
-
-        Raises:
-            OptionError: more nodes than supported.
-        """
-        # Limits of whole trees, because trees are cut by order, not by depth or rank.
+        """Limits of trees of at most `nodes` nodes; raises `OptionError` if these are too many."""
+        # Trees are cut by order, not by depth or rank.
         kept = [tree.first(nodes) for tree in self._drafted.values()]
         limits = [(tree.depth, tree.width, len(tree)) for tree in kept]
         if self._chooses:
@@ -98,12 +92,7 @@ class GuessTrees:
         return Budget(*map(max, zip(*limits, strict=True)))
 
     def check(self, heads: int, vocab_size: int | None = None) -> None:
-        """Refuse too few heads, or too few ids of a target.
-
-        Raises:
-            OptionError: there are too few heads.
-            CompositionError: the target has too few ids.
-        """
+        """Raise `OptionError` for too few heads, or `CompositionError` for too few ids of a target."""
         # A tree chosen at each step may have fewer ranks.
         if self._chooses and self._heads > heads:
             raise OptionError(f"trees of {self._heads} heads need as many, and there are {heads}; choose by fewer")
@@ -119,11 +108,7 @@ class GuessTrees:
                 )
 
     def wanted(self, params: SamplingParams, budget: Budget) -> Budget:
-        """Number of heads (`depth`), guesses (`width`) and nodes for a request; zero if it drafts nothing.
-
-        Args:
-            budget: of this step, including the drafter's own number of nodes.
-        """
+        """Number of heads (`depth`), guesses (`width`) and nodes within a budget; zero if it drafts nothing."""
         if self.is_fixed(params):
             tree = self._fitting(params, budget)
             return Budget(tree.depth, tree.width, len(tree))
@@ -133,11 +118,8 @@ class GuessTrees:
         return Budget(min(budget.depth, self._heads, nodes), min(budget.width, MOST_RANKS, nodes), nodes)
 
     def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
-        """A tree for each request.
-
-        Args:
-            guesses: `[depth, requests, ranks]`, at least as deep and wide as `wanted` of every request.
-            requests: options and budgets, with `wanted` not zero.
+        """A tree for each request, from guesses `[depth, requests, ranks]` of at least its `wanted` size, which is not
+        zero.
         """
         found: dict[int, TokenTree] = {}
         fixed: dict[tuple[str, Budget], list[int]] = {}
@@ -163,26 +145,24 @@ class GuessTrees:
         return [found[row] for row in range(len(requests))]
 
     def counted(self, params: SamplingParams) -> RankTree | None:
-        """The whole fixed tree of ranks for requests with such options; None if there is none."""
+        """The whole fixed tree of ranks, if any."""
         return self._counted.get(kind_of(params))
 
     def is_fixed(self, params: SamplingParams) -> bool:
-        """Whether requests with such options get the tree of `counted`."""
         return kind_of(params) in self._drafted
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """Expected tokens by number of nodes for requests with such options; None if not measured."""
+        """Expected tokens by number of nodes, as measured."""
         curve = self._curves.get(kind_of(params))
         if curve is not None and not self.is_fixed(params):
             return curve
         tree = self.counted(params)
         if tree is None or not tree.survival:
             return None
-        # From how often each node was accepted.
         return AcceptanceCurve(tree.survival, tuple(itertools.accumulate(map(len, tree.paths), max, initial=0)))
 
     def _fitting(self, params: SamplingParams, budget: Budget) -> RankTree:
-        """The part of a request's tree within a budget: the first nodes that are not too deep or wide."""
+        """The first nodes of a request's tree that are not too deep or wide."""
         key = (kind_of(params), budget.depth, budget.width, budget.nodes)
         if key not in self._cut:
             kind, depth, width, nodes = key
@@ -191,23 +171,12 @@ class GuessTrees:
 
 
 def fixed_trees(trees: Mapping[str, RankTree]) -> GuessTrees:
-    """Fixed trees of ranks for every request.
-
-    Raises:
-        OptionError: no tree, or an unknown kind of requests.
-    """
+    """Fixed trees of ranks for every request; raises `OptionError` for no tree, or an unknown kind of requests."""
     return GuessTrees(max((tree.depth for tree in trees.values()), default=0), fixed=trees, fixed_for=_KINDS)
 
 
 def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, Any]) -> GuessTrees:
-    """The default trees of heads: trees chosen at each step, if these were not worse than counted ones.
-
-    Args:
-        counted: trees by the kind of requests; {} for heads of other projects.
-
-    Raises:
-        ModelError: the facts are damaged.
-    """
+    """The default trees: chosen at each step, unless counted ones were better; `ModelError` for damaged facts."""
     calibration = Calibration.of(facts.get(FACT, {}))
     better = fixed_for(facts) if counted else ()
     return GuessTrees(heads, tree_curves(facts, heads), counted or None, calibration, better)
@@ -226,7 +195,7 @@ def _likeliest(
 
 
 def _on_host(guesses: TopK) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ids, int64, and log probabilities, float32, `[depth, requests, ranks]`; one transfer from a device."""
+    """Ids, int64, and log probabilities, float32, in one transfer."""
     ids, log_probs = guesses.ids, guesses.log_probs
     if not transfers.waits(ids.device):
         return ids.numpy(), log_probs.numpy()
@@ -237,23 +206,15 @@ def _on_host(guesses: TopK) -> tuple[NDArray[Any], NDArray[Any]]:
 def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequence[Noise], ranks: int) -> TopK:
     """The likeliest choices of a target that draws by coupled noise, as predicted by the heads (arXiv 2408.07978).
 
-    The target's choice is argmax(log p + G), with noise G that is known before drafting (docs/concepts.md). A head's
-    own candidate would be argmax(log q + G) with its distribution q at the request's temperature T, which is the argmax
-    of its logits plus T G. But a head does not see the tokens in between, so its distribution is a mixture: the
-    target's is sharper, and its noise decides less often. So the noise is scaled by `noise_weight`, and the softmax of
-    the sum approximates the probability that a token is the target's choice.
-
-    Top-k, top-p and min-p are ignored: a token that they remove from the head's distribution may be in the target's,
-    and measured acceptance is the same with and without them.
+    The target's choice is argmax(log p + G), with noise G that is known before drafting (docs/concepts.md). With the
+    head's distribution q it would be the argmax of its logits plus T G at temperature T. But a head does not see the
+    tokens in between, so its distribution is a mixture, the target's is sharper, and its noise decides less often: the
+    noise is scaled by `noise_weight`. Top-k, top-p and min-p are ignored, as measured acceptance is the same.
 
     Args:
         logits: `[depth, rows, vocab]`: row 0 of the first axis guesses the first token of the step.
         temperatures: of the rows' requests, above 0.
-        ranks: guesses of each head, at most `vocab`.
-
-    Returns:
-        The guesses `[depth, rows, ranks]`, on the device of the logits; a row depends only on itself. The host does not
-        wait.
+    The guesses `[depth, rows, ranks]`, on the device; a row depends only on itself.
     """
     depth, rows, vocab = logits.shape
     scores = logits.float().clone()
@@ -264,13 +225,12 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
 
 
 def keyed_guesses(logits: Tensor, weights: Tensor, keys: Tensor, ranks: int) -> TopK:
-    """The same with tensors only, and the noise of many rows at once, so that it can be recorded.
+    """The same with tensors only, so that it can be recorded.
 
     Args:
         logits: `[depth, rows, vocab]`.
         weights: `[rows]`, float64: `noise_weight` of each row's temperature.
         keys: `[rows, depth]`, int64: the 64 bits of `gumbel_key` for each head.
-        ranks: guesses of each head, at most `vocab`.
     """
     depth, rows, vocab = logits.shape
     tokens = torch.arange(vocab, device=logits.device)
@@ -287,7 +247,7 @@ def keyed_guesses(logits: Tensor, weights: Tensor, keys: Tensor, ranks: int) -> 
 def noise_weight(temperature: float) -> float:
     """Scale of the target's noise when added to a head's logits: T min(T, 1).
 
-    T would be right if the head's distribution were the target's. Below 1, fitting the scale to the choices of the
-    embedded target gave about T squared for every head (0.5 at T = 0.7, 0.9 at T = 1), and more accepted tokens than T.
+    T would be right if the head's distribution were the target's. Fits on the embedded target gave about T squared
+    below 1 (0.5 at T = 0.7, 0.9 at T = 1), and more accepted tokens than T.
     """
     return temperature * min(temperature, 1.0)

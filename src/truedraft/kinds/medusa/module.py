@@ -37,11 +37,9 @@ class MedusaConfig:
     """Sizes of Medusa heads.
 
     Attributes:
-        width: entries of the hidden state that enters the target's LM head.
         heads: number of guessed tokens after the next.
         tied: whether the heads end in the target's LM head, or each in its own linear layer.
-        reads_token: whether the heads also read the embedding of the token drawn from the hidden state. The paper's do
-            not: they guess for any token that may be drawn.
+        reads_token: whether they also read the embedding of the token drawn from the hidden state; the paper's do not.
         draft_vocab: size of a reduced vocabulary of heads with their own outputs; 0 is the whole one.
 
     Raises:
@@ -86,12 +84,10 @@ class MedusaHead(nn.Module):
 class MedusaHeads(VectorHead):
     """Head k (from 0) guesses the token k + 2 positions after the hidden state's own token: h -> W2 (h + SiLU(W1 h)).
 
-    Medusa 2401.10774, section 2.1.1. The hidden state h enters the target's LM head, which predicts the next token. W1
-    starts at 0 and W2 at the LM head, so every head starts as the LM head itself.
+    Medusa 2401.10774, section 2.1.1. W1 starts at 0 and W2 at the LM head, so every head starts as the LM head itself.
 
     With `reads_token`, a linear layer of the token's embedding e, scaled to a root mean square of 1, is added to h: h +
-    Wt e / rms(e). It is shared by all heads and starts at 0. (The first Hydra head does the same, 2402.05109; but these
-    heads run in parallel.) The token is known before drafting, and h contains only its distribution.
+    Wt e / rms(e). All heads share it, and it starts at 0. (The first Hydra head does the same, 2402.05109.)
     """
 
     kind: ClassVar[str] = "medusa"
@@ -118,7 +114,6 @@ class MedusaHeads(VectorHead):
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
     def each(self) -> Iterator[MedusaHead]:
-        """The heads, that of the nearest token first."""
         return (head for head in self.heads if isinstance(head, MedusaHead))
 
     @property
@@ -140,12 +135,7 @@ class MedusaHeads(VectorHead):
                 head.output.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
 
     def entering(self, hidden: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """Input of the blocks, `[rows, width]`: hidden states, plus the drawn tokens if heads read these.
-
-        Args:
-            hidden: `[rows, width]`: inputs of the target's LM head.
-            embedded: `[rows, width]`: the target's embeddings of the tokens drawn from them; only for heads that read
-                tokens.
+        """Input of the blocks, `[rows, width]`: hidden states, plus the drawn tokens' embeddings if heads read these.
 
         Raises:
             ValueError: heads that read tokens got none.
@@ -167,12 +157,7 @@ class MedusaHeads(VectorHead):
     def logits(
         self, hidden: Tensor, unembed: Unembed, finish: Callable[[Tensor], Tensor], embedded: Tensor | None = None
     ) -> Tensor:
-        """Logits `[heads, rows, vocab]`; `hidden` and `embedded` as of `entering`.
-
-        Args:
-            unembed: the target's LM head, for tied heads.
-            finish: the target's scale and soft-cap of logits, for heads with their own outputs.
-        """
+        """Logits `[heads, rows, vocab]`; `finish` is the target's scale and soft-cap, for heads with their own outputs."""
         vectors = self.vectors(hidden, embedded)
         if self.config.tied:
             return unembed(vectors.flatten(0, 1)).unflatten(0, vectors.shape[:2])
@@ -202,25 +187,21 @@ class MedusaRunner:
 
     @cached_property
     def _plain(self) -> _Plain:
-        """A second copy of the weights if the target has a faster way, so it is made on first use."""
         return _Plain(self._used, self._target, self._ids)
 
     @torch.inference_mode()
     def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> TopK:
-        """The guesses of the first `depth` heads.
+        """The likeliest ids `[depth, rows, ranks]` by the first `depth` heads.
 
         Args:
             hidden: `[rows, width]`: inputs of the target's LM head; a row's guesses depend only on it.
             tokens: `[rows]`, int64: drawn from the hidden states; only for heads that read tokens.
-
-        Returns:
-            The likeliest ids `[depth, rows, ranks]`, on the target's device.
         """
         return self._run(self._entering(hidden, tokens), depth, ranks)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, depth: int, tokens: Tensor | None = None) -> Tensor:
-        """The logits `[depth, rows, vocab]` of the first `depth` heads; arguments as for `likeliest`."""
+        """`[depth, rows, vocab]`; arguments as for `likeliest`."""
         return self._plain.logits(self._entering(hidden, tokens), depth)
 
     def _entering(self, hidden: Tensor, tokens: Tensor | None) -> Tensor:
@@ -257,7 +238,7 @@ class _Plain:
         return torch.stack([over_whole_vocabulary(each, self._ids, vocab) for each in products])
 
     def _leaving(self, hidden: Tensor, depth: int) -> Tensor:
-        """Output of the blocks of the first heads, `[depth, rows, width]`."""
+        """Output of the blocks, `[depth, rows, width]`."""
         rows, width = hidden.shape
         hidden = filled(hidden)
         steps = self._first(hidden).view(len(hidden), self._heads, width)[:, :depth]

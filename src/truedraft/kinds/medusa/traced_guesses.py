@@ -40,12 +40,7 @@ class HeadGuesses:
     def along(
         cls, heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], count: int, logits_at_once: int = LOGITS
     ) -> HeadGuesses:
-        """Evaluate every position.
-
-        Args:
-            traces: written at the temperature at which the heads are to draft, by the target or losslessly.
-            count: number of guesses per head to keep.
-        """
+        """Evaluate every position, with `count` guesses per head; traces must have the temperature of drafting."""
         return cls._of(heads, guesses_along(heads, lm_head, traces, logits_at_once), traces, count)
 
     @classmethod
@@ -53,10 +48,7 @@ class HeadGuesses:
     def coupled(
         cls, heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], count: int, seed: int = 0
     ) -> HeadGuesses:
-        """The guesses for seeded requests at temperature 1, with noise that could have drawn the traces.
-
-        Arguments as of `along`; the traces are drawn at temperature 1, by any noise.
-        """
+        """For seeded requests at temperature 1, with noise that could have drawn the traces."""
         generator = torch.Generator().manual_seed(seed)
         parts = [cls.along(heads, lm_head, [], count)]
         for trace in traces:
@@ -69,7 +61,6 @@ class HeadGuesses:
     def _of(
         cls, heads: MedusaHeads, logits: Iterable[tuple[Tensor, Tensor]], traces: Sequence[Trace], count: int
     ) -> HeadGuesses:
-        """The likeliest guesses among logits at every position of traces, as `guesses_along` yields them."""
         config = heads.config
         count = min(count, config.vocab_size)
         log_probs = [torch.zeros(config.heads, 0, count)]
@@ -95,12 +86,7 @@ class HeadGuesses:
 def guesses_along(
     heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], logits_at_once: int = LOGITS
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What heads say at the positions of some traces, a few of them at a time.
-
-    Yields:
-        Logits `[heads, rows, vocab]` on the heads' device and in their dtype, and the true tokens `[rows, heads]`,
-        int64; -1 where none is drafted.
-    """
+    """Logits `[heads, rows, vocab]` at some positions, and the true tokens `[rows, heads]`, int64; -1 if undrafted."""
     weight = next(heads.parameters())
     rows = max(1, logits_at_once // (heads.config.heads * heads.config.vocab_size))
     for hidden, drawn, tokens in chunks_of(traces, heads.config.heads, rows):
@@ -110,11 +96,9 @@ def guesses_along(
 
 
 def true_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Number of ids that rank before each token: `[rows, heads]`, int64; the vocabulary size for token -1.
+    """Number of ids that rank before each token, `[rows, heads]`, int64; the vocabulary size for token -1.
 
-    Args:
-        logits: `[heads, rows, vocab]`; of equal ones the lower id ranks first.
-        tokens: `[rows, heads]`, int64.
+    `logits` are `[heads, rows, vocab]`; of equal ones the lower id ranks first.
     """
     tokens = tokens.T
     own = logits.gather(-1, tokens.clamp(min=0)[..., None])
@@ -126,12 +110,10 @@ def true_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
 def noise_behind(log_probs: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
     """Gumbel noise G under which argmax(log p + G) gives the drawn tokens: `[rows, vocab]`.
 
-    Drawn from its distribution given those tokens, so that token and noise together are distributed as if the noise had
-    come first. The largest log p + G is a Gumbel variable that does not depend on which token has it, and the others
-    are Gumbel variables below it.
+    Drawn from its distribution given those tokens, so that both are distributed as if the noise had come first. The
+    largest log p + G is a Gumbel variable that does not depend on which token has it; the others are below it.
 
-    Args:
-        log_probs: `[rows, vocab]`, of the distribution that each token was drawn from.
+    `log_probs`, `[rows, vocab]`, are of the distribution that each token was drawn from.
     """
     largest = _gumbel(log_probs[:, :1].shape, generator)
     free = log_probs + _gumbel(log_probs.shape, generator)
@@ -145,7 +127,7 @@ def _gumbel(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def _with_noise(guesses: Iterable[tuple[Tensor, Tensor]], noise: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits `[heads, rows, vocab]` at the positions of a trace, plus the noise `[tokens, vocab]` of their tokens."""
+    """Plus the noise `[tokens, vocab]` of a trace's tokens."""
     first = 1
     for logits, tokens in guesses:
         places = torch.arange(first, first + len(tokens))

@@ -30,15 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConfig):
-    """Configuration of a training of Medusa heads.
+    """Configuration of a training of Medusa heads; raises `OptionError` for a value out of its range.
 
-    Attributes:
-        law_share: weight of the target's distribution in the loss: (1 - law_share) CE(token) + law_share KL(p || q).
-            Medusa 2401.10774, section 2.2.1, uses the token only; a whole distribution has more information than one
-            draw.
-
-    Raises:
-        OptionError: a value out of its range.
+    The loss is (1 - law_share) CE(token) + law_share KL(p || q). Medusa 2401.10774, section 2.2.1, uses the token only;
+    a whole distribution has more information than one draw.
     """
 
     head: ClassVar[type[Head]] = MedusaHeads
@@ -102,7 +97,7 @@ class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConf
 
 
 def _rounds(heads: MedusaHeads, counted: Mapping[str, CountedTree]) -> list[EngineRound]:
-    """Trees chosen at each step, and counted ones, of several numbers of nodes, greedy and at temperature 1."""
+    """Trees chosen at each step, and counted ones, greedy and at temperature 1."""
     ways = {
         LIKELIEST: GuessTrees(heads.reach, calibration=Calibration(survival_of(counted))),
         COUNTED: fixed_trees({kind: each.tree for kind, each in counted.items()}),

@@ -13,7 +13,7 @@ from truedraft.measure.variants import RAW, TIED, WIDE, Examined, Variant, anoth
 
 
 def _later_heads(head: Any) -> Any:
-    """Medusa heads without the first, for a folder with a first head that guesses the next token itself."""
+    """Without the first, which guesses the next token itself in some folders."""
     names = {name: name.split(".", 2) for name in head.state_dict() if name.startswith("heads.")}
     moved = {
         f"heads.{int(number) - 1}.{rest}": head.state_dict()[name]

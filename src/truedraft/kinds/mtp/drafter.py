@@ -1,8 +1,7 @@
 """MTP layers as drafter: layers in a checkpoint; which hidden states they read is found by measuring.
 
-Checkpoints differ in whether the layer reads the target's hidden states before or after the final norm, and whether its
-own output is fed back before or after the norm that follows it, and none documents it. A wrong choice only lowers
-acceptance, so it is not noticed. Both are tried on a few tokens of the target's own.
+Checkpoints differ in whether the layer reads the target's hidden states, and its own output, before or after a norm,
+and none documents it. A wrong choice only lowers acceptance. Both are tried on a few tokens of the target's own.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _BEHIND, _BEFORE = "behind", "before"
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """A text with the target's greedy continuation.
-
-    Attributes:
-        vectors: `[n, width]` each, at all but the last: after the final norm, and before it if available.
-    """
+    """A text with the target's greedy continuation, and its hidden states `[n, width]` after and before the norm."""
 
     tokens: Tensor
     vectors: dict[str, Tensor]
@@ -86,7 +81,6 @@ class MtpRunner:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """As `Eagle3Runner.forward`; `observed` has no effect."""
         own, logits = self._run(segments, vectors)
         return own[self.returns], logits
 
@@ -99,7 +93,7 @@ class MtpRunner:
         return {_BEHIND: after, _BEFORE: before}, self._target.unembed(after)
 
     def _first_steps(self, own: _Own, vectors: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """Mean log probability of the target's tokens given its own hidden states, and the layer's output there."""
+        """Mean log probability of the target's tokens, and the layer's output."""
         tokens = own.tokens[1:-1]
         cache = self.pool.acquire()
         try:
@@ -112,10 +106,9 @@ class MtpRunner:
         return _mean(logits, own.tokens[2:], own.first - 2), given
 
     def _second_steps(self, own: _Own, reads: str, given: dict[str, Tensor]) -> dict[str, float]:
-        """The same given the layer's output, for each kind of output.
+        """The same given each kind of the layer's output.
 
-        Worked example: pairs 0, 1, 2 with the target's hidden states are a chain, and below each of the first two is
-        the next pair with the layer's output: parents -1, 0, 1, 0, 1.
+        Pairs 0, 1, 2 are a chain, and the first two have the next pair as a child: parents -1, 0, 1, 0, 1.
         """
         tokens = own.tokens[1:-1]
         pairs = len(tokens)

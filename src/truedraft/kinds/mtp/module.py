@@ -25,11 +25,7 @@ _WORD = "mtp"
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """Sizes of an MTP layer.
-
-    Attributes:
-        reach: default number of drafted tokens; it was trained for one, and its output is fed back.
-    """
+    """Sizes of an MTP layer; `reach` is the default number of drafted tokens: it was trained for one."""
 
     width: int
     vocab_size: int
@@ -55,11 +51,7 @@ class MtpHead(Head):
 
     @classmethod
     def for_target(cls, path: str | None, target: LanguageModel) -> Self:
-        """The first such layer of a target's files, or of a folder that `speculators` wrote for it.
-
-        Raises:
-            TruedraftError: as of `truedraft.models.mtp.read_mtp`.
-        """
+        """The first layer of a target's files, or of a `speculators` folder; errors as of `read_mtp`."""
         made = cls(MtpConfig(target.head_width, target.vocab_size, reach_of(path)), read_mtp(target, path))
         made.record = HeadRecord(target.name)
         return made
@@ -76,17 +68,16 @@ class MtpHead(Head):
     def outputs(self) -> Sequence[nn.Linear | None]:
         return [None] * self.reach
 
-    def start_from(self, weight: Tensor) -> None:
-        """It has no output of its own."""
+    def start_from(self, weight: Tensor) -> None: ...
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of a folder with an MTP layer of `speculators`; otherwise None."""
+    """Of a folder with an MTP layer of `speculators`."""
     return _WORD if object_of(path / CONFIG).get(SPECULATORS) == _WORD else None
 
 
 def reach_of(folder: str | None) -> int:
-    """Number of drafted tokens in a `speculators` folder; None is the target's own layer."""
+    """Number of drafted tokens of a `speculators` folder, or the target's own layer."""
     record = {} if folder is None else object_of(user_path(folder) / CONFIG)
     try:
         found = record["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
@@ -103,7 +94,6 @@ def write_mtp_folder(
     """Write the layer of a checkpoint or a folder as `speculators` reads and trains it.
 
     Args:
-        target: as `load_model` takes it; `speculators` takes embedding and LM head from it.
         source: a folder as `MtpHead.for_target` takes it.
         tokens: number of drafted tokens; None is `reach_of` the source.
         family: the target's class, such as "Qwen3NextForCausalLM".

@@ -1,9 +1,6 @@
-"""Beam search of a recurrent head, and the token trees of the beams.
+"""Beam search of a recurrent head, and the token trees of the beams (ReDrafter 2403.09919, section 3.2).
 
-Beams that share prefixes are merged by comparing tensors.
-
-ReDrafter (2403.09919), section 3.2, calls this dynamic tree attention: the tree differs at each step, so it is computed
-by a few tensor operations for all requests, on the device. The likeliest nodes of it are kept.
+Prefixes are merged by a few tensor operations for all requests, on the device, and the likeliest nodes are kept.
 
 Worked example, three beams with the log probabilities of their prefixes; the last one was dropped after one token:
 
@@ -57,9 +54,8 @@ class Beams:
 
     Attributes:
         tokens: `[requests, beams, length]`, int64; padded with `NO_TOKEN`.
-        scores: `[requests, beams, length]`, float32: log probabilities of their prefixes up to each token, or other
-            numbers above -inf that never rise along a beam and are equal for equal prefixes; arbitrary after a beam's
-            end.
+        scores: `[requests, beams, length]`, float32: log probabilities of their prefixes, or other numbers above -inf
+            that never rise along a beam and are equal for equal prefixes; arbitrary after a beam's end.
     """
 
     tokens: Tensor
@@ -73,7 +69,6 @@ class MergedBeams:
     Attributes:
         tokens: `[requests, nodes]`, int64: those with the largest scores first, a parent before its children.
         parents: `[requests, nodes]`, int64: number of the parent, -1 for the root.
-        counts: `[requests]`, int64: number of nodes; the other entries follow them.
         node_of: `[requests, beams, length]`, int64: the node of each token of the beams; -1 without a token or node.
     """
 
@@ -88,17 +83,13 @@ def beam_search(
 ) -> Iterator[Beams]:
     """The likeliest continuations under a recurrent head (ReDrafter 2403.09919, section 3.1), of one token, of two, ...
 
-    Each beam is extended by its likeliest tokens, and the `beams` likeliest of all are kept. A request's result does
-    not depend on other requests; nothing waits for a device.
+    Each beam is extended by its likeliest tokens, and the `beams` likeliest of all are kept, the best first, with sums
+    of `scores`. A request's result does not depend on other requests.
 
     Args:
         hidden: `[requests, width]`: hidden states from which the requests' last tokens were drawn.
         drawn: `[requests]`, int64: those tokens, on the target's device.
-        beams: number of kept beams, at most the number of token ids.
-
-    Yields:
-        For length 1, 2, 3, ... the kept beams, the best first; their scores are sums of `scores` of the log
-            probabilities under the head's distribution at temperature 1.
+        beams: at most the number of token ids.
     """
     with torch.inference_mode():
         context = runner.context(hidden)
@@ -117,7 +108,7 @@ def beam_search(
 
 
 def _continued(beams: Beams, found: TopK, score: Scores) -> tuple[Beams, Tensor]:
-    """The best beams with one more token, and the beam `[requests, beams]` that each continues."""
+    """The best beams with one more token, and the beams `[requests, beams]` before."""
     requests, count, length = beams.tokens.shape
     gains = score(_possible(found.log_probs).view(requests, count, count), length + 1)
     totals = (beams.scores[:, :, -1:] + gains).flatten(1)
@@ -131,15 +122,11 @@ def _continued(beams: Beams, found: TopK, score: Scores) -> tuple[Beams, Tensor]
 
 
 def _possible(log_probs: Tensor) -> Tensor:
-    """Log probabilities without NaN and -inf, and at most 0."""
     return log_probs.nan_to_num(nan=_IMPOSSIBLE, neginf=_IMPOSSIBLE).clamp(max=0.0)
 
 
 def with_dropped(steps: Sequence[Beams]) -> Beams:
-    """The beams of all steps of a search, including dropped ones, which are as long as their step.
-
-    A dropped beam is often likelier, as far as it was searched, than the end of a longer one.
-    """
+    """The beams of all steps, dropped ones too, as these are often likelier than the end of a longer one."""
     longest = len(steps)
     tokens = [pad(each.tokens, (0, longest - length), value=NO_TOKEN) for length, each in enumerate(steps, 1)]
     scores = [pad(each.scores, (0, longest - length)) for length, each in enumerate(steps, 1)]
@@ -147,7 +134,7 @@ def with_dropped(steps: Sequence[Beams]) -> Beams:
 
 
 def first_with_prefix(tokens: Tensor) -> Tensor:
-    """The first beam of a request with the same prefix, int64, for tokens `[requests, beams, length]`."""
+    """The first beam with the same prefix, int64, for tokens `[requests, beams, length]`."""
     same: Tensor | None = None
     first = []
     for column in tokens.unbind(dim=-1):  # over the length, never over the beams
@@ -160,14 +147,8 @@ def first_with_prefix(tokens: Tensor) -> Tensor:
 def merge(beams: Beams, nodes: int, depths: Tensor | None = None) -> MergedBeams:
     """Merge equal prefixes, and keep the `nodes` nodes of a request with the largest scores.
 
-    Continuing a search does not change earlier results, so a tree cut to `depths` equals that of a search of that
-    length.
-
-    A parent's score is not below its children's, and of equal scores the shorter prefix comes first, then the earlier
-    beam; so the kept nodes are a tree.
-
-    Args:
-        depths: `[requests]`, int64: of each tree; None: the beams' length.
+    A tree cut to `depths` `[requests]` equals that of a shorter search, as continuing changes nothing earlier.
+    Of equal scores the shorter prefix comes first, then the earlier beam, so the kept nodes are a tree.
     """
     count, length = beams.tokens.shape[1:]
     # Index l * beams + b holds token l of beam b: shorter prefixes come first.
@@ -194,11 +175,7 @@ def merge(beams: Beams, nodes: int, depths: Tensor | None = None) -> MergedBeams
 class BeamTrees:
     """Searches and merges beams; also runs single steps of the head, for beams that are drawn on the host.
 
-    Recorded searches always have the same length, so that all budgets share a graph; trees are cut to their depths when
-    they are merged.
-
-    Args:
-        recorder: makes the graphs; None: nothing is recorded.
+    Recorded searches have one length, so that all budgets share a graph; trees are cut when they are merged.
     """
 
     def __init__(self, runner: RedrafterRunner, length: int, recorder: Recorder | None) -> None:
@@ -211,7 +188,6 @@ class BeamTrees:
 
     @property
     def warmups(self) -> int:
-        """Number of calls so far that were slower than later ones of the same shape."""
         return sum(each.warmups for each in (self._by_numbers, self._first, self._next))
 
     def trees(
@@ -223,13 +199,9 @@ class BeamTrees:
         beams: int,
         nodes: int,
     ) -> list[TokenTree]:
-        """The tree of each request; the host waits once, for their shapes.
+        """The tree of each request, of depth 1 to `length`; the host waits once, for their shapes.
 
-        Args:
-            hidden: `[requests, width]`: hidden states from which the requests' last tokens were drawn.
-            drawn: `[requests]`, int64: those tokens, on the target's device.
-            depths: of the trees, 1 to `length`; deeper ones do not change the others.
-            odds: scores of each request's paths; None: the head's probabilities.
+        `hidden` and `drawn` as of `beam_search`; `odds` None: the head's probabilities.
         """
         device = hidden.device
         deep = transfers.upload(depths, device)
@@ -244,12 +216,12 @@ class BeamTrees:
         return trees_of(*self._by_numbers((hidden, drawn, deep, numbers), beams, length, nodes))
 
     def start(self, hidden: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Contexts and states `[requests, ...]` after drawn tokens, and the logits `[requests, vocab]` there."""
+        """Contexts and states `[requests, ...]`, and the logits `[requests, vocab]`."""
         context, state, logits = self._first((hidden, drawn))
         return context, state, logits
 
     def step(self, context: Tensor, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """States `[rows, ...]` one token further, and the logits `[rows, vocab]` there."""
+        """States `[rows, ...]` one token further, and the logits `[rows, vocab]`."""
         state, logits = self._next((context, state, tokens))
         return state, logits
 

@@ -36,15 +36,14 @@ _LIMITS = {"beams": (1, 256), "length": (1, 32), "nodes": (0, 1024)}
 class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
     """Drafts with a recurrent head on the target's last hidden state (ReDrafter 2403.09919).
 
-    The head reads that hidden state and the tokens drafted so far. Beam search keeps the best continuations. They and
-    the dropped ones are merged into a tree where they share prefixes, and the tree's best nodes are proposed, by
-    calibrated survival (`AcceptanceOdds`) or else the head's own probabilities. Beams are chosen, not drawn, so they
-    are verified as deterministic candidates. (Verifying beams as if they had been drawn, as the published code does, is
-    not exact.)
+    Beam search keeps the best continuations. They and the dropped ones are merged into a tree where they share
+    prefixes, and its best nodes are proposed, by calibrated survival (`AcceptanceOdds`) or else the head's own
+    probabilities. They are verified as deterministic candidates. (Verifying them as draws, as the published code does,
+    is not exact.)
 
-    Requests at a temperature of at least `DRAWN_FROM` get paths drawn without replacement from the head's distribution
-    instead, verified by recursive rejection, exact too, if their rule verifies such draws; `sampled` overrides this for
-    all requests at a temperature above 0. Seeded requests get the paths that their noise makes likeliest.
+    Requests at a temperature of at least `DRAWN_FROM` get paths drawn without replacement instead, verified by
+    recursive rejection, if their rule verifies such draws. Seeded requests get the paths that their noise makes
+    likeliest.
 
     On a device the host waits once per step for the shape of the merged tree; for drawn paths, once per level.
 
@@ -52,11 +51,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         beams: number of kept continuations; None is 8 until measured.
         length: number of drafted tokens of each; None is what the head was trained for.
         nodes: maximum number of nodes of a proposal, the likeliest; None is 16 until measured.
-        sampled: whether requests at a temperature above 0 get drawn paths; None: from `DRAWN_FROM` on, if their rule
-            can verify them.
-
-    Attributes:
-        sizes_chosen: whether beams, length and nodes were chosen, by the caller or by measuring.
+        sampled: whether requests at a temperature above 0 get drawn paths; None: as above.
 
     Raises:
         OptionError: beams outside 1 to 256, length outside 1 to 32, or nodes outside 0 to 1,024.
@@ -88,11 +83,11 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         self.limits = Budget(self.length, self.beams, min(self.nodes, self.beams * self.length))
 
     def with_sizes(self, beams: int, length: int, nodes: int) -> Redrafter:
-        """The same head with other sizes, and without requests; 0 nodes draft nothing."""
+        """With other sizes, and without requests."""
         return Redrafter(self.head, beams=beams, length=length, nodes=nodes, sampled=self.sampled)
 
     def settled(self, params: SamplingParams) -> Redrafter:
-        """The same head and sizes, with `sampled` set as for requests with such options."""
+        """With `sampled` set as for requests with such options."""
         if self.sampled is not None:
             return self
         beams, length, nodes = (self.beams, self.length, self.nodes) if self.sizes_chosen else (None, None, None)
@@ -109,10 +104,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         return self.kinds if self.sampled is not None or judged >= _DRAWN else _CHOSEN
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """Every replayed width and length of beams; drawn paths were not replayed.
-
-        By default drawn paths are used only if they are at least as good, so the sizes fit them too.
-        """
+        """Every replayed width and length; drawn paths, which were not, are used only if at least as good."""
         if self.sizes_chosen or (self.sampled is not None and self._draws(params)):
             return ()
         plans = []
@@ -126,7 +118,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         return plans
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """The curve of its beams, replayed at this length or the nearest; None if `sampled` requests drawn paths."""
+        """Replayed at this length or the nearest; None if `sampled` requests drawn paths."""
         if self.sampled is not None and self._draws(params):
             return None
         curves = [each for each in beam_curves(self.facts, params) if each.beams == self.beams]
@@ -154,7 +146,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         return not budget.is_zero and self.nodes > 0 and self._vectors.get(request.id) is not None
 
     def _draws(self, params: SamplingParams, judged: frozenset[DrawKind] | None = None) -> bool:
-        """Whether requests with such options get drawn paths; `judged`: the kinds that their rule verifies."""
+        """Whether requests get drawn paths; `judged`: the kinds that their rule verifies."""
         if params.greedy or params.seeded or self.sampled is not None:
             return not params.greedy and (params.seeded or bool(self.sampled))
         return params.temperature >= DRAWN_FROM and (judged is None or judged >= _DRAWN)
@@ -165,12 +157,11 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         hidden, drawn = self._last_vectors(batch)
         depths = [min(budget.depth, self.length) for budget in budgets]
         odds = [self._calibration(request.params) for request in batch]
-        # Cut to budgets afterwards, so that other requests' budgets change nothing.
+        # So that other requests' budgets change nothing.
         trees = self._running[0].trees(hidden, drawn, depths, odds, self._width, self.nodes)
         return [Proposal.deterministic(self._within(*each)) for each in zip(trees, budgets, strict=True)]
 
     def _within(self, tree: TokenTree, budget: Budget) -> TokenTree:
-        """The first nodes of a tree within a budget, which are a tree too."""
         if budget.width < self._width:
             tree = narrowed(tree, budget.width)
         return tree.first(min(budget.nodes, self.nodes))

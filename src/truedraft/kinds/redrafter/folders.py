@@ -2,8 +2,7 @@
 
 config.json has `model_type` "recurrent_drafting_drafter", `hidden_size`, `exit_dim`, `num_draft_layers`, `rnn` and
 `vocab_size`. The weights are `input_proj` (if twice the hidden size is not `exit_dim`), `lm_head.{i}.linear` of each
-residual block, `lm_head.{num_draft_layers}.weight` of the output, and, with `rnn`, `rnn_u` and `rnn_w.weight`. It does
-not identify the target's weights.
+residual block, `lm_head.{num_draft_layers}.weight` of the output, and, with `rnn`, `rnn_u` and `rnn_w.weight`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EXPORTS = Exports({}, {"": INSTEAD})
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of head in a folder of this format; None if there is none."""
+    """The kind of head in a folder; None if there is none."""
     return RedrafterHead.kind if object_of(path / _CONFIG).get("model_type") == _TYPE else None
 
 
@@ -33,8 +32,7 @@ def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter | None:
     """Load a recurrent head of Apple's project, with its own output; None if there is none.
 
     Raises:
-        ModelNotFoundError: there are no weights.
-        ModelError: a file is damaged, or the weights do not match config.json.
+        ModelError: weights are missing or damaged, or do not match config.json.
     """
     if kind_in(path) is None:
         return None
@@ -59,7 +57,6 @@ def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter | None:
 
 
 def _names(config: RedrafterConfig) -> dict[str, str]:
-    """Our names of their tensors."""
     names = {f"lm_head.{config.layers}.weight": "output.weight"}
     for layer in range(config.layers):
         for part in ("weight", "bias"):

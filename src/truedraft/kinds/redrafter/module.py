@@ -35,7 +35,6 @@ class RedrafterConfig:
     """Sizes of a recurrent head.
 
     Attributes:
-        width: entries of the hidden state that enters the target's LM head, and of the target's embeddings.
         exit_width: entries of the input of the residual blocks and the output; `width` if the output is tied.
         length: number of guessed tokens after the next in training; it can be unrolled further.
         tied: whether it ends in the target's LM head, or in its own linear layer.
@@ -144,14 +143,14 @@ class RedrafterHead(VectorHead):
         return torch.zeros(rows, self.config.state, dtype=weight.dtype, device=weight.device)
 
     def advance(self, state: Tensor, embedded: Tensor) -> Tensor:
-        """The state `[rows, state]` after one more token, with the target's embedding `[rows, width]` of the token."""
+        """The next state `[rows, state]`, from the token's embedding `[rows, width]`."""
         read = (scaled_embedding(embedded) if self.config.scaled else embedded).to(state.dtype)
         if self.token is None or self.recurrent is None:
             return state + read
         return silu(self.token(read) + self.recurrent(state))
 
     def leaving(self, hidden: Tensor, state: Tensor) -> Tensor:
-        """Input of the output layer, `[rows, exit_width]`, from `[rows, width]` and `[rows, state]`."""
+        """Input of the output layer, `[rows, exit_width]`."""
         entering = torch.cat([hidden.to(state.dtype), state], dim=-1)
         blocks: Tensor = self.blocks(entering if self.entry is None else self.entry(entering))
         return blocks
@@ -165,10 +164,9 @@ class RedrafterHead(VectorHead):
 
 
 class RedrafterRunner:
-    """A recurrent head in the dtype and on the device of a target; its weights are copied.
+    """A recurrent head with copied weights in the dtype and on the device of a target.
 
-    Each row of a result depends only on that row of the arguments. There is one row per beam; `context` is computed
-    once per request and step, and repeated for its beams by the caller.
+    Each row of a result, one per beam, depends only on that row of the arguments.
     """
 
     def __init__(self, head: RedrafterHead, target: LanguageModel) -> None:
@@ -199,30 +197,24 @@ class RedrafterRunner:
         return self._target.vocab_size
 
     def context(self, hidden: Tensor) -> Tensor:
-        """Contribution of a hidden state `[rows, width]` to the blocks' input: `[rows, some width]`."""
+        """A hidden state's part of the blocks' input, once per request and step: `[rows, some width]`."""
         hidden = hidden.to(self._target.dtype)
         return hidden if self._entry is None else _in_rows(self._entry[0], hidden)
 
     def advance(self, state: Tensor | None, tokens: Tensor) -> Tensor:
-        """The recurrent state `[rows, state]` after one more token.
-
-        Args:
-            state: `[rows, state]`; None is the state before the first token.
-            tokens: `[rows]`, int64, on the target's device.
-        """
+        """The recurrent state `[rows, state]` after one more token; None is the state before the first."""
         embedded = self._told(tokens) if self._table is None else embedding(tokens, self._table)
         if self._recurrent is None:
             return embedded if state is None else state + embedded
         return silu(embedded if state is None else embedded + _in_rows(self._recurrent, state))
 
     def _told(self, tokens: Tensor) -> Tensor:
-        """The recurrence's input for tokens `[rows]`: W e + b, or e itself if the state is a sum."""
+        """W e + b, or e itself if the state is a sum."""
         embedded = self._target.embed(tokens).to(self._target.dtype)
         read = scaled_embedding(embedded) if self._scaled else embedded
         return read if self._token is None else _in_rows(self._token, read)
 
     def likeliest(self, context: Tensor, state: Tensor, ranks: int) -> TopK:
-        """The likeliest next tokens `[rows, ranks]` for contexts and states `[rows, ...]`."""
         if self._shared is not None:
             return self._shared(self._entering(context, state), 1, ranks).view(len(state))
         leaving = self._leaving(context, state)
@@ -231,7 +223,7 @@ class RedrafterRunner:
         return TopK.of(self._own_logits(leaving), ranks)
 
     def logits(self, context: Tensor, state: Tensor) -> Tensor:
-        """The logits `[rows, vocab]` of the next token, for contexts and states `[rows, ...]`."""
+        """`[rows, vocab]` of the next token."""
         leaving = self._leaving(context, state)
         return self._target.unembed(leaving) if self._output is None else self._own_logits(leaving)
 
@@ -253,6 +245,6 @@ class RedrafterRunner:
 
 
 def _in_rows(product: Product, x: Tensor) -> Tensor:
-    """A product with rows that are bitwise independent of the other rows."""
+    """With rows that are bitwise independent of the others."""
     rows = len(x)
     return product(filled(x))[:rows]

@@ -6,9 +6,8 @@ child has the node's own score, and the next ones smaller scores: after the scor
 
     -log(exp(-g) + E / m),   E a standard exponential, m the probability of all that is left below the node,
 
-which is independent of *which* token is drawn, just as the maximum of Gumbel variables is independent of its argmax. So
-the children can be drawn first, without replacement, and their scores after. Cutting by score is then a predictable
-choice (docs/concepts.md): recursive rejection stays exact.
+which is independent of *which* token is drawn. So the children can be drawn first, without replacement, and their
+scores after. Cutting by score is then a predictable choice (docs/concepts.md): recursive rejection stays exact.
 """
 
 from __future__ import annotations
@@ -38,14 +37,10 @@ _SCORES, _SIBLINGS = 1 << 40, 1 << 20
 
 
 class _BeamTree(ScoredTree):
-    """The tree of one request while it is drawn, with perturbed log probabilities of paths, or their closeness to the
-    choice of coupled noise, as scores.
+    """The tree of one request while it is drawn; scores are perturbed log probabilities of paths, or their closeness to
+    the choice of coupled noise.
 
-    Attributes:
-        masses: log probabilities of the nodes' paths under the head; only if scores need them.
-        rows: of the open nodes' parents in the last forward, by node.
-        row: of the request in the batch.
-        probs: of the children, by tree row.
+    `masses` are log probabilities of the nodes' paths, if scores need them; `rows` are of the open nodes' parents.
     """
 
     def __init__(self, request: DraftRequest, budget: Budget, noise: Noise, row: int) -> None:
@@ -88,12 +83,9 @@ class SampledBeams:
         hidden: Tensor,
         drawn: Tensor,
     ) -> list[Proposal]:
-        """A tree for each request, within its budget.
+        """A tree for each request, within its budget; consecutive requests with the same options share computations.
 
-        Args:
-            batch: consecutive requests with the same options share computations.
-            hidden: `[requests, width]`: hidden states from which their last tokens were drawn.
-            drawn: `[requests]`: those tokens, on the target's device.
+        `hidden` and `drawn` as of `beam_search`.
         """
         trees = [_BeamTree(*each, row) for row, each in enumerate(zip(batch, budgets, noise, strict=True))]
         context, state, logits = self._head.start(hidden, drawn)
@@ -119,7 +111,7 @@ class SampledBeams:
         return proposals
 
     def _next(self, level: Sequence[_BeamTree], context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The states of all open nodes, and logits `[open nodes, vocab]` after them."""
+        """The states of all open nodes, and logits `[open nodes, vocab]`."""
         opened = [(tree.row, tree.rows[node], tree.tokens[node]) for tree in level for node in tree.open]
         rows, above, tokens = (transfers.upload(each, context.device) for each in zip(*opened, strict=True))
         return self._head.step(context[rows], state[above], tokens)
@@ -127,8 +119,7 @@ class SampledBeams:
     def _those_that_can(self, tree: _BeamTree, context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """`_next` for each open node separately, because all together failed; closes nodes that fail.
 
-        Drawing nothing below the others would bias the answer: all scores decide which nodes are kept, so whether a
-        failing node exists would depend on its token.
+        Dropping all would bias the answer, as whether a failing node exists would depend on its token.
         """
         every, tree_open = [(state[:0], state[:0])], []
         for node in tree.open:
@@ -170,7 +161,7 @@ class SampledBeams:
         noise: Sequence[Sequence[float]] | None,
         first_row: int,
     ) -> None:
-        """Keep the drawn children of the open nodes with the best scores; `noise` is their coupled noise, if any."""
+        """Keep the children with the best scores; `noise` is their coupled noise, if any."""
         tree.kind = DrawKind.WITHOUT_REPLACEMENT if noise is None else DrawKind.COUPLED
         found: list[tuple[float, int, int, float, int]] = []  # score, parent, token, mass, row
         for number, (parent, drawn) in enumerate(zip(tree.open, children, strict=True)):
@@ -197,7 +188,7 @@ def _draws_alike(request: DraftRequest) -> tuple[object, ...]:
 def _perturbed_scores(
     tree: _BeamTree, parent: int, drawn: Sequence[Child], depth: int, number: int
 ) -> list[tuple[float, float]]:
-    """Perturbed log probabilities of a node's children in the order of their draws, and their path's log masses."""
+    """Perturbed log probabilities in the order of draws, and log masses."""
     if parent < 0:
         mass, score = 0.0, -math.log(-math.log(tree.noise.uniform(Purpose.DRAFT, depth, _SCORES - 1)))
     else:
@@ -217,7 +208,7 @@ def _perturbed_scores(
 def _noise_of(
     children: Sequence[Sequence[Child]], nodes: Sequence[Sequence[OpenNode]], depth: int, probs: Tensor
 ) -> list[list[float]]:
-    """The Gumbel noise of each node's children, which the target shares; one transfer."""
+    """The Gumbel noise of children, which the target shares; one transfer."""
     gathered = []
     for drawn, node in zip(children, itertools.chain.from_iterable(nodes), strict=True):
         noise = node.noise.gumbel(depth, probs.shape[-1], probs.device)
@@ -228,7 +219,7 @@ def _noise_of(
 def _coupled_scores(
     tree: _BeamTree, parent: int, drawn: Sequence[Child], noise: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Difference of each child's log q + G from the largest, summed along the path; the target has the same G."""
+    """Difference of each child's log q + G from the largest, summed along the path."""
     score = 0.0 if parent < 0 else tree.scores[parent]
     values = [math.log(max(q, 1e-300)) + g for (_, q), g in zip(drawn, noise, strict=True)]
     return [(score + (value - values[0]), 0.0) for value in values]  # the first has exactly its parent's score

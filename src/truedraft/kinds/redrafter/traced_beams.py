@@ -41,13 +41,9 @@ _UNDRAFTED = -2  # neither a token nor the end of a beam
 
 @dataclass(frozen=True, slots=True)
 class BeamTokens:
-    """Tokens per target call with beams of one width and length.
+    """Replayed tokens per target call with beams of one width and length, by rising sizes of the cut merged trees.
 
-    Attributes:
-        nodes: sizes of the cut merged trees, rising.
-        tokens: replayed mean acceptance length for each size.
-        listed: number of tokens of the longest beams of a step before merging.
-        merged: their mean number of nodes after merging.
+    `listed` is the number of tokens of a step's longest beams, and `merged` their mean number of nodes after merging.
     """
 
     beams: int
@@ -58,7 +54,7 @@ class BeamTokens:
     merged: float
 
     def at(self, nodes: int) -> float:
-        """Tokens per target call with `nodes` nodes, or with all if the beams have fewer."""
+        """With `nodes` nodes, or with all if the beams have fewer."""
         points = list(zip(self.nodes, self.tokens, strict=True))
         return next(tokens for at, tokens in reversed(points) if at <= nodes)
 
@@ -72,9 +68,8 @@ class ReplayedBeams:
 
     Attributes:
         survival: scores of beams; None if the head's own probabilities were better.
-        compared: tokens per target call at the smaller of `BUDGETS`, with as many beams, scored by survival
-            ("calibrated") that was fitted to one half of the text and replayed on the other, and by probability
-            ("raw"); {} if a half is too short.
+        compared: tokens per target call at the smaller of `BUDGETS`, by survival ("calibrated"), fitted to one half of
+            the text and replayed on the other, and by probability ("raw"); {} if a half is too short.
     """
 
     promises: Sequence[BeamTokens]
@@ -100,8 +95,7 @@ def replay_beams(
 ) -> dict[str, ReplayedBeams]:
     """Calibrate the survival of the head's guesses, and replay beams of several widths and all lengths.
 
-    Args:
-        text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else; a part of it is replayed.
+    `text` is written by the target at both of `TREE_TEMPERATURES`, and used for nothing else.
     """
     runner, found = RedrafterRunner(head, target), {}
     length, total = head.config.length, len(_WIDTHS) * len(TREE_TEMPERATURES)
@@ -121,7 +115,7 @@ def replay_beams(
 
 
 def compare_beams(runner: RedrafterRunner, traces: Sequence[Trace], length: int) -> dict[str, float]:
-    """Tokens per call of beams scored by survival, and by probability; see `ReplayedBeams.compared`."""
+    """Tokens per call by survival, and by probability; see `ReplayedBeams.compared`."""
     width = BUDGETS[0]
 
     def ways(fitted: Sequence[Trace], other: Sequence[Trace]) -> Mapping[str, TraceReplay]:
@@ -142,14 +136,9 @@ def tokens_of_beams(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[BeamTokens]:
-    """Replay the trees of beams of some widths and all lengths up to `length`.
+    """Replay the trees of beams of some widths and all lengths up to `length`, on traces of the temperature of use.
 
-    Args:
-        traces: written at the temperature of use.
-        widths: numbers of beams, limited to the number of token ids.
-
-    Returns:
-        For each width all lengths, rising; [] if no trace has two tokens, because then nothing is drafted.
+    Returns, for each width, all lengths, rising; [] if no trace has two tokens, because then nothing is drafted.
     """
     if not any(trace.steps for trace in traces):
         return []
@@ -168,10 +157,7 @@ def tokens_of_beams(
 def _replays(
     runner: RedrafterRunner, traces: Sequence[Trace], beams: int, length: int, survival: AcceptanceOdds | None
 ) -> tuple[list[TraceReplay], list[float]]:
-    """The replay of trees of `beams` beams of each length, and the nodes of the longest beams only.
-
-    Near the end of an answer the engine searches less deep, so the order of nodes differs from that of a deeper tree.
-    """
+    """The replay for beams of each length, and the nodes of the longest; near an answer's end trees are less deep."""
     by_length, merged = _fewest_nodes(runner, traces, min(beams, runner.vocab_size), length, survival)
     replays = []
     for number in range(1, length + 1):
@@ -187,15 +173,7 @@ def _replays(
 def _fewest_nodes(
     runner: RedrafterRunner, traces: Sequence[Trace], width: int, length: int, survival: AcceptanceOdds | None
 ) -> tuple[list[Tensor], list[float]]:
-    """For each length, at each position, how many nodes a tree of that depth needs to hold the continuation.
-
-    Args:
-        traces: at least one with two tokens or more.
-        width: number of beams, at most the number of token ids.
-
-    Returns:
-        For each length `[positions, length]`, int64; and the mean number of nodes of the longest beams only.
-    """
+    """Per length, how many nodes `[positions, length]` hold the continuation, and the mean number of nodes."""
     fewest: list[list[Tensor]] = [[] for _ in range(length)]
     merged = [0.0] * length
     device = runner.device
@@ -215,7 +193,7 @@ def _fewest_nodes(
 
 
 def _holding(beams: Beams, node_of: Tensor, truth: Tensor) -> Tensor:
-    """How many nodes hold each prefix of `truth` `[rows, length]`; `NEVER` if none do."""
+    """How many nodes hold each prefix of `truth` `[rows, length]`, or `NEVER`."""
     right = (beams.tokens == truth[:, None]).to(torch.uint8).cumprod(dim=-1)  # [rows, beams, length]
     holder = right.argmax(dim=1, keepdim=True)  # the first beam that is right so far, if any
     return torch.where(right.any(dim=1), node_of.gather(1, holder).squeeze(1) + 1, NEVER)
@@ -223,7 +201,7 @@ def _holding(beams: Beams, node_of: Tensor, truth: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def beam_survival(runner: RedrafterRunner, traces: Sequence[Trace], length: int) -> AcceptanceOdds:
-    """Odds of acceptance, fitted to the head's probabilities of its guesses after the text's own tokens."""
+    """Odds of acceptance, fitted to the guesses after the text's own tokens."""
     count = min(RANKS, runner.vocab_size)
     log_probs = [torch.zeros(length, 0, count)]
     ranks = [torch.zeros(0, length, dtype=torch.int64)]

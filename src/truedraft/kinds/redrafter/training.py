@@ -42,12 +42,9 @@ _TEXT = "train"  # names the stored distributions, as the text next to them
 
 @dataclass(frozen=True)
 class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTrainingConfig):
-    """Configuration of a training of a recurrent head (ReDrafter 2403.09919).
+    """Configuration of a training of a recurrent head (2403.09919), unrolled over the `length` guessed tokens.
 
-    It is unrolled over the `length` guessed tokens. `self_fed` 0 is teacher forcing.
-
-    Raises:
-        OptionError: a value out of its range.
+    `self_fed` 0 is teacher forcing. Raises `OptionError` for a value out of its range.
     """
 
     head: ClassVar[type[Head]] = RedrafterHead
@@ -140,7 +137,7 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
 
 
 def _round(head: RedrafterHead, temperature: float, nodes: int, replayed: ReplayedBeams) -> EngineRound:
-    """As many beams as nodes, so that the tree has the likeliest nodes of all; chosen, as in the replay."""
+    """As many beams as nodes, so that the tree has the likeliest nodes of all."""
     beams, length = nodes, head.reach
     promised = _promised(replayed.promises, beams, length, nodes)
     about = {"nodes": nodes, "beams": beams, "length": length, "promised": promised}
@@ -148,7 +145,6 @@ def _round(head: RedrafterHead, temperature: float, nodes: int, replayed: Replay
 
 
 def _promised(promises: Sequence[BeamTokens], beams: int, length: int, nodes: int) -> float | None:
-    """Expected tokens per target call with `nodes` nodes, or all if the beams have fewer; None without a replay."""
     promise = next((each for each in promises if (each.beams, each.length) == (beams, length)), None)
     return None if promise is None else promise.at(nodes)
 
@@ -156,11 +152,8 @@ def _promised(promises: Sequence[BeamTokens], beams: int, length: int, nodes: in
 class SelfFeeding:
     """At a share of the positions the recurrence reads the head's own greedy guesses, from the second token on.
 
-    The first token is the target's, which is known in decoding too. The positions depend only on the seed and the
-    batch, so a resumed training draws the same.
-
-    Args:
-        share: in [0, 1], the probability of each position.
+    The first token is the target's, as in decoding. The positions, of probability `share` each, depend only on the seed
+    and the batch, so a resumed training draws the same.
     """
 
     def __init__(self, head: RedrafterHead, lm_head: LmHead, share: float, seed: int) -> None:
@@ -170,7 +163,7 @@ class SelfFeeding:
         self._seed = seed
 
     def __call__(self, batch: CollatedBatch, hidden: Tensor) -> Tensor:
-        """The tokens to read, `[positions, reach]`, for a batch with hidden states `[positions, width]`."""
+        """The tokens to read, `[positions, reach]`, from hidden states `[positions, width]`."""
         tokens = text_tokens(batch, self._head.reach)
         key = (self._seed, len(batch.rows), int(batch.rows[0]), int(batch.rows[-1]))
         drawn = np.random.default_rng(key).random(len(tokens))
@@ -181,7 +174,6 @@ class SelfFeeding:
 
     @torch.no_grad()
     def _guesses(self, hidden: Tensor, token: Tensor) -> Tensor:
-        """Greedy guesses `[positions, reach - 1]` after a token `[positions]`."""
         head, lm_head = self._head, self._lm_head
         state, found = head.new_state(len(hidden)), []
         for place in range(head.reach - 1):

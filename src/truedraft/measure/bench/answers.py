@@ -1,10 +1,8 @@
-"""Answers beside the target's distributions: where two that must be equal differ, and what a draft cannot write.
+"""Answers compared with the target's distributions: where two that must be equal differ, and what a draft cannot write.
 
-A token drawn from q is accepted with probability sum min(p, q), where q covers the tokens that both models can write.
-So the rejection probability, 1 - sum min(p, q), is the sum of two parts: the mass of p on tokens that the draft cannot
-write, and sum max(0, p - q) over those that it can, where its guess is wrong. Both are means over the places of the
-target's own answers, for the distributions that sampling options make of the logits; for greedy ones they are shares of
-places.
+A token drawn from q is accepted with probability sum min(p, q). The rejection probability, 1 - sum min(p, q), is the
+sum of the mass of p on tokens that the draft cannot write, and of max(0, p - q) on the others. Both are means over
+the places of the target's own answers; for greedy distributions they are shares of places.
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where two answers to one prompt differ.
-
-    Attributes:
-        position: number of equal tokens before it.
-    """
+    """The first place where two answers to one prompt differ; `position` is the number of equal tokens before it."""
 
     position: int
     plain: Candidate
@@ -115,7 +109,7 @@ class VocabularyCost:
     def describe(self) -> str:
         return (
             f"{self.drafter} can write {self.shared:.3f} of the target's tokens, for the tokenizers differ: over "
-            f"{self.places:,} places of the target's answers {self.unshared_mass:.3f} of its probability lies on the "
+            f"{self.places:,} places of the target's answers {self.unshared_mass:.3f} of its probability is on the "
             f"others, which bounds the acceptance rate of a drafted token by {1.0 - self.unshared_mass:.3f}; this "
             f"draft's is {self.acceptance:.3f}"
         )
@@ -135,7 +129,7 @@ def answered_prompts(groups: Sequence[Group], rows: Sequence[Row]) -> list[Answe
 def vocabulary_costs(
     target: LanguageModel, drafters: Mapping[str, Drafter], answered: Sequence[AnsweredPrompt]
 ) -> list[VocabularyCost]:
-    """The costs of each drafter with a model that cannot write all of the target's tokens, on the first 1,024 places.
+    """The costs of drafters that cannot write all of the target's tokens, on the first 1,024 places.
 
     A failure is only a warning, because this follows a measurement that must not be lost.
     """
@@ -157,7 +151,6 @@ def vocabulary_costs(
 
 
 def _first(draft: LanguageModel, answered: Sequence[AnsweredPrompt]) -> Iterator[AnsweredPrompt]:
-    """The first places, of texts that fit the draft's context."""
     left = _PLACES
     for each in answered:
         answer = each.answer[:left]

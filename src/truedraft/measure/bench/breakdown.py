@@ -13,8 +13,7 @@ _ROUNDING = 0.005  # of a share that is shown with two digits
 
 
 class CurveCosts:
-    """Predicted costs of one engine's steps: V(rows, contexts) of its target, and the proposal cost of each drafter by
-    name."""
+    """Costs of one engine's steps: V(rows, contexts) of its target, and each drafter's by name."""
 
     def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
         self._target = target
@@ -25,8 +24,7 @@ class CurveCosts:
         return self._target(rows, contexts)
 
     def drafting_s(self, step: StepRecord) -> float:
-        """Seconds of drafting: each drafter takes as long as for one request's share, because a batch is drafted in
-        common forwards."""
+        """Seconds of drafting: as for one request's share, because a batch is drafted in common forwards."""
         return sum(self._of(name, step) for name in self._drafting)
 
     def _of(self, name: str, step: StepRecord) -> float:
@@ -42,16 +40,15 @@ class CurveCosts:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Sums over the settled decoding steps (those without a part of a prompt), in seconds unless it says otherwise.
-    `draft_s`, `target_s` and `verify_s` (distributions and verdicts) are timed within the steps.
+    """Sums over the settled decoding steps (without a part of a prompt), in seconds.
 
     Attributes:
         requests: requests summed over steps: their target calls.
         decode_s: wall time of decoding, including the time between steps, without steps that were not settled.
         forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
-        plain_curve_s: V(one row a request, contexts) of each step, by the curve.
-        drafting_curve_s: the cost of each step's drafting, by the curve.
-        unsettled: decoding steps that were not settled, see `StepRecord.settled`; not part of the sums above.
+        plain_curve_s: V(one row a request, contexts).
+        drafting_curve_s: the cost of each step's drafting.
+        unsettled: decoding steps that were not settled, see `StepRecord.settled`; not in the sums.
     """
 
     steps: int = 0
@@ -75,9 +72,8 @@ class Breakdown:
 class Shares:
     """Fractions of the time of decoding.
 
-    `target` (V) and `draft` are by the curves, and `host` is the rest: 1 - target - draft; it includes verification.
-    All three are None where the run was faster than the curves: these were then measured at another speed of the
-    machine. `verification` (distributions and verdicts) and the last two are as timed.
+    `target` (V) and `draft` are by the curves, `host` is the rest, with verification; these are None where the run was
+    faster than the curves, which were measured at another speed of the machine. The last three are as timed.
     """
 
     target: float | None
@@ -91,8 +87,7 @@ class Shares:
 def known_share(share: float | None) -> float | None:
     """A share of time or of memory bandwidth; None above 1, which no run can reach.
 
-    The reference was then measured at another speed of the machine, or, for memory, the weights were read from the
-    processor's caches.
+    The reference was then of another speed of the machine, or the weights were in the processor's caches.
     """
     return None if share is None or share > 1.0 + _ROUNDING else share
 

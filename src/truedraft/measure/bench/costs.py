@@ -24,10 +24,7 @@ _SHOWN_CONTEXTS = (128, 512, 1024)
 
 
 def reads_alike(model: LanguageModel) -> bool:
-    """Whether the bytes of a forward are known and independent of its tokens, unlike a mixture of experts.
-
-    Windows of attention are ignored: the cached tokens outside of a window are counted too.
-    """
+    """Whether the bytes of a forward are known and independent of its tokens; windows of attention are ignored."""
     config = getattr(getattr(model, "module", None), "config", None)
     return (
         bool(model.weight_bytes)
@@ -38,11 +35,7 @@ def reads_alike(model: LanguageModel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The inputs of memory bandwidth utilisation.
-
-    Attributes:
-        bandwidth: read bandwidth of this machine in bytes per second.
-    """
+    """The inputs of memory bandwidth utilisation; `bandwidth` is this machine's, in bytes per second read."""
 
     bandwidth: float
     target: Footprint
@@ -51,12 +44,7 @@ class Memory:
 
 @dataclass(slots=True)
 class MachineCosts:
-    """Measurements of this machine before a benchmark.
-
-    Attributes:
-        points: of the curve V of the target, for plots and records: rows, context and seconds.
-        warnings: about stored curves that could not be used, a sentence each.
-    """
+    """Measurements of this machine before a benchmark; `points` are of the curve V: rows, context and seconds."""
 
     bandwidth: float | None = None
     points: list[dict[str, float]] = field(default_factory=list)
@@ -81,12 +69,12 @@ class MachineCosts:
 def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, refresh: bool = False) -> MachineCosts:
     """Read bandwidth, the curve V of the target and the cost of each drafter: stored ones, or measured now.
 
-    Drafters without a fixed number of nodes get the fastest number for V, and the suite's notes say how many, unless a
-    controller weighs costs itself: for that, this measures what it would measure at the first request.
+    Drafters without a fixed number of nodes get the fastest number for V, with a note in the suite, unless a controller
+    weighs costs itself.
 
     Args:
         progress: called with parts done, `PARTS` for each of our engines, and the name of the measurement.
-        refresh: measure even if stored curves exist, which may be from a busy moment of the machine.
+        refresh: measure even if stored curves exist.
 
     Raises:
         TruedraftError: a model or drafter failed.
@@ -122,8 +110,6 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
 
 
 def _part(progress: Progress, number: int, first: float = 0.0, share: float = 1.0) -> Progress:
-    """The progress of one curve as a share of one engine's, after the share `first`."""
-
     return lambda done, label: progress(number * PARTS + int(PARTS * (first + share * done)), label)
 
 

@@ -56,8 +56,8 @@ def generate_systems(
 class GenerateSystem(System):
     """One way of calling `generate`.
 
-    Target calls are counted by a hook. A call that verifies a draft is a target call. The first call of assisted
-    generation already verifies one, so its mean acceptance length includes that call and all tokens.
+    Target calls are counted by a hook, calls that verify a draft included. The first call of assisted generation
+    already verifies one, so its mean acceptance length includes it.
     """
 
     def __init__(self, name: str, engine: Generate) -> None:
@@ -92,7 +92,6 @@ class GenerateSystem(System):
 
 @contextlib.contextmanager
 def _counting(model: Module | None) -> Iterator[list[None]]:
-    """Yields a list with an item for each forward of a model."""
     calls: list[None] = []
 
     def count(*_: Any) -> None:

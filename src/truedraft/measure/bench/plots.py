@@ -1,7 +1,4 @@
-"""The plots of a benchmark, PNG and SVG: speed by method, cost of k tokens, acceptance by position, decisions, trees.
-
-A tree's plot shows which guesses of each head are drafted, and their probability of acceptance.
-"""
+"""The plots of a benchmark, PNG and SVG."""
 
 from __future__ import annotations
 
@@ -46,14 +43,11 @@ _NAMES = ("1st", "2nd", "3rd")
 def draw_all(
     folder: Path, summaries: Sequence[Summary], costs: Sequence[Mapping[str, float]], limit_s: float | None, under: str
 ) -> list[str]:
-    """Draw the plots that there are numbers for.
+    """Draw the plots that there are numbers for; returns their names without suffix, in the report's order.
 
     Args:
         costs: points of the target's cost curve: rows, context, seconds.
         limit_s: seconds for reading the weights once; None where unknown.
-
-    Returns:
-        Names of the plots without suffix, in the report's order.
     """
     figures: dict[str, Figure] = {}
     if summaries:
@@ -68,7 +62,6 @@ def draw_all(
 
 
 def _speed(summaries: Sequence[Summary], under: str) -> Figure:
-    """Horizontal bars in the order of the table, because names are long."""
     figure, axes = new_figure(1.9 + 0.42 * len(summaries))
     places = range(len(summaries))
     medians = [each.tokens_per_s.median for each in summaries]
@@ -93,7 +86,6 @@ def _speed(summaries: Sequence[Summary], under: str) -> Figure:
 
 
 def _costs(costs: Sequence[Mapping[str, float]], limit_s: float | None, under: str) -> Figure:
-    """One line for each context: milliseconds of a forward by its number of tokens."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for point in sorted(costs, key=lambda each: (each["context"], each["rows"])):
         name = f"{point['context']:,.0f} tokens of context"
@@ -104,7 +96,6 @@ def _costs(costs: Sequence[Mapping[str, float]], limit_s: float | None, under: s
 
 
 def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
-    """One line for each drafter: accepted over tried at each drafted position."""
     rates = {each.name: each.acceptance_per_position for each in summaries if each.acceptance_per_position}
     lines = {name: list(enumerate(own, 1)) for name, own in rates.items()}
     up = "accepted / tried (those before it were accepted)"
@@ -142,14 +133,13 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
     for axes in (upper, lower):
         axes.legend(edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
         axes.set_xlim(0, ends[-1])
-    lower.set_xlabel("seconds of decoding, all answers one behind the other")
+    lower.set_xlabel("seconds of decoding, all answers one after the other")
     write_title(figure, upper, f"Decisions of {system}", under)
     save(figure, folder / name)
     return name
 
 
 def _colours(decisions: Decisions) -> dict[str, str]:
-    """A colour for each decision: drafters in colours, plain decoding grey, probes black."""
     names = list(decisions.ordered)
     return {name: _NOT_DRAFTING.get(name, COLOURS[number % len(COLOURS)]) for number, name in enumerate(names)}
 
@@ -209,10 +199,7 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
 
 
 def _places(tree: RankTree) -> list[float]:
-    """The horizontal position of each tree row (the root, then the nodes).
-
-    Leaves are in the order of ranks, a node in the middle between its first and last child.
-    """
+    """The horizontal position of each tree row; a node is in the middle between its first and last child."""
     children = [sorted(nodes, key=lambda node: tree.paths[node][-1]) for nodes in tree.shape.children]
     places = [0.0] * (len(tree) + 1)
     leaf = 0
@@ -232,7 +219,6 @@ def _places(tree: RankTree) -> list[float]:
 
 
 def _scale_of(tree: RankTree) -> ScalarMappable | None:
-    """Maps a probability to a colour by its logarithm: it falls by about a factor with each level and rank."""
     if not tree.survival:
         return None
     from matplotlib.cm import ScalarMappable
@@ -246,7 +232,6 @@ def _shade(survival: float) -> float:
 
 
 def _draw_edges(axes: Axes, tree: RankTree, places: list[float]) -> None:
-    """Curves from parents to children, wider for more frequent steps; they end vertically, clear of other nodes."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
@@ -277,7 +262,6 @@ def _draw_nodes(axes: Axes, tree: RankTree, places: list[float], scale: ScalarMa
 
 
 def _name_levels(axes: Axes, tree: RankTree) -> None:
-    """At the left, the drafted token that a level guesses, and the share of steps that accept one of its nodes."""
     left, _ = axes.get_xlim()
     axes.annotate("in circles: the rank of\nthe head's guess, from 0", (left, 0), fontsize=8.5, va="center", ha="left")
     for depth in range(1, tree.depth + 1):

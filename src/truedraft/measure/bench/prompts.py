@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt of a published set.
-
-    Attributes:
-        category: in sets with categories, otherwise the set's name.
-    """
+    """One prompt of a published set; `category` is the set's name in sets without categories."""
 
     name: str
     text: str
@@ -40,8 +36,8 @@ class _Format:
     read: Callable[[Record, int], Question]
 
 
-def _turns(record: Record, _: int) -> Question:
-    """Only the first turn, because later ones refer to the model's own earlier answers."""
+def _first_turn(record: Record, _: int) -> Question:
+    """Only the first turn, because later ones refer to the model's own answers."""
     turns = record["turns"]
     if not isinstance(turns, list) or not turns:
         raise DataError(f'question {record["question_id"]!r} needs "turns", a list with at least one text')
@@ -54,7 +50,7 @@ _FORMATS = (
         frozenset({"task_id", "prompt", "entry_point"}),
         lambda record, _: Question(str(record["task_id"]), str(record["prompt"]), "humaneval"),
     ),
-    _Format("mt_bench", frozenset({"question_id", "turns"}), _turns),
+    _Format("mt_bench", frozenset({"question_id", "turns"}), _first_turn),
     _Format(
         "gsm8k",
         frozenset({"question", "answer"}),

@@ -64,16 +64,14 @@ class Circumstances:
 
     @property
     def peers_agree(self) -> bool:
-        """Whether peers should give the same tokens, up to rounding; they draw different random numbers."""
         return (self.must_agree or not self.lossless) and not self.sampling.get("temperature", 0.0)
 
     @property
     def compares_tokens(self) -> bool:
-        """Whether identity of our tokens is meaningful: it is guaranteed, or only a lossy rule can break it."""
+        """Whether identity of our tokens is guaranteed, or only a lossy rule can break it."""
         return self.must_agree or self.peers_agree
 
     def line(self) -> str:
-        """One line, for the head of tables and under plots, with the meaning of a padded target's figures."""
         where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         temperature = self.sampling.get("temperature", 0.0)
         how, seed = f"temperature {temperature:g}" if temperature else "greedy", self.sampling.get("seed")
@@ -90,7 +88,6 @@ class Circumstances:
         return head + ", ".join(filter(None, parts))
 
     def of_a_row(self) -> dict[str, Any]:
-        """The values repeated in each row of the file, which may be all that is left of a run."""
         return record_of(self, *_OF_A_ROW)
 
 
@@ -103,11 +100,7 @@ def bench_record(
     trees: Sequence[DraftedTree] = (),
     vocabularies: Sequence[VocabularyCost] = (),
 ) -> dict[str, Any]:
-    """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
-
-    Args:
-        differences: places where tokens differ that must not, a sentence each.
-    """
+    """The record; `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row."""
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
     first = next(iter(speculative or ours), None)
@@ -133,7 +126,6 @@ def _identical(ours: Sequence[Summary], circumstances: Circumstances) -> bool | 
 
 
 def _all_identical(summary: Summary) -> bool | None:
-    """None where there was nothing to compare with."""
     return summary.identical_groups == summary.compared_groups if summary.compared_groups else None
 
 

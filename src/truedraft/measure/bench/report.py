@@ -1,7 +1,4 @@
-"""The folder of a benchmark: rows as they finish, then record, plots and the Markdown report.
-
-The report describes the run, contains tables and pictures, and explains each figure.
-"""
+"""The folder of a benchmark: rows as they finish, then record, plots and the Markdown report."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ _MEANINGS = """\
   is left over. *verify* is the timed part of host that distributions and verdicts take.
 - *MBU*: bytes that had to be read in decoding / its time / measured read bandwidth. Weights that fit into the
   processor's caches may be read faster than memory.
-  *-* stands where that would be more than all: the curves, or the bandwidth, were measured while the machine was
+  *-* is shown where that would be more than all: the curves, or the bandwidth, were measured while the machine was
   busier; measure them again (`--refresh-costs`).
 - *accepted at k*: how often the k-th drafted token was accepted, of the times that those before it were.
 """
@@ -62,18 +59,18 @@ between the distribution
 _PROMISE = """\
 *promised*: tokens per target call that trees of so many nodes bring on the text that is named below, walked as decoding
 walks: of trees that are chosen at each step where these are drafted, else of the counted tree in the picture; *if
-independent*: what the heads' accuracies alone would promise there, as if they did not err together. Neither looked at
+independent*: what the heads' accuracies would predict there, as if they did not err together. Neither looked at
 this run; *measured* is of its own prompts. In the pictures a node's number is the rank of the head's guess, its colour
 and size how often it was accepted on the counting text.
 """
 
 
 _DECIDED = """\
-*steps*: decisions, one for each request of each step behind the prompt. *drafted*: mean nodes. *tokens expected* by the
+*steps*: decisions, one for each request of each step after the prompt. *drafted*: mean nodes. *tokens expected* by the
 controller and *emitted*: of a step and request, the target's own token included. *time*: share of the seconds of
-decoding; what a drafter took goes to the steps that it drafted for, the rest of a step in equal parts to its requests.
+decoding; what a drafter took is charged to its steps, the rest of a step in equal parts to its requests.
 *plain*: nothing was drafted; *probe*: a step that was made to learn from. The estimated speed-up compares measured
-steps with the plain steps that the same tokens would have needed; its interval is over these steps alone.
+steps with the plain steps that the same tokens would have needed; its interval is over these steps only.
 """
 
 
@@ -166,11 +163,7 @@ def markdown(
     trees: Sequence[tuple[DraftedTree, str]] = (),
     decided: Sequence[tuple[Summary, str]] = (),
 ) -> str:
-    """The report.
-
-    Args:
-        pictures: names without suffix of pictures in the report's folder, as PNG and SVG.
-    """
+    """The report; `pictures` are names without suffix in its folder, as PNG and SVG."""
     parts = [
         "# Benchmark",
         f"{circumstances.line()}.",

@@ -31,10 +31,10 @@ class SystemOutput:
     """A system's answers to a group of prompts; the last four fields are only of our engines.
 
     Attributes:
-        first_token_s: seconds until the first token of each prompt; None without tokens.
+        first_token_s: None for a prompt without tokens.
         prefill_s: seconds spent on prompts, including the first tokens.
-        forwards: forwards of the target after the prefill; each serves all prompts of the group.
-        context_tokens: cached tokens read by those target forwards, summed over forwards and prompts.
+        forwards: of the target after the prefill; each serves all prompts of the group.
+        context_tokens: cached tokens read by those forwards, summed over forwards and prompts.
         first_tokens: new tokens of a prompt from the prefill; several where that already verifies a draft.
     """
 
@@ -76,8 +76,7 @@ class Group:
     params: SamplingParams
 
     def cut(self, context_length: int, most: int | None = None) -> SamplingParams:
-        """Options with as many tokens as the longest prompt leaves room for, so that all stop at the same length, and
-        at most `most`."""
+        """Options with at most `most` tokens, and as many as the longest prompt leaves room for."""
         room = context_length - max(map(len, self.prompts))
         limit = self.params.max_tokens if most is None else min(self.params.max_tokens, most)
         return dataclasses.replace(self.params, max_tokens=max(1, min(limit, room)))
@@ -85,12 +84,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system's answer to one group of prompts in one run.
-
-    Attributes:
-        place: of the system in the order of the group, from 0.
-        cpu_s: CPU time of the whole process in that time, all threads together, in seconds.
-    """
+    """One system's answer to one group of prompts in one run; `cpu_s` is the CPU time of all threads."""
 
     system: str
     prompts: tuple[str, ...]
@@ -104,12 +98,10 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """New tokens of all prompts of the group."""
         return sum(map(len, self.output.token_ids))
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second, prefill included."""
         return self.tokens / self.total_s if self.total_s else 0.0
 
     @property
@@ -118,12 +110,11 @@ class Row:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the prefill, per second after it."""
         later = sum(max(len(tokens) - self.output.first_tokens, 0) for tokens in self.output.token_ids)
         return later / self.decode_s if later and self.decode_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For the file of rows: counts and seconds, no rates, so that every rate can be recomputed."""
+        """Counts and seconds, no rates, so that every rate can be recomputed."""
         decisions = None if self.decisions is None else self.decisions.as_dict(most=0)
         own = record_of(self, "system", "prompts", "run", "place", "tokens", "total_s", "cpu_s", "breakdown")
         return own | {"decisions": decisions} | record_of(self.output, *_RECORDED)
@@ -223,11 +214,7 @@ def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs:
 
 
 def _warm_up(systems: Sequence[System], groups: Sequence[Group], context_length: int, progress: Progress) -> None:
-    """Keep first-time costs out of the measurement; failures here are reported when they are measured.
-
-    The beginning of the first group is enough, unless a step was not settled: then all groups are answered until all
-    steps are, or a few times.
-    """
+    """Keep first-time costs out of the measurement; if a step was not settled, all groups are answered."""
     for system in systems:
         progress(0, f"warm-up: {system.name}")
         if _settles(system, groups[0], groups[0].cut(context_length, _WARM_UP_TOKENS)):
@@ -239,7 +226,6 @@ def _warm_up(systems: Sequence[System], groups: Sequence[Group], context_length:
 
 
 def _settles(system: System, group: Group, params: SamplingParams) -> bool:
-    """Let a system answer; returns whether all of its known steps were settled."""
     try:
         return all(step.settled for step in system.answer(group.prompts, params).steps)
     except TruedraftError:
@@ -249,8 +235,7 @@ def _settles(system: System, group: Group, params: SamplingParams) -> bool:
 def time_without_core(rows: Sequence[Row]) -> float:
     """A lower limit of the fraction of time without a core: 1 - CPU time / wall time, at least 0.
 
-    Decoding on the CPU computes all the time, so a value well above 0 means that other processes used the machine. With
-    several threads there may be more, undetected.
+    Decoding on the CPU computes all the time, so a value well above 0 means that other processes used the machine.
     """
     total_s = sum(row.total_s for row in rows)
     return max(0.0, 1.0 - sum(row.cpu_s for row in rows) / total_s) if total_s > 0 else 0.0

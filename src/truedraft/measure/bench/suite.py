@@ -69,7 +69,7 @@ class OurEngine(System):
         )
 
     def _draft_forwards(self, step: StepRecord) -> int:
-        """One draft forward per level for the whole batch; the levels are at most the drafter's limit and the nodes."""
+        """One draft forward per level for the whole batch."""
         nodes = Counter[str]()
         for share in (share for request in step.requests for share in request.shares):
             nodes[share.drafter] += share.nodes
@@ -78,19 +78,13 @@ class OurEngine(System):
 
     @property
     def draft_model(self) -> LanguageModel | None:
-        """The draft model, if one drafts; of several the first that does not draft in the target's own cache."""
         drafting = [each for each in self.engine.drafter.members.values() if each.model is not None]
         return min(drafting, key=lambda each: each.held.in_target).model if drafting else None
 
 
 @dataclass(slots=True)
 class Suite:
-    """The systems under test.
-
-    Attributes:
-        ours: our engines, plain decoding first.
-        best_of: titles, each with the systems of which only the best is shown.
-    """
+    """Our engines, plain decoding first, and peers; of the systems under a title in `best_of` the best is shown."""
 
     target: LanguageModel
     lossless: bool
@@ -111,7 +105,6 @@ class Suite:
 
     @property
     def assistant(self) -> LanguageModel | None:
-        """The draft model of peers: the first of our drafters that does not draft in the target's own cache."""
         members = (member for each in self.ours for member in each.engine.drafter.members.values())
         return next((each.model for each in members if each.model is not None and not each.held.in_target), None)
 
@@ -189,8 +182,6 @@ def _room(batch: int) -> int:
 
 
 def _short_name(spec: str, taken: Sequence[str]) -> str:
-    """The word with only the last part of its paths, for tables; the whole word where that is taken."""
-
     def shortened(member: str) -> str:
         head, comma, options = member.partition(",")
         kind, colon, path = head.partition(":")
@@ -203,7 +194,6 @@ def _short_name(spec: str, taken: Sequence[str]) -> str:
 
 
 def _dtype_notes(requested: str, target: LanguageModel) -> list[str]:
-    """Notes on a CPU without instructions for bfloat16."""
     if target.device.type != "cpu" or has_bfloat16(target.device):
         return []
     none = "this CPU has no bfloat16 instructions"

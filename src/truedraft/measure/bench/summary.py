@@ -35,7 +35,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The median and quartiles of at least one value."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -44,10 +43,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Ratios of tokens per second to plain decoding's, paired by group; `mean` is their geometric mean.
-
-    `share_faster` is the fraction of the groups with a ratio above 1.
-    """
+    """Ratios of tokens per second to plain decoding's, paired by group; `mean` is their geometric mean."""
 
     mean: float
     low: float
@@ -65,20 +61,16 @@ class Summary:
     """The results of one system.
 
     Attributes:
-        tokens: new tokens of one run of each group, as `target_calls`, `counters` and `empty_answers`.
-        tokens_per_s: prefill included, as `speedup`; the others are of tokens after it.
-        target_calls: None where they cannot be counted, as `mean_acceptance_length`.
-        counters: None for a peer, as `shares` and `decisions`.
+        tokens: new tokens of one run of each group, as are `target_calls`, `counters` and `empty_answers`.
+        tokens_per_s: prefill included, as is `speedup`; the others are of tokens after it.
+        target_calls: None where they cannot be counted, as is `mean_acceptance_length`.
+        counters: None for a peer, as are `shares` and `decisions`.
         speedup: over plain decoding; None without plain rows to pair with.
         predicted_speedup: from acceptance and cost curves: the geometric mean over groups; None without curves.
-        measured_over_predicted: the geometric mean of the ratio of measured to predicted speedup over groups that have
-            both.
-        mbu: fraction of memory bandwidth used in decoding; None where the bytes read are unknown, or where it was above
-            1, as with weights in the processor's caches.
-        cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
+        measured_over_predicted: the geometric mean over groups that have both.
+        mbu: fraction of memory bandwidth used in decoding; None where unknown, or above 1, as with weights in caches.
         identical_groups: groups with the tokens of plain decoding's first run in all runs.
-        compared_groups: groups that plain decoding answered too; fewer than `groups` in an interrupted run.
-        unsettled: decoding steps of all runs that were not settled, see `StepRecord.settled`.
+        unsettled: decoding steps of all runs, see `StepRecord.settled`.
     """
 
     name: str
@@ -107,7 +99,6 @@ class Summary:
 
     @property
     def lossy(self) -> bool:
-        """Whether a lossy rule verified drafts; its counters then have the distance from the target's distribution."""
         return self.counters is not None and self.counters.divergence is not None
 
     @property
@@ -126,10 +117,7 @@ ByGroup = dict[tuple[str, ...], float]
 def summarise(
     rows: Sequence[Row], names: Sequence[str], ours: Sequence[str], memory: Mapping[str, Memory]
 ) -> list[Summary]:
-    """One summary for each system that finished a row, in the order of `names`; `ours` are the names of our engines.
-
-    Memory bandwidth utilisation is computed for the systems in `memory`.
-    """
+    """One summary per system with rows, in the order of `names`, with memory bandwidth for those in `memory`."""
     by_name: dict[str, Groups] = {}
     for row in rows:
         by_name.setdefault(row.system, {}).setdefault(row.prompts, []).append(row)
@@ -236,7 +224,6 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
 
 
 def _sum(counts: Iterable[Counts | None]) -> Counts | None:
-    """The sum of those that there are; None where there is none."""
     found: list[Any] = [each for each in counts if each is not None]
     return functools.reduce(operator.add, found) if found else None
 
@@ -252,7 +239,6 @@ def _ratios(groups: Groups, plain: Groups, speed: Callable[[Row], float]) -> ByG
 
 
 def _predictions(groups: Groups) -> ByGroup:
-    """Predicted speedup of each group: from its acceptance, and the means of V and draft cost over its steps."""
     found: ByGroup = {}
     for key, runs in groups.items():
         counters, breakdown = _sum(row.output.counters for row in runs), _sum(row.breakdown for row in runs)
@@ -270,7 +256,6 @@ def _geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) -> float | None:
-    """Computed from our counts; a peer's is weighted by its calls."""
     if counters is not None:
         return counters.mean_acceptance_length
     weighted = [(row.output.mean_acceptance_length, row.output.target_calls) for row in firsts]
@@ -279,7 +264,6 @@ def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) ->
 
 
 def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
-    """Bytes read by the algorithm / time / bandwidth, over decoding."""
     seconds = sum(row.decode_s for row in rows)
     if seconds <= 0:
         return None

@@ -27,7 +27,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table as text; headings may have a line break, and the first is for the engines' names."""
+    """A table as text; headings may have a line break."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -115,10 +115,7 @@ def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
 
 
 def decisions_table(decisions: Decisions) -> TextTable:
-    """The decisions, their frequency, reasons and results: each drafter, plain decoding, and exploration steps.
-
-    Numbers of nodes and tokens are means of a step and request; shares are fractions.
-    """
+    """The decisions, their frequency, reasons and results; numbers are means per step and request."""
     headings = ("", "steps", "share", "drafted", "accepted/\ndrafted", "tokens\nexpected", "tokens\nemitted", "time")
     rows = []
     for name, each in decisions.ordered.items():
@@ -131,8 +128,6 @@ def decisions_table(decisions: Decisions) -> TextTable:
 
 
 def _column(heading: str, path: str, digits: int = 2) -> Column:
-    """A column of the attribute at a dotted path; a dash where that, or what it belongs to, is None."""
-
     def cell(summary: Summary) -> str:
         value: Any = summary
         for name in path.split("."):
@@ -154,7 +149,6 @@ def _speed(summary: Summary) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """At least three significant digits, and no exponent."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 

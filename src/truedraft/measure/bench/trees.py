@@ -29,10 +29,9 @@ class DraftedTree:
     """A system's trees, with predicted and measured tokens per target call.
 
     Attributes:
-        tree: with `survival` where it was counted; where trees are chosen at each step, the counted tree of the same
-            heads.
-        chosen: the trees drafted instead of `tree`; None where `tree` is drafted.
-        promised_on: a description of the text of the prediction; `measured` is on the benchmark's own.
+        tree: with `survival` where it was counted; for `chosen` trees the counted one of the same heads.
+        chosen: the trees drafted instead of `tree`, if they are chosen at each step.
+        promised_on: the text of the prediction; `measured` is on the benchmark's own.
     """
 
     system: str
@@ -48,12 +47,10 @@ class DraftedTree:
 
     @property
     def counted(self) -> float | None:
-        """Tokens per target call predicted from the tree's counts; None without counts."""
         return None if math.isnan(self.tree.expected_tokens) else self.tree.expected_tokens
 
     @property
     def promised(self) -> float | None:
-        """Predicted tokens per target call; None without a prediction."""
         return self.counted if self.chosen is None else self.chosen.promised
 
     @property
@@ -81,12 +78,8 @@ class DraftedTree:
 
 
 def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
-    """Set the number of nodes of drafters without a fixed one to the fastest number, and add a note on each.
-
-    Engines with a controller that weighs costs are left as they are: it chooses at each step.
-
-    Args:
-        refresh: measure drafting costs even if stored costs exist.
+    """Set the number of nodes of drafters without a fixed one to the fastest, and add a note on each, except for
+    engines with a controller that weighs costs.
 
     Raises:
         TruedraftError: target or drafter failed.

@@ -18,11 +18,7 @@ _SIGMAS = 1.96
 
 @dataclass(frozen=True)
 class ServedAcceptance:
-    """Acceptance of all drafts since the server was started.
-
-    Attributes:
-        reported: tokens per target call as the server computes them; None where it does not.
-    """
+    """Acceptance of all drafts since the server was started; `reported` is the server's own tokens per target call."""
 
     drafts: float = 0.0
     drafted: float = 0.0
@@ -35,8 +31,8 @@ class ServedAcceptance:
     def tokens_per_call(self) -> tuple[float, float, float]:
         """Mean tokens of a call with a draft, and its 95 % confidence interval.
 
-        With s_k the share of drafts with k or more accepted tokens, E[a] = sum s_k and E[a^2] = sum (2k - 1) s_k.
-        Drafts are assumed to be independent.
+        With s_k the share of drafts with k or more accepted tokens, E[a] = sum s_k and E[a^2] = sum (2k - 1) s_k, for
+        independent drafts.
         """
         if not self.drafts:
             return (self.reported or math.nan,) * 3
@@ -80,7 +76,6 @@ def served_acceptance(caller: Caller) -> ServedAcceptance:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of each line of Prometheus's text format."""
     for name, labels, value in _LINE.findall(text):
         try:
             yield name, dict(_LABEL.findall(labels)), float(value)

@@ -88,19 +88,14 @@ class Peer(ABC):
 
     @abstractmethod
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Answer questions together, so that the engine may batch them; yields each answer as it arrives.
-
-        Each comes with the number of its question. A question that failed gives an error in its place, so that the
-        others are kept. A caller that keeps answers as they arrive loses none to an interrupt.
-        """
+        """Answer questions together; yields the number of each with its answer or error, as it arrives."""
 
     def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        """The answers in the order of the questions."""
         found = dict(self.answers(questions))
         return [found[number] for number in range(len(questions))]
 
     def refuses(self, params: SamplingParams) -> str:
-        """Options of a question that the engine does not support, joined by commas; "" if it supports all."""
+        """Unsupported options of a question, joined by commas; "" for none."""
         plain = SamplingParams()
         refused = (name for name in SamplingParams.__dataclass_fields__ if name not in self.facts.takes)
         return ", ".join(name for name in refused if getattr(params, name) != getattr(plain, name))

@@ -1,8 +1,7 @@
 """HTTP to a server that may be down, slow, busy or broken: returns JSON, or raises an error with one clear sentence.
 
-A busy server is retried after the time that it names; all threads wait together, so that it gets no more requests until
-then. A connection that closes in the middle of an answer is retried a few times. The size of an answer is limited in
-bytes, and its duration too, except for event streams.
+A busy server is retried after the time that it names, by all threads together. Answers are limited in bytes and, except
+for event streams, in time.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class Patience:
     """How long to wait for a busy server.
 
     Attributes:
-        first_s: the first wait, where the server gives no time; each further one is twice as long.
+        first_s: the first wait, where the server names none; each further one is twice as long.
         retries: of a request with a connection that closes before its answer is complete.
-        jitter: returns a number in [0, 1), so that requests of many clients do not retry together.
+        jitter: returns a number in [0, 1).
     """
 
     total_s: float = 600.0
@@ -61,7 +60,6 @@ class Patience:
     jitter: Callable[[], float] = field(default=random.random)
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds to wait after a number of failed attempts: random in the upper half of a doubling time."""
         longest = min(self.first_s * 2.0 ** min(attempt, 32), self.longest_s)
         return longest * (0.5 + 0.5 * self.jitter())
 
@@ -76,7 +74,7 @@ class Caller:
         key_from: where a key is configured, for messages.
 
     Attributes:
-        url: without /v1, user name and password, for messages.
+        url: without /v1, user name and password.
 
     Raises:
         OptionError: the address or the key cannot be used.
@@ -108,10 +106,10 @@ class Caller:
         self._key_from = key_from
         self._patience = patience or Patience()
         self._clock = self._patience.clock
-        self._tell = tell
+        self._notify = tell
         self._guard = threading.Lock()
         self._free_at = -float("inf")  # when the next request may be sent
-        self._told = False
+        self._notified = False
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         here = self._root.host in ("localhost", "127.0.0.1", "::1")  # proxies do not apply
         self._client = httpx2.Client(
@@ -225,30 +223,28 @@ class Caller:
             if waited + wait_s > self._patience.total_s:
                 raise PeerError(
                     f"{self.url} is busy ({found.status} {_BUSY[found.status]}) and would be waited for "
-                    f"{waited + wait_s:.0f} s, of at most {self._patience.total_s:.0f} s; ask it later, or less at once"
+                    f"{waited + wait_s:.0f} s, of at most {self._patience.total_s:.0f} s; try later, or send fewer"
                 )
             self._hold(wait_s, found.status)
 
     def _hold(self, wait_s: float, status: int) -> None:
         with self._guard:
             self._free_at = max(self._free_at, self._clock.monotonic() + wait_s)
-            notified, self._told = self._told, True
+            notified, self._notified = self._notified, True
         if not notified:
-            self._tell(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
+            self._notify(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
 
     def _until_free(self, over: threading.Event | None) -> float:
-        """Wait until a request may be sent; returns the seconds waited."""
         began = now = self._clock.monotonic()
         while now < self._free_at and not (over and over.is_set()):
             self._clock.sleep(self._free_at - now)
             now = self._clock.monotonic()
         if over and over.is_set():
-            raise PeerError("it was not asked: the run was broken off")
+            raise PeerError("no request was sent: the run was interrupted")
         return now - began
 
     @contextlib.contextmanager
     def _opened(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
-        """The server's response, not yet read."""
         import httpx2
 
         url = self._root.copy_with(path=self._root.path.rstrip("/") + path)
@@ -280,7 +276,6 @@ class Caller:
         return _Answer(response.status_code, response.headers, b"".join(parts))
 
     def _parts(self, response: httpx2.Response) -> Iterator[bytes]:
-        """The body in parts, of limited length in all."""
         size = 0
         for part in response.iter_bytes():
             size += len(part)
@@ -293,7 +288,7 @@ class Caller:
 
     def _too_slow(self) -> PeerError:
         return PeerError(
-            f"{self.url} did not answer within {self._timeout_s:g} s; give it more time, or ask for fewer tokens"
+            f"{self.url} did not answer within {self._timeout_s:g} s; give it more time, or request fewer tokens"
         )
 
     def _json(self, found: _Answer, path: str) -> Mapping[str, Any]:
@@ -317,12 +312,11 @@ class Caller:
         raise PeerError(words, status=found.status)
 
 
-class _ClosedError(Exception):
-    """The connection closed before the answer was complete."""
+class _ClosedError(Exception): ...
 
 
 class _Answer:
-    """An HTTP answer; `content` is its parsed JSON, None if the body is not JSON."""
+    """An HTTP answer; `content` is None if the body is not JSON."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.status = status
@@ -335,12 +329,10 @@ class _Answer:
 
     @property
     def is_error(self) -> bool:
-        """Whether it has the form of an error, whatever its status."""
         return isinstance(self.content, Mapping) and bool(self.content.get("error"))
 
     @property
     def said(self) -> str:
-        """The message of an error, or the beginning of a body that is not JSON; quoted, and cut."""
         content = self.content
         if content is None:
             words: Any = self.body.decode(errors="replace")
@@ -367,7 +359,6 @@ class _Answer:
 
 
 def _root(url: str) -> httpx2.URL:
-    """The address without /v1."""
     import httpx2
 
     try:
@@ -381,7 +372,6 @@ def _root(url: str) -> httpx2.URL:
 
 
 def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a body, and the rest after the last one if that is short enough."""
     left = b""
     for part in parts:
         *lines, left = (left + part).split(b"\n")

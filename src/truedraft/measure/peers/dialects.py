@@ -1,8 +1,6 @@
 """Request forms and answer forms of servers: one `Dialect` for each kind, made of data and two functions.
 
-All but llama.cpp's use OpenAI's `/v1/completions`, each with fields of its own. Options that an engine would set by
-default, or take from a model's generation configuration, are sent with neutral values, so that only the question's
-options have an effect.
+Options that an engine would set by default are sent with neutral values, so that only the question's have an effect.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Dialect:
     """A kind of server.
 
     Attributes:
-        facts: about engines of the kind, with their default for logprobs.
+        facts: with their default for logprobs.
         fields: maps parameters to the fields of a request.
         read: reads an answer; raises a built-in exception if that has another form, ValueError with a sentence.
         takes_ids: whether a prompt may be ids.
@@ -103,7 +101,6 @@ def _open_model_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def _llama_cpp_fields(params: SamplingParams) -> dict[str, Any]:
-    """Keeps the server's order of samplers; those without an option in the question are switched off."""
     found: dict[str, Any] = {
         "n_predict": params.max_tokens, "temperature": params.temperature, "top_k": params.top_k,
         "top_p": params.top_p, "min_p": params.min_p, "stop": list(params.stop), "return_tokens": True,
@@ -162,7 +159,6 @@ _Logprobs = tuple[tuple[str | int, ...] | None, tuple[float, ...] | None, tuple[
 
 
 def _read_logprobs(found: Mapping[str, Any] | None) -> _Logprobs:
-    """Token names, logprobs and top logprobs, from OpenAI's form for completions or for chats."""
     if not found:
         return None, None, None
     if "content" in found:
@@ -190,7 +186,6 @@ def _entry_name(entry: Mapping[str, Any]) -> str | int:
 
 
 def _name(name: str) -> str | int:
-    """A token's text, or its id where the name contains that."""
     number = name.removeprefix(_TOKEN_ID)
     return int(number) if number != name and number.isdecimal() else name
 

@@ -41,13 +41,7 @@ _NOISE = 0.1
 
 
 class Endpoint(Peer):
-    """An engine over HTTP.
-
-    Args:
-        model: its name on the server; None sends none.
-        names: further model names that its answers may have.
-        version: of the engine; "" where it is unknown.
-    """
+    """An engine over HTTP; `names` are further model names that its answers may have, `version` is "" if unknown."""
 
     def __init__(
         self,
@@ -85,12 +79,10 @@ class Endpoint(Peer):
         """Connect to a server and find out what kind it is.
 
         Args:
-            url: with or without /v1.
             model: its name on the server; None is the first model that it serves.
             vocab_size: of the model, where that is padded; None is the tokenizer's.
-            eos_token_ids: that end its answers; None is the tokenizer's.
+            eos_token_ids: None is the tokenizer's.
             tell: called with sentences about what was found.
-            transport: replaces the network.
 
         Raises:
             OptionError: the address or the key cannot be used.
@@ -146,7 +138,6 @@ class Endpoint(Peer):
             over.set()
 
     def _answer(self, question: Question, over: threading.Event) -> Reply:
-        """The answer to one question; `over` cancels it."""
         self._check(question.params)
         prompt = list(question.prompt) if self._dialect.takes_ids else self._recovery.prompt_text(question.prompt)
         body: dict[str, Any] = {"prompt": prompt} | self._dialect.fields(question.params)
@@ -159,7 +150,6 @@ class Endpoint(Peer):
         return self._recovery.reply(answer, question)
 
     def _check(self, params: SamplingParams) -> None:
-        """Refuse parameters that the engine would interpret differently."""
         name, dialect = self.facts.name, self._dialect
         if refused := self.refuses(params):
             raise PeerError(f"{name} does not take {refused} as they are meant here; leave them out")
@@ -178,7 +168,6 @@ def _found(come: tuple[int, Reply | PeerError | BaseException]) -> tuple[int, Re
 
 
 def _entry(caller: Caller, model: str | None, tell: Callable[[str], None]) -> Mapping[str, Any]:
-    """The entry of a model in the server's list, by default the first; empty where it has none."""
     try:
         data = caller.get("/v1/models").get("data")
     except PeerError as error:
@@ -198,8 +187,6 @@ def _entry(caller: Caller, model: str | None, tell: Callable[[str], None]) -> Ma
 
 
 def _recognised(caller: Caller, entry: Mapping[str, Any]) -> tuple[Dialect, str]:
-    """The dialect of a server, and its version."""
-
     def at(path: str) -> Mapping[str, Any]:
         with contextlib.suppress(PeerError):
             return caller.get(path)
@@ -216,7 +203,6 @@ def _recognised(caller: Caller, entry: Mapping[str, Any]) -> tuple[Dialect, str]
 
 
 def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequence[int]) -> Dialect:
-    """The dialect of a server that does not identify itself: the first request form that it does not refuse."""
     refused: PeerError | None = None
     named = {} if model is None else {"model": model}
     for dialect in OPENAI_FORMS:
@@ -243,7 +229,6 @@ def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequen
 
 
 def _logprobs_mode(plain: ReceivedAnswer, halved: ReceivedAnswer) -> str:
-    """Whether logprobs are raw, from the likeliest first token at temperatures 1 and 0.5: raw ones do not change."""
     tops = [max(answer.top[0].values()) for answer in (plain, halved) if answer.top and answer.top[0]]
     if len(tops) < 2 or tops[0] > _CERTAIN:
         return ""
@@ -251,7 +236,6 @@ def _logprobs_mode(plain: ReceivedAnswer, halved: ReceivedAnswer) -> str:
 
 
 def _read(caller: Caller, dialect: Dialect, body: Mapping[str, Any], over: threading.Event | None) -> ReceivedAnswer:
-    """Send a request and read its answer."""
     content = caller.post(dialect.path, body, over)
     try:
         return dialect.read(content)

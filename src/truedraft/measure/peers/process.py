@@ -48,14 +48,10 @@ class ProcessPeer(Peer):
     """A Python function as a peer.
 
     It is called with the token ids of a prompt, a list, and with those of `max_tokens`, `temperature`, `top_p`,
-    `top_k`, `min_p`, `seed` and `stop` that its signature names; it returns the new token ids. Without a parameter
-    `max_tokens`, its result is cut there. An exception that it raises is the error of that question.
-
-    An answer that ended by itself may include its end-of-text token. Anything after an end of text counts as tokens
-    generated after it, which is an error: return a list without padding.
+    `top_k`, `min_p`, `seed` and `stop` that its signature names; it returns the new token ids, without padding. Without
+    a parameter `max_tokens`, its result is cut there. An exception that it raises is the error of that question.
 
     Args:
-        name: for reports; None is the function's own.
         vocab_size: exclusive upper limit of ids; None checks nothing.
         eos_token_ids: that end an answer; the function may return or omit them.
     """
@@ -80,7 +76,6 @@ class ProcessPeer(Peer):
         self._recovery = Recovery(None, vocab_size, eos_token_ids)
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Call the function for one question after another."""
         for number, question in enumerate(questions):
             try:
                 yield number, self._answer(question)
@@ -120,7 +115,6 @@ def _named(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _ids(name: str, found: Any) -> tuple[int, ...]:
-    """Token ids from a list, a tuple, an array or a tensor."""
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple):
         raise PeerError(f"{name} must return a list of token ids, got {repr(found)[:80]}")
@@ -128,7 +122,6 @@ def _ids(name: str, found: Any) -> tuple[int, ...]:
 
 
 def _id(name: str, found: Any) -> int:
-    """An integer of Python, numpy or torch; bool is refused."""
     if not isinstance(found, bool) and "bool" not in str(getattr(found, "dtype", "")):
         # A value that is no integer raises TypeError; a tensor of several numbers raises other errors by version.
         with contextlib.suppress(TypeError, ValueError, RuntimeError):

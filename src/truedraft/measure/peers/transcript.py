@@ -1,7 +1,7 @@
 """Questions and answers in a file of JSON lines, so that an interrupted run resumes.
 
-The first line describes the engine and the options. Each further line holds a question, the number of its repetition,
-and the answer. Answers in the file are returned from it; only the other questions are sent to the engine.
+The first line describes the engine and the options, each further one holds a question, the number of its repetition,
+and the answer. Only other questions are sent to the engine.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ class Recorded(Peer):
     """A peer that records its answers. Only one process may write to the file at a time.
 
     Errors are not recorded, so the next run sends these questions again.
-
-    Args:
-        about: further values that must be the same to resume, such as the options of a certificate.
 
     Attributes:
         kept: answers in the file when it was opened.
@@ -67,7 +64,6 @@ class Recorded(Peer):
         self._out.close()
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Answers from the file, then from the peer; each of the peer's is written before it is yielded."""
         left: list[tuple[int, tuple[str, int]]] = []
         plain = asdict(SamplingParams())
         for number, question in enumerate(questions):
@@ -124,7 +120,6 @@ class Recorded(Peer):
 
 
 def _lines(file: Path) -> tuple[list[bytes], int]:
-    """The complete lines of a file, and their size in bytes; the rest must be a line that was cut off."""
     if not file.exists():
         return [], 0
     whole, newline, cut = file.read_bytes().rpartition(b"\n")

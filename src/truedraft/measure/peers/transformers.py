@@ -1,8 +1,8 @@
 """Hugging Face's `generate` as a peer engine: plain, assisted, with prompt lookup, across tokenizers.
 
-Models are loaded as transformers itself runs them, with its own attention and cache and nothing of ours. Its order of
-filters is temperature, top-k, top-p, min-p (`GenerationMixin._get_logits_processor`). It draws from torch's global
-state, one for a whole call: a seed belongs to a call, so questions with seeds are answered one by one.
+Models are loaded as transformers itself runs them. Its order of filters is temperature, top-k, top-p, min-p
+(`GenerationMixin._get_logits_processor`). It draws from torch's global state, so a seed belongs to a call, and
+questions with seeds are answered one by one.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class AssistedSetting:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of calling `generate`; by default without drafts. `sampling_assistant` replaces the assistant when
-    sampling."""
+    """A way of calling `generate`; by default without drafts."""
 
     name: str = "plain"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +76,6 @@ class Way:
 
     @property
     def drafts(self) -> bool:
-        """Whether it drafts; then it takes one prompt at a time."""
         return self.assistant is not None or bool(self.options)
 
 
@@ -110,7 +108,6 @@ class Generate(Peer):
     """`generate` as a peer.
 
     Args:
-        model: the target, as transformers runs it.
         together: most questions without seeds in one call; they are left-padded.
         seed: of calls for questions without seeds, so that a run can be repeated.
     """
@@ -144,7 +141,6 @@ class Generate(Peer):
         )
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Answer questions; those with equal options and without seeds share calls."""
         alike: dict[SamplingParams, list[int]] = {}
         for number, question in enumerate(questions):
             if refused := self.refuses(question.params):
@@ -191,7 +187,7 @@ class Generate(Peer):
         return [self._reply(row, None if logits is None else logits[number], params) for number, row in enumerate(rows)]
 
     def _configuration(self, params: SamplingParams) -> GenerationConfig:
-        """Every option is set, because `generate` takes unset ones from the model's own configuration."""
+        """Set every option, because `generate` takes unset ones from the model's own configuration."""
         sampled = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
         if params.min_p:
             sampled["min_p"] = params.min_p
@@ -211,7 +207,6 @@ class Generate(Peer):
         return [*(() if params.ignore_eos else self._eos), *params.stop_token_ids]
 
     def _reply(self, row: Sequence[int], logits: Tensor | None, params: SamplingParams) -> Reply:
-        """A row of a call, up to the token that ended it; padding follows."""
         ends = self._ends(params)
         end = next((place for place, token in enumerate(row) if token in ends), None)
         tokens = tuple(row if end is None else row[:end])
@@ -232,13 +227,12 @@ class _Streamer(BaseStreamer):
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        """The first call has the prompt, later ones a row of drafted tokens, or one token for each prompt."""
+        """Takes the prompt, then a row of drafted tokens, or one token for each prompt."""
         if self._prompt_seen:
             self._on_tokens(value.shape[1] if value.ndim > 1 else 1)
         self._prompt_seen = True
 
-    def end(self) -> None:
-        """Nothing is buffered."""
+    def end(self) -> None: ...
 
 
 def _schedule_of(setting: AssistedSetting) -> GenerationConfig:
@@ -251,7 +245,6 @@ def _schedule_of(setting: AssistedSetting) -> GenerationConfig:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Seed torch's global state, from which transformers draws, and restore it afterwards."""
     with torch.random.fork_rng():
         if seed is not None:
             torch.manual_seed(seed % (1 << 63))
@@ -259,7 +252,6 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and their mask, `[prompts, longest]`; padding on the left is masked."""
     texts = [torch.tensor(prompt, device=device) for prompt in prompts]
     masks = [torch.ones_like(text) for text in texts]
     ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (texts, masks))

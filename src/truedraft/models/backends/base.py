@@ -23,19 +23,17 @@ from truedraft.models.packing import ForwardPlan
 
 
 class Backend(ABC):
-    """Computes packed forwards of one loaded model, one at a time. What it does not support raises
-    `UnsupportedModelError`.
+    """Computes packed forwards of one loaded model, one at a time. Unsupported requests raise `UnsupportedModelError`.
 
-    Attributes, besides those that a `LanguageModel` has too:
+    Attributes that a `LanguageModel` does not have:
         least_rows: plans are padded to this many tokens and rows, because kernels treat very short products differently
             and a row must not depend on the number of other rows (docs/lossless.md, row invariance).
-        any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that the number may
-            change between forwards. The native forward has its own threads, and leaves this False.
+        any_threads: whether up to 32 rows have the same bits on any number of torch's threads.
         own_threads: whether forwards run on threads that are not torch's.
         weight_bytes: bytes of weights that a forward reads; 0 where they are the model's own.
         bits: fewest bits of a linear weight; 0 where all are of the model's dtype.
-        rows_vary: whether a row's last bits may depend on the tokens after it, even if a few small forwards show no
-            such case.
+        rows_vary: whether a row's last bits may depend on the tokens after it, even if a few forwards show no such
+            case.
     """
 
     fast_paths: tuple[str, ...]
@@ -58,10 +56,7 @@ class Backend(ABC):
         return CachePool(limit)
 
     def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
-        """Run the segments, and return the outputs of `layers` too. Reserves room in the segments' caches.
-
-        Outputs are those of the requested rows; logits include padded ids of the embedding.
-        """
+        """Run the segments, with outputs of `layers`; logits include padded ids. Reserves room in their caches."""
         has_inputs = any(segment.inputs is not None for segment in segments)
         if has_inputs and len(segments) > 1:
             return self._forward_each(segments, device, layers)
@@ -72,14 +67,13 @@ class Backend(ABC):
         else:
             logits, hidden = self.run_inputs(plan) if has_inputs else self.run(plan)
         shown = tuple(seen[layer] for layer in layers)
-        if logits.shape[0] == plan.wanted:  # a view of all takes a microsecond, which a small model feels
+        if logits.shape[0] == plan.requested:  # a view of all takes a microsecond, which a small model feels
             return ForwardOutput(logits, hidden, shown)
         return ForwardOutput(
-            logits[: plan.wanted], hidden[: plan.wanted], tuple(layer[: plan.wanted] for layer in shown)
+            logits[: plan.requested], hidden[: plan.requested], tuple(layer[: plan.requested] for layer in shown)
         )
 
     def _forward_each(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]) -> ForwardOutput:
-        """`forward`, with each prompt that has images or sound in a forward of its own."""
         numbers = range(len(segments))
         packed = [number for number in numbers if segments[number].inputs is None]
         groups = [*filter(None, [packed]), *([number] for number in numbers if number not in packed)]
@@ -98,32 +92,28 @@ class Backend(ABC):
     def forward_chains(
         self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageModel.forward_chains`; logits are cut to `vocab` ids."""
         raise UnsupportedModelError("this forward records no chains")
 
     @abstractmethod
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """Run the plan; returns the logits `[rows, ids]` of its rows, padded ids of the embedding included, and the
-        vectors `[rows, width]` that entered the LM head, both with the plan's padding."""
+        """Run the plan; returns the logits `[rows, ids]` of its rows and the inputs `[rows, width]` of the LM head.
+
+        Both have the plan's padding; logits include padded ids of the embedding.
+        """
 
     def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """`run` for a plan of one segment: a whole prompt with inputs in addition to its tokens."""
-        raise UnsupportedModelError("this forward reads text alone; load the model with fast_paths=False")
+        raise UnsupportedModelError("this forward reads only text; load the model with fast_paths=False")
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """`run`, which also stores the output `[rows, width]` of each of the layers at the plan's rows in `seen`."""
+        """`run`, which also stores each layer's output `[rows, width]` at the plan's rows in `seen`."""
         raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
-        """Within the context, forwards run only the first `layers` layers."""
         raise UnsupportedModelError("this forward runs all of its layers")
 
     def quantize(self, bits: int) -> None:
-        """Quantise the linear weights to 8 or 4 bits, and free the original ones.
-
-        Raises:
-            UnsupportedModelError: there are no products with such weights, or they are quantised already.
-        """
+        """Quantise linear weights to 8 or 4 bits and free them; UnsupportedModelError if it cannot, or already did."""
         raise UnsupportedModelError(
             "it does not run by the native forward, which alone has products with such weights; leave --weights out"
         )
@@ -134,14 +124,9 @@ class Backend(ABC):
 
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:
-        """Logits `[rows, ids]` of the LM head only, without the model's later changes, row by row.
-
-        Vectors are `[rows, up to width]`, in the model's dtype; missing entries are zeros. Padded ids of the embedding
-        are included.
-        """
+        """LM head logits `[rows, ids]`, padded ids included, of vectors `[rows, up to width]`, row by row."""
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Embeddings `[n, width]` of tokens `[n]`; `table` is the model's embedding."""
         return embedding(tokens, table)
 
     def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
@@ -149,14 +134,10 @@ class Backend(ABC):
         return TopK.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
-        """Residual heads before the LM head, where the backend runs them faster than with `likeliest`; else None.
-
-        See `LanguageModel.shared_heads`; `factor` is that by which the model multiplies its logits.
-        """
+        """See `LanguageModel.shared_heads`; `factor` is that by which the model multiplies its logits."""
         return None
 
     def _whole_rows(self, vectors: Tensor, width: int) -> Tensor:
-        """Pad vectors with zeros to the LM head's width, and with rows to `least_rows`."""
         rows, given = vectors.shape
         return pad(vectors, (0, width - given, 0, max(0, self.least_rows - rows)))
 
@@ -177,8 +158,6 @@ class ModuleBackend(Backend):
     def _run_showing(
         self, plan: ForwardPlan, layers: Sequence[int], show: Callable[[int, Tensor], None]
     ) -> tuple[Tensor, Tensor]:
-        """Run the plan, calling `show` with the number and the output `[1, tokens, width]` of each of the layers."""
-
         def noted(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
             show(layer, output if isinstance(output, Tensor) else output[0])
 

@@ -1,8 +1,7 @@
 """Encoder-decoders: the encoder reads a request's source once, and the decoder runs like `SequentialBackend`.
 
-A request's first tokens are its source (`models/sources.py`). Nothing is computed until all of them are present; then
-the encoder runs. The keys and values of cross-attention are stored in the request's cache at the source's own
-positions, where a causal model would have these tokens' keys and values, and those of the decoder's text after them.
+The encoder runs when all of a source (`models/sources.py`) is present. The keys and values of cross-attention are
+stored in the request's cache at the source's own positions, and those of the decoder's text after them.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ class Encoded(BaseModelOutput):
 
 
 class EncoderDecoderBackend(SequentialBackend):
-    """Runs the segments of a plan one after another through the decoder, and before that sources through the encoder.
-
-    Raises:
-        UnsupportedModelError: it does not define the layout of its texts.
-    """
+    """Runs segments one by one, sources first through the encoder; UnsupportedModelError if no layout is defined."""
 
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         super().__init__(model, reason)
@@ -70,7 +65,7 @@ class EncoderDecoderBackend(SequentialBackend):
                 )
             return len(tokens)
         if part.segment.rows and part.segment.rows[0] < length - part.length:
-            raise ModelError("what an encoder reads has no logits; ask for those of the tokens behind it")
+            raise ModelError("an encoder's tokens have no logits; request those of the tokens after them")
         self._encoded = self._encode(family.source[:length], part.segment.inputs, tokens.device)
         if self._encoded.shape[1] != length:
             raise ModelError(f"the encoder made {self._encoded.shape[1]} vectors in place of {length} of a source")
@@ -78,13 +73,12 @@ class EncoderDecoderBackend(SequentialBackend):
         return length - part.length
 
     def _encode(self, source: Sequence[int], inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor:
-        """The encoder's output for a source, `[1, vectors, width]`."""
         encoder = self._model.get_encoder()
         if self._sources.sound is None:
             ids = torch.tensor([source], device=device)
             given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         elif inputs is None:
-            raise ModelError("the model hears, and the text was begun without a sound; give it with the placeholders")
+            raise ModelError("the model reads audio, and the text began without any; give it with the placeholders")
         else:
             given = on_device(inputs, device, self._model.dtype)
         if self._sources.sound is not None and given[self._sources.sound.name].equal(self._sources.sound.example):

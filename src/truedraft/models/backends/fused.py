@@ -2,7 +2,7 @@
 
 A small model spends more time on the host between products than in the products (benchmarks/LOG.md). So products of one
 input are fused, the residual is added inside the product, rotary positions come from a table, and no modules are
-called. The result equals the model's own up to rounding; the check at load verifies this.
+called.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from truedraft.models.packing import ForwardPlan
 
 
 class FusedBackend(Backend):
-    """Runs the layers of a known family in one loop.
-
-    The linear weights of `llama`, which must fit, are packed and freed, so it can only be run by this backend.
-    """
+    """Runs the layers of a known family in one loop; packs and frees the linear weights of `llama`, which must fit."""
 
     def __init__(self, llama: Llama) -> None:
         self._embedding = llama.embedding
@@ -78,7 +75,7 @@ class FusedBackend(Backend):
             x = layer.run(x, rotations[layer.rotary], partial(_attend, plan, call, layer.pattern, scoring))
             if call in layers:
                 seen[call] = x.index_select(0, plan.rows)  # a copy: the next layer may write over it
-        hidden = self._norm(x.index_select(0, plan.rows))  # [wanted, width]
+        hidden = self._norm(x.index_select(0, plan.rows))  # [requested, width]
         return self._lm_head(hidden), hidden
 
     def unembed(self, vectors: Tensor) -> Tensor:
@@ -102,6 +99,5 @@ def _attend(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """See `llama.Attend`."""
     by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)  # each [heads, total, head]
     return plan.attend(call, pattern, scoring, *by_head).flatten(1)

@@ -1,7 +1,7 @@
 """One model in several processes: each runs the same forward over its part of the weights and of the attention heads.
 
-Only rank 0 has requests. It records its changes of their caches, and sends them to the other processes with the next
-forward. So a cache has the same tokens in all processes, and each process has the keys and values of its own heads.
+Rank 0 records its changes of caches, and sends them to the other processes with the next forward. So a cache has the
+same tokens in all processes, and each process has the keys and values of its own heads.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _Note: TypeAlias = tuple[str, int, tuple[Any, ...]]
 
 
 class ParallelBackend(StockBackend):
-    """Rank 0's part of a model; the other processes, `ranks`, repeat its forwards and cache operations.
-
-    Raises:
-        UnsupportedModelError: its layers carry states.
-    """
+    """Rank 0's part of a model; `ranks` repeat what it does. UnsupportedModelError for layers with states."""
 
     def __init__(self, model: PreTrainedModel, patterns: Sequence[AttentionPattern], ranks: Ranks) -> None:
         super().__init__(model, patterns)
@@ -81,13 +77,11 @@ class ParallelBackend(StockBackend):
         )
 
     def _taken(self) -> list[_Note]:
-        """The operations since the last forward; other threads may append more."""
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
 
 def parallel_backend(ranks: Ranks, place: torch.device, name: str, fast_paths: bool) -> BackendMaker:
-    """Makes the backend of a whole model, reduced to this process's part on the device `place`, and joins the others.
-    `fast_paths` packs weights where that is faster."""
+    """Makes the backend of this process's part of a whole model on the device `place`, and joins the others."""
 
     def made(model: PreTrainedModel) -> StockBackend:
         patterns = probe_patterns(model)
@@ -198,8 +192,6 @@ class _NotedCache(RequestCache):
 
 
 class _NotedPool(CachePool):
-    """Creates caches that record their operations."""
-
     def __init__(self, limit: int, notes: deque[_Note]) -> None:
         super().__init__(limit)
         self._notes = notes

@@ -1,15 +1,13 @@
 """The model's own forward, attention and masks included, one sequence at a time: for families that cannot run packed.
 
-Any model that `generate` runs with transformers' cache runs here in the same way: keys and values go through that
-cache, and positions and mask are those of `generate`. A tree is read in runs, each of them a chain. A chain costs one
-forward, and a tree one per leaf; every token is computed once.
+Any model that `generate` runs with transformers' cache runs here in the same way. A tree is read in runs, each of them
+a chain. A chain costs one forward, and a tree one per leaf; every token is computed once.
 
 Where a cache cannot be rolled back entry by entry, drafted tokens are read on a copy of it, which is dropped after a
-rejection and becomes the cache if all of them are accepted. It need not have all committed tokens: the missing ones are
-read together with the drafted ones. Plain decoding copies nothing.
+rejection and becomes the cache if all of them are accepted. Committed tokens that it lacks are read together with the
+drafted ones. Plain decoding copies nothing.
 
-A model without any cache that could be rolled back or copied reads the whole text again at every step, which is correct
-for any autoregressive model. A step costs the text so far; drafted tokens add next to nothing.
+A model without any cache that could be rolled back or copied reads the whole text again at every step.
 """
 
 from __future__ import annotations
@@ -38,15 +36,7 @@ _MOST_REREAD = 16
 
 
 class SequentialBackend(ModuleBackend):
-    """Runs the segments of a plan one after another through a model's own forward.
-
-    Args:
-        model: with its own attention.
-        reason: why it does not run packed, for reports.
-
-    Raises:
-        UnsupportedModelError: its forward takes no cache.
-    """
+    """Runs segments one by one through a model's own forward, for a `reason`; UnsupportedModelError without cache."""
 
     least_rows = 1
     _way = "one text at a time, since it cannot run packed"
@@ -104,8 +94,7 @@ class SequentialBackend(ModuleBackend):
         return found
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
-        """Read a run; for its tokens in the segment's rows: logits, the LM head's input, outputs of watched layers. The
-        forward may read more than the new tokens, which are its last."""
+        """Read a run; for its tokens in the segment's rows: logits, the LM head's input, outputs of watched layers."""
         segment = part.segment
         own = [node - segment.written for node in run]
         requested = set(segment.rows)
@@ -127,16 +116,12 @@ class SequentialBackend(ModuleBackend):
         return {own[place]: tuple(each) for place, *each in zip(places, logits[pick], kept, *shown, strict=True)}
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
-        """Number of the segment's first new tokens that the model's forward does not read."""
         return 0
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Run the model on new tokens `[1, new]`; logits `[rows, vocab]` at those in `places`, or at all of them.
-
-        With `inputs`, those of a whole prompt in addition to its tokens, the model computes positions itself.
-        """
+        """Run on new ids `[1, new]`; logits `[rows, vocab]` at `places`, or all. With `inputs` it counts positions."""
         end = past.end
         given: dict[str, Any] = {
             "position_ids": torch.arange(end - ids.shape[1], end, device=ids.device)[None] + past.cache.family.shift,
@@ -150,7 +135,6 @@ class SequentialBackend(ModuleBackend):
         return logits
 
     def _called(self, ids: Tensor, given: Mapping[str, Any], **always: Any) -> Any:
-        """Call the model's forward with ids `[1, tokens]` and those of `given` that it has parameters for."""
         taken = {name: value for name, value in given.items() if name in self._takes}
         return self._model(input_ids=ids, **taken, **always)
 
@@ -158,8 +142,7 @@ class SequentialBackend(ModuleBackend):
 def runs_of(shape: TreeShape, written: int) -> list[list[int]]:
     """The nodes from `written` on, in chains that can be read in sequence.
 
-    Worked example: in the tree (-1, 0, 0, 2, 1, 3) the first child of node 0 continues its chain and the second begins
-    another, so the runs are [0, 1, 4] and [2, 3, 5].
+    Worked example: the runs of the tree (-1, 0, 0, 2, 1, 3) are [0, 1, 4] and [2, 3, 5].
     """
     runs: list[list[int]] = []
     ends: dict[int, list[int]] = {}
@@ -174,8 +157,7 @@ def runs_of(shape: TreeShape, written: int) -> list[list[int]]:
 
 
 class PathCache(Cache):
-    """A transformers cache over a request's committed tokens, without an encoder's text, and a path of uncommitted ones
-    that ends with `new` new ones."""
+    """A transformers cache over a request's committed tokens and a path of uncommitted ones, the last `new` new."""
 
     def __init__(self, cache: RequestCache, path: Sequence[int], new: int) -> None:
         super().__init__(layers=[])
@@ -189,7 +171,6 @@ class PathCache(Cache):
 
     @property
     def end(self) -> int:
-        """Tokens up to the end of the path."""
         return self.cache.length + len(self._path) - self.cache.family.memory
 
     @property
@@ -202,7 +183,7 @@ class PathCache(Cache):
         if key_states.dim() != 4 or key_states.shape[0] != 1 or key_states.shape[2] != self._new:
             raise UnsupportedModelError(
                 f"a layer keeps keys of the shape {tuple(key_states.shape)} for {self._new} tokens, and truedraft "
-                "knows those of one text, by head and token; use another model"
+                "supports one text, by head and token; use another model"
             )
         keys, values = self._buffers.write_path(
             self._call, self.cache.length, self._path, key_states[0], value_states[0]
@@ -258,12 +239,7 @@ class _Copies:
         return sum(_bytes_of(each.past) for each in (self.kept, self.tried) if each is not None)
 
     def next_read(self, text: list[int], committed: int, first: int, drafts: bool) -> _Read:
-        """The cache for the next run, which becomes `tried`.
-
-        Args:
-            text: all ids up to the run's last, `committed` of them committed; `first` is the index of the run's first.
-            drafts: whether the run may be rejected.
-        """
+        """The cache for the run from index `first` to the end of `text`; `drafts` says whether it may be rejected."""
         before = text[: min(committed, first)]
         if self.tried is not None and self.tried.begins(before):
             self.kept, self.tried = self.tried, None
@@ -318,11 +294,7 @@ def text_of(ids: Tensor, past: PathCache) -> Tensor:
 
 
 class CopiedBackend(WholeTextBackend):
-    """Runs a model's own forward on copies of the cache that it makes itself.
-
-    Raises:
-        UnsupportedModelError: its forward takes no cache.
-    """
+    """Runs a model's own forward on copies of a cache that it makes; UnsupportedModelError if it takes none."""
 
     _way = "one text at a time, behind copies of its own cache, since it cannot run packed"
     _needs_cache = True
@@ -338,21 +310,20 @@ class CopiedBackend(WholeTextBackend):
             self._catch_up(copies, whole[:, : cache.length])
         read = copies.next_read(text, cache.length, len(text) - new, cache.uncommitted > 1)
         requested = places + len(text) - new - len(read.ids)
-        logits = self._go_on(read, whole, requested)
+        logits = self._read_rest(read, whole, requested)
         if len(logits) == len(places):
             return logits
         self._captured[-1] = self._captured[-1][:, -new:]
         return logits[-new:]
 
     def _catch_up(self, copies: _Copies, committed: Tensor) -> None:
-        """Read the committed tokens that the kept cache lacks into it."""
         assert copies.kept is not None
         if copies.kept.begins(committed[0].tolist()):
             last = committed.shape[1] - len(copies.kept.ids) - 1
-            self._go_on(copies.kept, committed, torch.tensor([last], device=committed.device))
+            self._read_rest(copies.kept, committed, torch.tensor([last], device=committed.device))
             self._captured.pop()
 
-    def _go_on(self, read: _Read, text: Tensor, requested: Tensor) -> Tensor:
+    def _read_rest(self, read: _Read, text: Tensor, requested: Tensor) -> Tensor:
         """Read the rest of a text `[1, tokens]`; its logits at the places in `requested`, or at all."""
         known, end = len(read.ids), text.shape[1]
         given = {
@@ -369,7 +340,6 @@ class CopiedBackend(WholeTextBackend):
 
 
 def _bytes_of(part: Any) -> int:
-    """Bytes of the tensors in a cache and its layers."""
     if isinstance(part, Tensor):
         return part.nbytes
     if isinstance(part, Mapping):

@@ -32,14 +32,9 @@ _numbers = itertools.count()
 
 
 class StockBackend(ModuleBackend):
-    """Runs a packed forward through a model's own forward, by public interfaces only.
+    """Runs a packed forward through a model's own forward, by public interfaces only, with its attention replaced.
 
-    Attention uses the attention registry; positions and requested rows are keyword arguments.
-
-    Args:
-        model: its attention is replaced.
-        patterns: of each attention call; None detects them.
-        adapters: of `read_adapters`, by name.
+    `patterns` None detects those of each attention call; `adapters` are those of `read_adapters`, by name.
 
     Raises:
         UnsupportedModelError: the family cannot run packed; names the reason.
@@ -86,7 +81,7 @@ class StockBackend(ModuleBackend):
 
     def quantized(self, bits: int) -> StockBackend:
         if self._carries or self.adapters:
-            raise UnsupportedModelError("its layers carry states, or adapters lie beside its weights")
+            raise UnsupportedModelError("its layers carry states, or its adapters are not merged")
         linears = quantized_linears(self._model, bits)
         weights = [*self._model.parameters(), *self._model.buffers()]
         instead: dict[int, Any] = {id(each): each for each in weights} | {id(was): now for was, now in linears.items()}
@@ -105,10 +100,7 @@ class StockBackend(ModuleBackend):
 
 
 class _PackedAttention:
-    """The attention function of one loaded model, as a bound method with access to the plan of the forward.
-
-    The registry keeps it forever, so it holds nothing of the model.
-    """
+    """The attention function of one loaded model. The registry keeps it forever, so it holds nothing of the model."""
 
     def __init__(self, patterns: Sequence[AttentionPattern]) -> None:
         self.patterns = tuple(patterns)
@@ -117,7 +109,6 @@ class _PackedAttention:
         self._decoder: frozenset[int] = frozenset()  # ids of its modules, while it reads a prompt with images
 
     def register(self, model: PreTrainedModel) -> None:
-        """Make this the model's attention."""
         name = f"truedraft-{next(_numbers)}"
         AttentionInterface.register(name, self.attend)
         if input_names_of(model):
@@ -129,10 +120,7 @@ class _PackedAttention:
 
     @contextmanager
     def reading(self, model: PreTrainedModel, plan: ForwardPlan) -> Iterator[None]:
-        """Within the context, the model reads the plan's one segment under the masks that it makes itself.
-
-        Modules outside its text decoder, such as an image encoder, keep their own attention.
-        """
+        """In the context, the text decoder reads the plan's one segment under the masks that it makes itself."""
         name = model.config._attn_implementation
         self._decoder = frozenset(map(id, model.get_decoder().modules()))
         model.set_attn_implementation(f"{name}-masked")
@@ -144,7 +132,6 @@ class _PackedAttention:
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
-        """Within the context, forwards of the model follow `plan`."""
         self._plan, self._call = plan, 0
         try:
             yield
@@ -163,7 +150,6 @@ class _PackedAttention:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Replaces the attention of the model's layers; batch 1, all segments packed."""
         plan, call = self._next_call(module)
         scoring = _scoring(query, scaling, softcap, s_aux)
         mixed = plan.attend(call, self.patterns[call], scoring, query[0], key[0], value[0])
@@ -178,8 +164,8 @@ class _PackedAttention:
             return mixed, None
         if key.shape[2] != query.shape[2] or (attention_mask is not None and attention_mask.shape[:2] != (1, 1)):
             raise UnsupportedModelError(
-                f"{type(module).__name__} looks at images beside its text, not in it, which truedraft cannot run; give "
-                "text alone"
+                f"{type(module).__name__} reads images separately from its text, which truedraft cannot run; give "
+                "only text"
             )
         plan, call = self._next_call(module)
         scoring = _scoring(query, given.get("scaling"), given.get("softcap"), given.get("s_aux"))
@@ -192,7 +178,6 @@ class _PackedAttention:
         return plan.attend_masked(call, mask, scoring, query[0], key[0], value[0])[None].contiguous(), None
 
     def _next_call(self, module: nn.Module) -> tuple[ForwardPlan, int]:
-        """The current plan, and the number of this attention call in it."""
         if self._plan is None:
             raise ModelError(f"{type(module).__name__} was called outside truedraft; use LanguageModel.forward")
         if self._call == len(self.patterns):

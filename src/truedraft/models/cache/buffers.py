@@ -1,13 +1,11 @@
 """Keys and values of one request, in buffers that are kept for the next one.
 
-A product over keys runs over one of a few numbers of key/value positions, in steps of 64 (`key_span`), with weight 0
-for unfilled ones: oneDNN makes a kernel for every shape, which takes about half a millisecond, and a context that grows
-by a token would pay that at every step.
+A product over keys runs over a multiple of 64 key/value positions (`key_span`), with weight 0 for unfilled ones: oneDNN
+makes a kernel for every shape, which takes about half a millisecond.
 
-The same library sums products over up to 1,024 keys at once and longer ones in blocks of 512, which rounds differently.
-Up to 512 keys both give the same bits, so lengths in between are rounded up to 1,088: then a row's result does not
-depend on which side of that border its neighbours in the forward are. Measured bit for bit to 8,192 keys
-(benchmarks/LOG.md); tests hold it.
+It sums products over up to 1,024 keys at once and longer ones in blocks of 512, which rounds differently. Up to 512
+keys both give the same bits, so lengths in between are rounded up to 1,088: then a row's result does not depend on its
+neighbours in the forward. Measured bit for bit to 8,192 keys (benchmarks/LOG.md); tests hold it.
 """
 
 from __future__ import annotations
@@ -46,12 +44,7 @@ class Keeper(Protocol):
 
 
 class Entries:
-    """Keys and values of neighbouring tokens of one request, for every attention call.
-
-    Attributes:
-        calls: keys and values `[kv_heads, tokens, width]` of each call.
-        number: the id of these tokens in the other processes, which hold their own heads, if several run one model.
-    """
+    """Keys and values `[kv_heads, tokens, width]` of some tokens by call; `number` names them in other processes."""
 
     def __init__(self, calls: list[tuple[Tensor, Tensor]]) -> None:
         self.calls = calls
@@ -67,11 +60,8 @@ class Buffers:
 
     They grow by doubling, up to the limit unless a tree needs more, and never shrink. Keys are transposed, as the
     product with queries reads them. Positions after the written ones are read with the weight 0, so their values must
-    be finite: values left there by dropped tokens are set to 0.
-
-    Attributes:
-        capacity: number of allocated key/value positions.
-        generation: rises whenever buffers moved; addresses taken before are invalid.
+    be finite: values left there by dropped tokens are set to 0. `generation` rises whenever buffers moved; addresses
+    taken before are invalid.
     """
 
     def __init__(self) -> None:
@@ -85,7 +75,6 @@ class Buffers:
 
     @property
     def calls(self) -> int:
-        """Attention calls that wrote here."""
         return len(self._keys)
 
     @property
@@ -93,18 +82,16 @@ class Buffers:
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     def most(self, limit: int) -> int:
-        """Largest number of allocated key/value positions while at most `limit` are requested."""
         return key_span(limit)
 
     def limit_to(self, limit: int, empty: bool) -> None:
-        """At most `limit` positions will be requested; larger buffers are freed if they are empty."""
         if empty and self.capacity > key_span(limit):
             self._keys, self._values = [], []
             self.capacity = self._end = self._stale = 0
             self.generation += 1
 
     def reserve(self, start: int, end: int, limit: int) -> None:
-        """The next forward writes from `start` to `end`; beyond `limit` the buffers grow only as far as that needs."""
+        """Before a forward writes from `start` to `end`; beyond `limit` the buffers grow only as far as needed."""
         self._stale = max(self._stale, self._end)
         self._start, self._end = start, end
         needed = key_span(end)
@@ -129,15 +116,13 @@ class Buffers:
     def addressed(
         self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers of each of `calls` attention calls, for a forward that writes them by address until `generation`
-        changes; made on the CPU if there are none yet."""
+        """The buffers of `calls` attention calls, which a forward writes by address until `generation` changes."""
         like = torch.empty(0, dtype=dtype, device="cpu")
         for _ in range(len(self._keys), calls):
             self._add(like, kv_heads, key_width, value_width)
         return self._keys, self._values
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RequestCache.write`."""
         self._make(call, keys, values)
         end = self._start + keys.shape[1]
         span = key_span(end)
@@ -154,15 +139,11 @@ class Buffers:
         """Write the last tokens of a path of uncommitted ones, and read all that the last of them follows.
 
         Worked example: `write_path(0, 10, [0, 2, 3], keys, values)` of one new token writes position 13 and returns the
-        entries of positions 0 to 9, 10, 12 and 13.
+        entries `[kv_heads, tokens, width]` of positions 0 to 9, 10, 12 and 13: views if the path is a chain.
 
         Args:
-            length: number of committed tokens.
             path: indices of uncommitted tokens, ascending; the last ones are new.
             keys: `[kv_heads, new, width]`, as `values`.
-
-        Returns:
-            Keys and values `[kv_heads, tokens, width]` of the committed tokens and the path: views if it is a chain.
         """
         self._make(call, keys, values)
         all_keys, all_values = self._keys[call], self._values[call]
@@ -181,15 +162,14 @@ class Buffers:
             self._add(keys, keys.shape[0], keys.shape[2], values.shape[2])
 
     def _add(self, like: Tensor, kv_heads: int, key_width: int, value_width: int) -> None:
-        """Make the buffers of an attention call: both, so that running out of memory leaves neither."""
+        """Make both buffers of an attention call, so that running out of memory leaves neither."""
         keys = like.new_zeros(kv_heads, key_width, self.capacity)
         values = like.new_zeros(kv_heads, self.capacity, value_width)
         self._keys.append(keys)
         self._values.append(values)
 
     def keep(self, length: int, path: Sequence[int]) -> None:
-        """Move the entries of `path`, ascending indices of tokens from `length` on, to the positions from `length`
-        on."""
+        """Move entries of `path`, ascending indices of tokens from `length` on, to the positions from `length` on."""
         if path and path[-1] != len(path) - 1 and self._keys:
             source = torch.tensor([length + i for i in path], device=self._keys[0].device)
             target = slice(length, length + len(path))
@@ -206,13 +186,11 @@ class Buffers:
         return self._keys[call][:, :, :length].transpose(1, 2), self._values[call][:, :length]
 
     def part(self, first: int, end: int, lasting: bool) -> Entries:
-        """See `RequestCache.part`."""
         entries = [self.entry(call, end) for call in range(self.calls)]
         calls = [(keys[:, first:], values[:, first:]) for keys, values in entries]
         return Entries([(keys.clone(), values.clone()) for keys, values in calls] if lasting else calls)
 
     def extend(self, start: int, parts: Sequence[tuple[Entries, int, int]], limit: int) -> None:
-        """Write parts from position `start` on; see `RequestCache.extend`."""
         self.reserve(start, start + sum(end - first for _, first, end in parts), limit)
         pieces = [[(k[:, first:end], v[:, first:end]) for k, v in part.calls] for part, first, end in parts]
         for call, pairs in enumerate(zip(*pieces, strict=True)):  # none if no layer is attention

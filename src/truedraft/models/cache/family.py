@@ -1,12 +1,12 @@
 """What a model family stores for a text in addition to keys and values, and how much of it another request can share.
 
-Most families store nothing: a row depends on the tokens before it only, so a request can continue from any prefix.
-Every entry of an encoder's text depends on all of it. Prompts with images may have other position numbers.
+Most families store nothing: a request can continue from any prefix. Every entry of an encoder's text depends on all of
+it. Prompts with images may have other position numbers.
 
-Recurrences and short convolutions carry a state that summarises all tokens before, with no entries that a commit could
-move. So a forward keeps the state after every token it wrote, and a commit keeps the state after the last accepted
-token. Requests with a common prefix share the states that are marked at the *edges* of a prompt: after each of its
-pieces, which end at fixed positions, and before its last token.
+Recurrences and short convolutions carry a state with no entries that a commit could move. So a forward keeps the state
+after every token it wrote, and a commit keeps that after the last accepted token. Requests with a common prefix share
+the states at the *edges* of a prompt: after each of its pieces, which end at fixed positions, and before its last
+token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class StateRow:
     row: int
 
     def copied(self) -> StateRow:
-        """A copy that does not keep the other rows in memory."""
         own = slice(self.row, self.row + 1)
         return StateRow({name: state[own].clone() for name, state in self.states.items()}, 0)
 
@@ -57,27 +56,20 @@ class CarriedStates:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the states after committed tokens."""
         return sum(map(bytes_of, (self._committed, *self._edges.values())))
 
     @property
     def edges(self) -> list[int]:
-        """Numbers of tokens after which states are marked, ascending."""
         return sorted(self._edges)
 
     def last_edge(self, tokens: int) -> int:
-        """The last edge after at most so many tokens, or 0."""
         return max((edge for edge in self._edges if edge <= tokens), default=0)
 
     def at(self, tokens: int) -> Mapping[int, StateRow]:
         return self._edges[tokens]
 
     def after(self, layer: int, node: int) -> StateRow | None:
-        """The state after an uncommitted token, or after the last committed one (-1); None before the first token.
-
-        Raises:
-            CacheError: no forward left a state there.
-        """
+        """The state after an uncommitted token, or the last committed one (-1); None at the start. Or CacheError."""
         if node < 0:
             return self._committed.get(layer)
         known = self._nodes.get(layer, [])
@@ -95,13 +87,11 @@ class CarriedStates:
         self._passed.setdefault(tokens, {})[layer] = row.copied()
 
     def take(self, tokens: int, states: Mapping[int, StateRow]) -> None:
-        """Continue from the states that another request marked after the same tokens."""
         self.drop_uncommitted()
         self._committed, self._edges = dict(states), {tokens: dict(states)}
 
     @in_inference_mode
     def keep(self, path: Sequence[int]) -> None:
-        """Commit the uncommitted tokens of a path and drop all others."""
         if path:
             for layer in self._nodes:
                 kept = self.after(layer, path[-1])
@@ -118,7 +108,6 @@ class CarriedStates:
         self._passed.clear()
 
     def back_to(self, tokens: int) -> int:
-        """Go back to the last edge after at most so many tokens; returns its number of tokens, or 0."""
         found = self.last_edge(tokens)
         self._edges = {edge: states for edge, states in self._edges.items() if edge <= found}
         self._committed = dict(self._edges.get(found, {}))
@@ -126,7 +115,6 @@ class CarriedStates:
         return found
 
     def entries(self) -> list[dict[str, Tensor]]:
-        """The states after the last committed token, by layer; for tests and checks."""
         return [dict(self._committed[layer].copied().states) for layer in sorted(self._committed)]
 
 
@@ -147,8 +135,8 @@ class FamilyState:
         source: ids of the encoder's text received so far.
         memory: number of first tokens that are that text; 0 until it is encoded.
         shift: added to the position of every token after the prompt, where images take fewer positions than tokens.
-        unshareable: whether no request can share this prefix, because the last prompt token was computed otherwise than
-            after the previous ones, as part of a text.
+        unshareable: whether no request can share this prefix, because the last prompt token was computed as part of a
+            text.
         auxiliary: what a model stores of the text outside our cache.
     """
 
@@ -166,10 +154,7 @@ class FamilyState:
         return self.carried.n_bytes + (self.auxiliary.n_bytes if self.auxiliary is not None else 0)
 
     def back_to(self, length: int, before: int) -> int:
-        """Drop everything after the first `length` of `before` committed tokens, and after uncommitted ones.
-
-        Returns how many tokens stay: where layers carry states, those up to the last edge not after `length`.
-        """
+        """Keep the first `length` of `before` committed tokens, with states up to an edge; returns how many stay."""
         self.carried.drop_uncommitted()
         if self.carries and length < before:
             length = self.carried.back_to(length)
@@ -196,16 +181,13 @@ class FamilyState:
         return tokens // PIECE * PIECE if self.carries else tokens
 
     def last(self, tokens: int, prompt: int | None) -> int:
-        """Index of the last of `tokens` tokens that is always computed. Where layers carry states, it is that of the
-        prompt: after it the same tokens have other bits, because they are read one by one."""
+        """Index of the last token always computed; with states the prompt's, because later ones get other bits."""
         return (prompt if self.carries and prompt is not None else tokens) - 1
 
     def kept(self, length: int) -> int:
-        """How many of `length` committed tokens can be kept for later requests."""
         if self.encodes:
             return 0
         return max((edge for edge in self.carried.edges if edge % BLOCK == 0), default=0) if self.carries else length
 
     def begin_as(self, other: FamilyState) -> None:
-        """Take over what another text's first tokens set, except states."""
         self.memory, self.source, self.shift = other.memory, list(other.source), other.shift

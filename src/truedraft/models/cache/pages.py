@@ -1,11 +1,9 @@
-"""Keys and values of all requests of a model in pages of one tensor, at fixed addresses.
+"""Keys and values of all requests of a model in pages of one tensor, at fixed addresses for CUDA graphs.
 
-A CUDA graph replays kernels over the addresses that it was recorded with, so all requests share one tensor. It is
-divided into pages of 16 tokens; a request has a block table, the numbers of its pages in the order of its text. Nothing
-moves when requests start and end. Requests with a common prefix share pages by reference: a page with more than one
-holder is never written, and a writer copies it first (PagedAttention 2309.06180, sections 4.3 and 4.4).
-
-Pages are allocated by doubling, which moves the tensor, or all at the start (`Pages.reserve`).
+A page has 16 tokens; a request has a block table, the numbers of its pages in the order of its text. Requests with a
+common prefix share pages by reference: a page with more than one holder is never written, and a writer copies it first
+(PagedAttention 2309.06180, sections 4.3 and 4.4). Pages are allocated by doubling, which moves the tensor, or all at
+the start (`Pages.reserve`).
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ class Pages:
     """The tensor, and the number of holders of each page. Page 0 is scratch for rows of padding.
 
     Attributes:
-        calls: attention calls of the model.
-        width: of a key and of a value.
         generation: rises whenever the tensor moved; addresses taken before are invalid.
         shares: rises whenever a block table gets a page that others hold, or gives back one that they keep.
         reserved: number of reservations of all pages (`reserve`); while it is not 0, the tensor never moves.
@@ -63,7 +59,6 @@ class Pages:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, keys and values of all attention calls."""
         return self._data[:, :, 0].nbytes
 
     @property
@@ -72,19 +67,16 @@ class Pages:
 
     @property
     def count(self) -> int:
-        """Pages for requests, held or free."""
         return len(self._holders) - 1
 
     @property
     def held(self) -> int:
-        """Pages with at least one holder."""
         with self.lock:
             self._collect()
             return self.count - len(self._free)
 
     @property
     def kept(self) -> int:
-        """Pages that are kept for later requests, also if running ones hold them."""
         with self.lock:
             self._collect()
             return len(self._kept)
@@ -94,7 +86,6 @@ class Pages:
         return self._data[0, call], self._data[1, call]
 
     def rows(self, call: int) -> tuple[Tensor, Tensor]:
-        """`entries` as rows to write, each `[pages * PAGE, kv_heads, width]`."""
         keys, values = self.entries(call)
         return keys.flatten(0, 1), values.flatten(0, 1)
 
@@ -106,11 +97,7 @@ class Pages:
 
     @in_inference_mode
     def take(self) -> int:
-        """A page with one holder; its previous contents are still in it.
-
-        Raises:
-            CacheError: requests hold all pages, and no more can be allocated.
-        """
+        """A page with one holder and its previous contents; CacheError if none is free or can be allocated."""
         with self.lock:
             self._collect()
             while self.reserved and not self._free and any(each.forget_oldest() for each in list(self._keepers)):
@@ -132,7 +119,6 @@ class Pages:
             return page
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder from each page."""
         with self.lock:
             for page in pages:
                 self._holders[page] -= 1
@@ -155,7 +141,6 @@ class Pages:
                     del self._kept[page]
 
     def keep(self, pages: Sequence[int]) -> None:
-        """Note that a holder keeps these for later requests."""
         with self.lock:
             self._kept.update(pages)
 
@@ -195,7 +180,6 @@ class Pages:
 
     @in_inference_mode
     def shrink(self) -> None:
-        """Free the tensor if no page is held and none are reserved."""
         with self.lock:
             if self.count and not self.reserved and not self.held:
                 self._data = self._data[:, :, :1].clone()
@@ -225,12 +209,7 @@ class Pages:
 
 
 class PageSpan(Entries):
-    """Held pages of neighbouring tokens, which are not written, so another request can share them without a copy.
-
-    Args:
-        skip: tokens of the first page before the first token.
-        kept: whether they are kept for later requests, not only read once.
-    """
+    """Held pages of neighbouring tokens, from the first page's token `skip` on, to share without a copy."""
 
     def __init__(self, pages: Pages, held: Sequence[int], skip: int, kept: bool) -> None:
         super().__init__([])
@@ -253,8 +232,7 @@ class PageSpan(Entries):
 
 
 class PageTable:
-    """The block table of one request, with the methods of `Buffers`. A forward over pages writes the entries itself, by
-    their addresses; `write` is for other forwards."""
+    """The block table of one request, with the methods of `Buffers`. A forward over pages writes by address."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
@@ -336,21 +314,18 @@ class PageTable:
             self.pages.move(rows_at(self.table, source), rows_at(self.table, target))
 
     def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
-        """Copies `[kv_heads, length, width]`."""
         with self.pages.lock:
             keys, values = self.pages.rows(call)
             index = transfers.upload(self.rows(0, length), keys.device)
             return keys.index_select(0, index).transpose(0, 1), values.index_select(0, index).transpose(0, 1)
 
     def part(self, first: int, end: int, lasting: bool) -> PageSpan:
-        """See `RequestCache.part`; the pages are held in both cases."""
         self._check_open()
         with self.pages.lock:
             return PageSpan(self.pages, self.table[first // PAGE : pages_for(end)].tolist(), first % PAGE, lasting)
 
     @in_inference_mode
     def extend(self, start: int, parts: Sequence[tuple[Entries, int, int]], limit: int) -> None:
-        """See `RequestCache.extend`: whole pages are shared, parts of pages are copied."""
         self._check_open()
         with self.pages.lock:
             for part, first, end in parts:
@@ -358,7 +333,6 @@ class PageTable:
                 start = self._follow(start, part, first, end)
 
     def _follow(self, start: int, part: PageSpan, first: int, end: int) -> int:
-        """Append tokens `first` to `end` of a part at position `start`; returns the end position."""
         while first < end:
             place = part.skip + first
             count = min(PAGE - start % PAGE, end - first)
@@ -371,7 +345,6 @@ class PageTable:
         return start
 
     def _share(self, number: int, page: int) -> None:
-        """Set an entry of the table to a page that others hold, too."""
         self.pages.share(page)
         self.pages.shares += 1
         if number == self._count:
@@ -399,11 +372,6 @@ class PagePool(CachePool):
         return cache
 
     def release(self, cache: RequestCache) -> None:
-        """See `CachePool`.
-
-        Raises:
-            CacheError: it is not of this pool, or was given back before.
-        """
         table = cache.storage
         if not isinstance(table, PageTable) or table.pages is not self._pages:
             raise CacheError("this cache was made by another model; give it back to that one")
@@ -425,7 +393,6 @@ class PagePool(CachePool):
 
     @property
     def kept_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of free pages, if they can be freed."""
         return 0 if self._pages.reserved or self._pages.held else self._pages.count * self._pages.page_bytes
 
     def trim(self, n_bytes: int) -> None:
@@ -480,9 +447,7 @@ def pages_for(tokens: int) -> int:
 def rows_of(table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
     """Rows, among those of all pages, of positions `first` to `end` of a request.
 
-    Worked example: with pages of 16 tokens and the table (5, 2), positions 14 to 18 are rows 94, 95, 32 and 33.
-
-    >>> rows_of(np.array([5, 2]), 14, 18).tolist()
+    >>> rows_of(np.array([5, 2]), 14, 18).tolist()  # positions 14 to 18 with pages of 16 tokens
     [94, 95, 32, 33]
     """
     return rows_at(table, np.arange(first, end))

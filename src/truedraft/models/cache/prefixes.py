@@ -1,12 +1,11 @@
 """Requests with a common prefix share its keys and values, so that nothing is computed twice.
 
-A row depends on the tokens before it only, whatever else ran with it, so the entries of one request serve another bit
-for bit. They are copied from a running request with the same prefix, such as another sample of a prompt, or from blocks
-that were kept of earlier requests, such as earlier rounds of a conversation. Requests of different scopes, such as the
-API keys of a server's clients, share nothing, because the time to the first token would reveal what others sent.
+The entries of one request serve another bit for bit. They are copied from a running request, or from blocks that were
+kept of earlier requests. Requests of different scopes, such as the API keys of a server's clients, share nothing,
+because the time to the first token would reveal what others sent.
 
-Which tokens can be shared differs between model families (`family.py`). Prompts with images or audio share only while
-they run, and only with equal ones: their scope holds a digest of all inputs.
+Prompts with images or audio share only while they run, and only with equal ones: their scope holds a digest of all
+inputs.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ FEW = 16
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A running request; see `PrefixCache.join`."""
-
     cache: RequestCache
     tokens: Sequence[int]
     scope: Hashable
@@ -37,18 +34,12 @@ class _Member:
 
     @property
     def last(self) -> int:
-        """Index of the last token that is always computed."""
         return self.cache.family.last(len(self.tokens), self.prompt)
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Keys and values of 64 tokens, and the blocks that were kept after it, by their tokens.
-
-    Attributes:
-        before: the previous block; None for the root, which has only a `scope`.
-        states: of layers that carry them, after its last token; None if that is no edge or no layer carries states.
-    """
+    """Keys and values of 64 tokens, and the kept blocks after it; `before` is None for the root of a `scope`."""
 
     before: _Block | None
     tokens: tuple[int, ...]
@@ -69,8 +60,7 @@ class PrefixCache:
         most_bytes: of kept blocks of finished requests (least recently used are dropped first); 0 keeps none.
 
     Attributes:
-        most_bytes: may be changed.
-        shares: whether anything is shared at all; may be changed.
+        shares: whether anything is shared at all; may be changed, as `most_bytes`.
         n_bytes: of blocks that are kept now.
         copied: tokens that were copied instead of computed, over all requests.
     """
@@ -106,18 +96,13 @@ class PrefixCache:
         self._members[number] = _Member(cache, tokens, scope, prompt)
 
     def text(self, number: int) -> Sequence[int]:
-        """The tokens of a running request."""
         return self._members[number].tokens
 
     def leave(self, number: int) -> None:
-        """Remove a finished request; its cache is given back after this."""
         self._members.pop(number, None)
 
     def leader(self, number: int, among: Iterable[int]) -> tuple[int, int] | None:
-        """The request of those computed before it, in order, to wait for, and the length of their common prefix.
-
-        `among` is not examined for a short text.
-        """
+        """The request of `among` to wait for, of those computed before it, and the length of their common prefix."""
         own = self._members[number]
         best, most = None, own.cache.length + FEW
         for other in among if self.shares and own.last > most else ():  # waiting never pays for short texts
@@ -140,7 +125,6 @@ class PrefixCache:
         ]
 
     def available(self, number: int, least: int = 0, most: int | None = None) -> int:
-        """How many tokens a request's cache would hold after `fill` with these arguments."""
         with self._lock:
             return self._found(self._members[number], least, most)[0]
 
@@ -148,9 +132,7 @@ class PrefixCache:
     def fill(self, number: int, least: int = 0, most: int | None = None) -> int:
         """Copy what others hold of a request's text into its cache, except the last token; returns how many.
 
-        Args:
-            least: copy nothing unless at least so many tokens are available.
-            most: most tokens in the cache afterwards; None is no bound.
+        Nothing is copied if fewer than `least` are available, nor beyond `most` tokens in the cache.
         """
         with self._lock:
             own = self._members[number]
@@ -184,7 +166,6 @@ class PrefixCache:
         return (before, None, []) if donor is None else (alike, donor, [])
 
     def _known(self, own: _Member, last: int) -> list[_Block]:
-        """The kept blocks of a text's prefix from which it can continue."""
         found: list[_Block] = []
         block = self._roots.get(own.scope)
         while block is not None and (block := block.following.get(_tokens(own, len(found) * BLOCK))) is not None:
@@ -209,7 +190,6 @@ class PrefixCache:
 
     @torch.inference_mode()
     def keep(self, number: int) -> None:
-        """Keep the whole blocks of a request's cache for later requests."""
         with self._lock:
             own = self._members.get(number)
             if own is not None and self.most_bytes > 0:
@@ -238,7 +218,6 @@ class PrefixCache:
         self._use(path)
 
     def trim(self, most_bytes: int) -> None:
-        """Drop blocks until the others take at most `most_bytes`."""
         while self.n_bytes > most_bytes and self.forget_oldest():
             pass
 

@@ -26,11 +26,8 @@ class RequestCache:
     Positions `0 .. length - 1` hold committed tokens. A forward writes its tokens after them; they count only once
     `commit` keeps some. Rollback sets the length; states of layers go back to the last edge before it.
 
-    Args:
-        family: what the model stores in addition to keys and values; None is nothing.
-        storage: None makes buffers.
-
     Attributes:
+        family: what the model stores in addition to keys and values.
         limit: tokens beyond which memory grows only as far as it must: the model's context, or less.
         length: number of committed tokens.
         uncommitted: number of tokens that forwards wrote after these.
@@ -49,7 +46,6 @@ class RequestCache:
 
     @property
     def most(self) -> int:
-        """Largest number of allocated key/value positions while at most `limit` are requested."""
         return self.storage.most(self.limit)
 
     @property
@@ -57,35 +53,24 @@ class RequestCache:
         return self.storage.n_bytes + self.family.n_bytes
 
     def shared(self, tokens: int) -> int:
-        """How many of its first `tokens` tokens another request can take over and continue from."""
         return self.family.shared(min(self.length, tokens))
 
     def limit_to(self, limit: int) -> None:
-        """Set `limit`; if the cache is empty, memory beyond it is freed."""
         self.limit = limit
         self.storage.limit_to(limit, not (self.length or self.uncommitted))
 
     def reserve(self, count: int, written: int = 0) -> None:
-        """Allocate room for `count` uncommitted tokens, the first of which earlier forwards wrote, before a forward.
-
-        Raises:
-            CacheError: there are fewer than `written` uncommitted tokens.
-        """
+        """Allocate `count` uncommitted tokens, `written` before; CacheError if fewer than these are uncommitted."""
         if written > self.uncommitted:
             raise CacheError(f"cannot build on {written} uncommitted tokens: {self.uncommitted} were written")
         self.storage.reserve(self.length + written, self.length + count, self.limit)
         self.uncommitted = count
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of one attention call after the committed ones.
+        """Write the new tokens of one attention call after the committed ones; calls come in order.
 
-        Args:
-            call: index of the attention call in the forward; calls come in order.
-            keys: `[kv_heads, new, width]`, as `values`.
-
-        Returns:
-            Views of all keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: committed, new,
-            undefined.
+        `keys` and `values` are `[kv_heads, new, width]`. Returns views of all keys `[kv_heads, key width, span]` and
+        values `[kv_heads, span, value width]`: committed, new, undefined.
         """
         return self.storage.write(call, keys, values)
 
@@ -94,10 +79,7 @@ class RequestCache:
         """Keep the written tokens of `path`, ascending indices of new tokens, and drop the others.
 
         Worked example: with length 10 and 5 new tokens, `commit([0, 2, 4])` moves the entries of positions 12 and 14
-        to positions 11 and 12 and sets the length to 13. A path 0, 1, 2, ... moves nothing.
-
-        Raises:
-            CacheError: the path names a token that was not written.
+        to positions 11 and 12 and sets the length to 13. Raises CacheError for a token that was not written.
         """
         if path and not 0 <= path[-1] < self.uncommitted:
             raise CacheError(f"cannot keep new token {path[-1]}: the last forward wrote {self.uncommitted}")
@@ -107,11 +89,7 @@ class RequestCache:
         self.uncommitted = 0
 
     def rollback(self, length: int) -> None:
-        """Drop all tokens from key/value position `length` on, or from an edge before it where layers carry states.
-
-        Raises:
-            CacheError: fewer than `length` tokens are committed.
-        """
+        """Drop tokens from `length` on, or from an edge before it with states; CacheError if there are fewer."""
         if not 0 <= length <= self.length:
             raise CacheError(f"cannot roll back to {length} tokens: the cache holds {self.length}")
         self.length = self.family.back_to(length, self.length)
@@ -122,8 +100,7 @@ class RequestCache:
         return [self.storage.entry(call, self.length) for call in range(self.storage.calls)]
 
     def part(self, first: int, end: int, lasting: bool) -> Entries:
-        """Committed keys and values from `first` to before `end`; unless `lasting`, read before the cache is used
-        again."""
+        """Committed keys and values from `first` to before `end`; valid until the cache is used, unless `lasting`."""
         return self.storage.part(first, end, lasting)
 
     @in_inference_mode
@@ -140,8 +117,6 @@ class CachePool:
     Args:
         limit: tokens of one request (the model's context).
         keep: most free caches that are kept; more are dropped.
-        carries: whether layers of the model carry states.
-        encodes: whether requests begin with an encoder's text.
 
     Attributes:
         in_use: number of caches that were not given back.
@@ -188,7 +163,6 @@ class CachePool:
         return RequestCache(self._limit, FamilyState(self.carries, self.encodes))
 
     def release(self, cache: RequestCache) -> None:
-        """Take a cache back; the caller must not use it any more."""
         cache.rollback(0)
         n_bytes = cache.n_bytes
         with self._lock:
@@ -198,7 +172,6 @@ class CachePool:
                 self.kept_bytes += n_bytes
 
     def expect(self, uncommitted: int) -> None:
-        """Note that so many tokens may be uncommitted, each with its own states."""
         self.states = max(self.states, 1 + MOST_EDGES + uncommitted)
 
     def measure(self, cache: RequestCache) -> None:

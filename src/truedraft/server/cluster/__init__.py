@@ -1,7 +1,6 @@
 """Several machines with Ray: replicas of the server (Ray Serve), and batch inference (Ray Data).
 
-Needs the extra `ray`: `pip install 'truedraft[ray]'`. Ray decides placement, routing and scaling; each replica or
-worker has its own engine.
+Needs the extra `ray`: `pip install 'truedraft[ray]'`. Each replica or worker has its own engine.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ _CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "truedraft.server.clus
 
 
 def ray_module(name: str = "ray") -> Any:
-    """Import `ray`, `ray.serve` or `ray.data`.
-
-    Raises:
-        MissingExtraError: it or one of its requirements is not installed.
-    """
+    """Import `ray`, `ray.serve` or `ray.data`; a `MissingExtraError` if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -36,7 +31,7 @@ def ray_module(name: str = "ray") -> Any:
 def connected() -> Iterator[Any]:
     """Connect to Ray inside the block: to the cluster of RAY_ADDRESS, to this machine's, or to a new one.
 
-    A new one runs only on this machine, has no dashboard, and ends with the block.
+    A new one runs on this machine, without dashboard, and ends with the block.
 
     Raises:
         MissingExtraError: Ray is not installed.

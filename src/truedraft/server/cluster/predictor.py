@@ -25,15 +25,11 @@ class Predictor:
 
     Each worker loads the model once. A row keeps its columns and gets `answer` (text; "" without a tokenizer),
     `answer_ids`, `finish_reason` and `error`. A row that fails is kept, with the finish reason "error" and one sentence
-    in `error`, which is "" otherwise. Columns with the name of an option of `SamplingParams` override `params` for
-    their row.
+    in `error`, which is "" otherwise. Columns with the name of an option of `SamplingParams` override `params`.
 
     Args:
-        model: see `load_model`.
-        drafter: a specification, as for `--drafter`.
         prompt: the column of prompts: texts, or token ids.
         chat: whether a text is formatted as one user message by the model's chat template.
-        params: options of all rows, by name.
         batch: maximum rows answered together.
         loading: further options of `load_model`, such as `dtype` and `device`.
 
@@ -57,11 +53,7 @@ class Predictor:
         self._column, self._chat, self._params = prompt, chat, dict(params or {})
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Add the answers to rows, which are columns of numpy.
-
-        Raises:
-            DataError: the column of prompts is missing.
-        """
+        """Add the answers to rows, which are columns of numpy; a `DataError` if the column of prompts is missing."""
         if self._column not in batch:
             raise DataError(f"there is no column {self._column!r} of prompts; there are {', '.join(sorted(batch))}")
         count, own = len(batch[self._column]), sorted(_OPTIONS & batch.keys() - {self._column})
@@ -105,21 +97,16 @@ def _columns(answers: Sequence[Answer | TruedraftError]) -> dict[str, Any]:
 
 
 def answers_on_ray(
-    model: str, device: str, wanted: Sequence[tuple[list[int], SamplingParams]]
+    model: str, device: str, requests: Sequence[tuple[list[int], SamplingParams]]
 ) -> Iterator[tuple[list[int], bool]]:
     """Answer prompts on a cluster, in order: an `Elsewhere` for training.
 
-    A worker takes a GPU, or without GPUs all processors of a node.
-
-    Args:
-        model: a name that all workers can load.
-        device: auto, cpu or cuda.
-        wanted: prompts with their options.
+    A worker takes a GPU, or without GPUs all processors of a node; each must be able to load `model` by its name.
 
     Raises:
         TrainingError: an answer failed, or no worker could load the model.
     """
-    rows = [{"prompt": ids, **_differing(params)} for ids, params in wanted]
+    rows = [{"prompt": ids, **_differing(params)} for ids, params in requests]
     with connected():
         data = ray_module("ray.data")
         context = data.DataContext.get_current()
@@ -139,13 +126,11 @@ def answers_on_ray(
 
 
 def _differing(params: SamplingParams) -> dict[str, Any]:
-    """The options that differ from their defaults, as columns."""
     named = {each.name: (getattr(params, each.name), each.default) for each in dataclasses.fields(params)}
     return {name: value for name, (value, usual) in named.items() if value != usual or name == "temperature"}
 
 
 def _workers(device: str) -> tuple[int, dict[str, int]]:
-    """The number of workers, and the resources of each."""
     gpus = 0 if device == "cpu" else sum(int(each.get("GPU", 0)) for each in nodes())
     if gpus:
         return gpus, {"num_gpus": 1}

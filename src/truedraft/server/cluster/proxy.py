@@ -20,9 +20,8 @@ def middlewares() -> list[Middleware]:
 class WithErrors:
     """Converts Ray's errors to those of this server.
 
-    When a replica ends, Ray's proxy gives no reason: a waiting client gets status 500, and a stream breaks off. This
-    middleware sends 503 with Retry-After to the first, and a last event with an error to the second. Any other answer
-    that has begun cannot be repaired; its connection is closed.
+    When a replica ends, Ray's proxy answers a waiting client with status 500 and breaks off a stream. This sends 503
+    with Retry-After, or a last event with an error; the connection of any other answer that has begun is closed.
     """
 
     def __init__(self, app: ASGIApp) -> None:

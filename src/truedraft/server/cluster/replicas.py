@@ -1,8 +1,4 @@
-"""Replicas of the server on Ray Serve: each is an engine with its HTTP application.
-
-Ray routes a request to the less loaded of two replicas, scales their number with the load, checks their health and
-replaces failed ones.
-"""
+"""Replicas of the server on Ray Serve: each is an engine with its HTTP application."""
 
 from __future__ import annotations
 
@@ -55,11 +51,7 @@ class Replica:
         return self._app
 
     def check_health(self) -> None:
-        """Called by Ray every few seconds; also exports the metrics to Ray.
-
-        Raises:
-            RuntimeError: the engine can answer no request; Ray then replaces this replica.
-        """
+        """Called by Ray, which replaces this replica after a `RuntimeError`; also exports the metrics to Ray."""
         for family in self._app.state.metrics.registry.collect():
             for sample in family.samples:
                 name = sample.name.replace(":", "_")  # Ray does not allow colons
@@ -78,14 +70,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Size:
-    """Resources and number of replicas.
-
-    Attributes:
-        cpus: per replica; also the number of torch threads.
-        gpus: per replica.
-        least: minimum number of replicas.
-        most: maximum; above `least`, Ray scales the number.
-    """
+    """Resources per replica, and the least and most replicas; `cpus` is also the number of torch threads."""
 
     cpus: int
     gpus: int
@@ -94,10 +79,7 @@ class Size:
 
     @classmethod
     def of(cls, replicas: tuple[int, int], threads: int | None, device: str) -> Size:
-        """From the minimum and maximum number of replicas.
-
-        Args:
-            threads: per replica; None divides the processors of one node among the replicas.
+        """From the range of replicas; without `threads`, they share the processors of one node.
 
         Raises:
             OptionError: the device is one that Ray cannot choose.
@@ -111,11 +93,7 @@ class Size:
         return cls(threads or max(1, cores // most), gpus, least, most)
 
     def check_room(self) -> None:
-        """Refuse more replicas than there is room for.
-
-        Raises:
-            OptionError: gives the number that there is room for.
-        """
+        """Refuse more replicas than there is room for, by an `OptionError` with the number that there is room for."""
         needs = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
         room = sum(min(int(node.get(name, 0) // count) for name, count in needs.items()) for node in nodes())
         if room < self.least:
@@ -125,12 +103,7 @@ class Size:
 
 
 def application(make: Make, server: ServerOptions, size: Size) -> Application:
-    """The application for Ray Serve.
-
-    Args:
-        make: loads the engine of a replica; is pickled, and must be importable on all nodes.
-        server: limits per replica, and the time to drain.
-    """
+    """The application for Ray Serve; `make` loads a replica's engine and is pickled, so all nodes must import it."""
     many: dict[str, Any] = {"num_replicas": size.least}
     if size.most > size.least:
         bounds, aim = {"min_replicas": size.least, "max_replicas": size.most}, _BUSY * server.max_batch
@@ -158,8 +131,6 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
     """Run replicas inside the block; yields their address once all of them answer. After the block they drain and end.
 
     Args:
-        make: see `application`.
-        server: address of Ray's proxies, and limits per replica.
         size: is called once the cluster is connected.
 
     Raises:

@@ -1,8 +1,7 @@
-"""Drafters that learn while they serve: heads and draft models train in the background on the engine's answers.
+"""Drafters that learn while they serve, in the background on the engine's answers.
 
 A trained copy replaces the served module where replay of held-out answers shows, with a stated error probability, that
-it gives more tokens per target call. It is rolled back where later answers show the opposite. The answers never depend
-on it, only their speed.
+it gives more tokens per target call, and is rolled back where later answers show the opposite. Answers do not change.
 """
 
 from __future__ import annotations

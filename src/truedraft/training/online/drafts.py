@@ -88,7 +88,7 @@ class LearnableDrafts(Learnable[Any]):
         ids: Tensor | None,
         most: int | None = None,
     ) -> Tensor:
-        """The draft's logits `[end - first, ids]` at places of an answer, after at most `most` other tokens."""
+        """Logits `[end - first, ids]` at places of an answer, after at most `most` other tokens."""
         text = torch.cat([answer.prompt, answer.tokens[: end - 1]])
         text = text if most is None else text[-(most + end - first) :]
         found = module.get_decoder()(input_ids=text[None], use_cache=False).last_hidden_state[0, first - end :]

@@ -104,7 +104,6 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
         return len(batch.places)
 
     def _batch(self, chosen: Sequence[Answered], reach: int, chance: random.Random) -> CollatedBatch:
-        """A span of each answer, with the rows that a head reaches from it."""
         tokens, vectors, places, end = [], [], [], 0
         for each in chosen:
             count = min(_WINDOW, len(each) - reach)
@@ -149,7 +148,7 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
 
 
 def some_ids(known: Sequence[Answered], vocab: int, chance: random.Random) -> Tensor | None:
-    """Ids of a training step: those of the traffic and some others, ascending; None is all, of a small vocabulary."""
+    """Ids of a training step, ascending: those of the traffic and some others; None is all, of a small vocabulary."""
     if vocab <= _IDS:
         return None
     others = torch.tensor([chance.randrange(vocab) for _ in range(_OTHERS)])
@@ -188,7 +187,7 @@ class LearnableLayerHeads(LearnableHeads[Head]):
 
     @torch.no_grad()
     def _texts(self, chains: Chains, spans: Sequence[tuple[Answered, int, int]]) -> Texts:
-        """Prompts and answers up to the second of their two places, with the target's distributions from the first."""
+        """Prompts and answers up to their second place, with the target's distributions from the first."""
         texts = [torch.cat([each.prompt, each.tokens[:end]]) for each, _, end in spans]
         starts = list(itertools.accumulate(map(len, texts), initial=0))
         rows, about = np.zeros(starts[-1], np.int64), []
@@ -223,8 +222,7 @@ class LearnableLayerHeads(LearnableHeads[Head]):
 
 
 def _pairs(answer: Answered, places: Sequence[int], end: int, reach: int) -> dict[int, int]:
-    """Pairs with chains that begin after the answer's tokens at `places`, with their steps up to the token before
-    `end`, as `chains_in`.
+    """Pairs with chains after the answer's tokens at `places`, with steps up to the token before `end`, as `chains_in`.
 
     Worked example: after a prompt of 4 the answer's token 0 is at 4, so its pair is 3, which is about the token at 5;
     with an answer of 3 and a reach of 3 the pairs are 3 with two steps and 4 with one.

@@ -26,7 +26,7 @@ PLACES = 32
 
 
 class Learnable(ABC, Generic[ModuleT]):
-    """How the modules of one drafter learn. All of them are on the CPU.
+    """How the modules of one drafter, all on the CPU, learn.
 
     Attributes:
         origin: the original module, in the dtype in which it is served.
@@ -34,9 +34,7 @@ class Learnable(ABC, Generic[ModuleT]):
         answers: number of answers in a training step, each with a span of tokens.
         least: least tokens of an answer to learn from.
 
-    Raises:
-        CompositionError: these cannot learn; says why.
-        UnsupportedModelError: the target cannot be learned from; says why.
+    Raises CompositionError if these cannot learn, UnsupportedModelError if the target cannot be learned from.
     """
 
     origin: ModuleT
@@ -53,29 +51,19 @@ class Learnable(ABC, Generic[ModuleT]):
 
     @classmethod
     @abstractmethod
-    def takes(cls, drafter: Drafter) -> bool:
-        """Whether this class handles the modules of a drafter."""
+    def takes(cls, drafter: Drafter) -> bool: ...
 
     @abstractmethod
     def learn(
         self, shadow: ModuleT, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random
     ) -> int:
-        """Add the gradient of a step.
-
-        Args:
-            shadow: in training, in float32.
-            known: all answers kept for training.
-
-        Returns:
-            The number of learned positions.
-        """
+        """Add the gradient of a step to `shadow`; returns the number of learned positions."""
 
     @abstractmethod
     def replayed(self, modules: Sequence[ModuleT], answer: Answered) -> list[Score]:
         """Scores of each module's greedy chains along an answer, from each of its first places.
 
-        A chain is kept as far as it agrees with the answer, at every temperature, so guesses read only the answer's
-        tokens.
+        Guesses read only the answer's tokens, because a chain is kept as far as it agrees with the answer.
         """
 
     @abstractmethod
@@ -84,20 +72,11 @@ class Learnable(ABC, Generic[ModuleT]):
 
     @abstractmethod
     def save(self, module: ModuleT, folder: Path) -> None:
-        """Write a folder for `--drafter`.
-
-        Raises:
-            ModelError: it cannot be written.
-        """
+        """Write a folder for `--drafter`; ModelError if that fails."""
 
     @abstractmethod
     def load(self, folder: Path) -> ModuleT:
-        """A saved module, in the dtype in which it is served.
-
-        Raises:
-            ModelError: the folder is damaged, or holds something else.
-            CompositionError: it is for another target.
-        """
+        """A saved module in its served dtype; ModelError if damaged, CompositionError if for another target."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,8 +91,7 @@ def in_dtype(module: ModuleT, dtype: torch.dtype) -> ModuleT:
 
 
 def agrees(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether the argmax of each row of logits `[rows, ids]`, the lowest of equal ids, is its label; a label -1 never
-    agrees."""
+    """Whether the argmax of each row of logits `[rows, ids]`, the lowest of equal ids, is its label; -1 never is."""
     largest = logits.amax(-1)
     found = (logits.gather(1, labels.clamp_min(0)[:, None])[:, 0] == largest) & (labels >= 0)
     tied = logits[found] == largest[found, None]  # of few rows, because these passes cost as much as the product
@@ -123,8 +101,7 @@ def agrees(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def scored(kept: Tensor) -> Score:
-    """The score of an answer, from the number of kept guesses at each place; each chain begins after the target's
-    token.
+    """The score of an answer, from the number of kept guesses at each place, for chains after the target's token.
 
     Worked example: after token 0 two guesses of three agree, so tokens 1 and 2 are kept and the call gives token 3.
     """
@@ -138,9 +115,8 @@ def scored(kept: Tensor) -> Score:
 class Narrowed:
     """The target's distributions at rows of a batch, and an LM head, over only some ids of the vocabulary.
 
-    For a large vocabulary a training step over all ids costs many times as much, for almost the same gradient: all of
-    the target's mass is on few ids, most of them among the tokens of the traffic. `place`, `[vocab]`, is the index of
-    each id among these; arbitrary for other ids.
+    For a large vocabulary a step over all ids costs many times as much, for almost the same gradient: the target's mass
+    is on few ids. `place`, `[vocab]`, is the index of each id among these; arbitrary for other ids.
     """
 
     lm_head: LmHead
@@ -149,7 +125,6 @@ class Narrowed:
 
     @classmethod
     def of(cls, lm_head: LmHead, loss: DistillationLoss, ids: Tensor | None) -> Narrowed:
-        """Narrow to ascending ids; None keeps all."""
         if ids is None:
             return cls(lm_head, loss, None)
         bias = None if lm_head.bias is None else lm_head.bias[ids]

@@ -49,13 +49,12 @@ Result = TypeVar("Result")
 
 
 class Learner:
-    """Trains an engine's drafter on its answers, and swaps the drafter's modules between steps.
+    """Trains an engine's drafter on its answers in a thread, and swaps the drafter's modules between steps.
 
-    OSD (2310.07177) trains a draft on answers; here promotions are tested, too. Answers stay only in memory, as tokens
-    and the target's vectors, for at most `keep_s`; a quarter of them is never trained on. A copy of the drafter's
-    module trains in a thread. It is promoted where replay of the held-out answers shows that it gives more tokens per
-    call, by bets that are wrong with probability `level`, and where it is no worse on older ones. It is rolled back
-    where later answers show the opposite. One learner is for one engine.
+    As OSD (2310.07177), with tests: a quarter of the answers is never trained on, and a trained copy is promoted where
+    replay of these shows more tokens per call, by bets that are wrong with probability `level`, and where it is no
+    worse on older ones. It is rolled back where later answers show the opposite. Answers stay only in memory. One
+    learner is for one engine.
 
     Args:
         folder: of promoted versions; the last is loaded at the start. None writes nothing.
@@ -113,9 +112,8 @@ class Learner:
     def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
         """Start to learn from an engine, see `EngineLearner`.
 
-        Raises:
-            CompositionError: no drafter can learn this way, or the learner has an engine already.
-            OptionError: the folder holds versions of another drafter, or for another target.
+        Raises CompositionError if no drafter can learn or the learner has an engine already, OptionError for a folder
+        of another drafter or target.
         """
         if self._able:
             raise CompositionError("this learner learns beside another engine already; make one for each")
@@ -154,7 +152,6 @@ class Learner:
         return changes
 
     def close(self) -> None:
-        """End the thread, and drop all answers."""
         self._closed.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -224,10 +221,7 @@ class Learner:
             _log.exception("the thread that learns has ended; what is drafted with stays, and learns no more")
 
     def turn(self) -> float:
-        """Do a small part of the work if there is work and time for it; returns the seconds to rest after it.
-
-        The processor time so far is at most the share of the wall time, and one turn more.
-        """
+        """Do a small part of the work, within the share of time or one part more; returns seconds to rest."""
         began_s, before_s = self._clock(), self._processor()
         with self._guard:
             known = list(self._traffic.values())
@@ -245,7 +239,7 @@ class Learner:
         return max(rest_s, spent_s / self._share - (self._clock() - began_s), 0.0)
 
     def _work(self) -> bool:
-        """Do a part of the work of one student, in rotation; returns whether there was any."""
+        """Work for one student, in rotation; returns whether there was any."""
         for key, student in list(self._students.items()):
             if student is None:
                 continue
@@ -286,7 +280,6 @@ class Learner:
 
 
 def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
-    """What can learn in an engine, by the names of its drafters."""
     members, lm_head = engine.drafter.members, functools.cache(engine.target.lm_head)
     kinds = {name: kind for name, each in members.items() for kind in _KINDS if kind.takes(each)}
     able: dict[str, Learnable[Any]] = {}

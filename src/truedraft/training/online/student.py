@@ -43,11 +43,7 @@ _numbers = itertools.count()
 
 
 class Candidate:
-    """A module in evaluation mode and its served dtype, with replays that are stored with the answers under a unique
-    number.
-
-    `version` is its number as a served module, 0 for the original.
-    """
+    """A module in evaluation mode, with a unique number for its replays; `version` is 0 for the original."""
 
     def __init__(self, module: nn.Module, version: int = 0) -> None:
         self.module = module
@@ -69,8 +65,7 @@ def tokens_a_place(candidate: Candidate, answers: Iterable[Answered]) -> float:
 
 
 class GainTest:
-    """Evidence that differences are above 0 on average; `now` and `most` are its logarithm and the maximum of that so
-    far.
+    """Evidence that differences are above 0 on average; `now` and `most` are its logarithm and the maximum so far.
 
     The bet is the mean of the earlier differences over the mean of their squares, with which the product grows nearly
     as fast as possible (2010.09686, appendix B.3); without a gain the bets are almost 0.
@@ -97,12 +92,8 @@ class GainTest:
 class Comparison:
     """Compares a served module `old` and a candidate `new` on answers as they come, each answer once.
 
-    A later candidate may continue an earlier one's comparison: the candidate is chosen before an answer is read, so
-    evidence of a gain is evidence that some of them had one.
-
-    Attributes:
-        count: answers compared so far.
-        own: answers compared with the current `new`.
+    A later candidate may continue an earlier one's comparison: it is chosen before an answer is read, so evidence of a
+    gain is evidence that some of them had one. `own` answers were compared with the current `new`.
     """
 
     def __init__(self, new: Candidate, old: Candidate, level: float, seen: set[int]) -> None:
@@ -117,7 +108,6 @@ class Comparison:
         self.new, self.own, self._own_gain = new, 0, 0.0
 
     def waiting(self, answers: Iterable[Answered]) -> list[Answered]:
-        """The answers that were not compared yet."""
         return [each for each in answers if each.number not in self._seen]
 
     def see(self, answer: Answered) -> None:
@@ -138,21 +128,14 @@ class Comparison:
 
     @property
     def loses(self) -> bool:
-        """Whether they are surely worse."""
         return self._loss.sure(self._level)
 
 
 class Student:
     """Learns from one stream of answers, in one thread, in small parts.
 
-    Args:
-        learnable: how it learns; no module may be worse than its origin on older answers.
-        serve: called with each module that is to be served from now on.
-        version: of the served module; 0 is the origin.
-
-    Attributes:
-        unwritten: number of failures to write the served version.
-        gain: tokens per call by replay, before and after the last promotion; None without a promotion.
+    `serve` is called with each module to be served. `gain` is the tokens per call by replay, before and after the last
+    promotion. No module may be worse than its origin on older answers.
     """
 
     def __init__(
@@ -200,7 +183,6 @@ class Student:
     # ------------------------------------------------------------------------------------ training
 
     def _train(self) -> bool:
-        """A step of the shadow, half of it on the newest answers and half on older ones."""
         if self._learned >= _PASSES * self.traffic.positions:
             return False
         least, pools = self._learnable.least, self.traffic.answers(self.traffic.trained)
@@ -219,7 +201,6 @@ class Student:
         return True
 
     def _try_shadow(self) -> None:
-        """Make the present shadow the candidate, if that is due."""
         trial = self._trial
         if self._steps < _STEPS or (trial is not None and (trial.own < OWN or trial.gains)):
             return
@@ -242,7 +223,6 @@ class Student:
     # ------------------------------------------------------------------------------------- judging
 
     def _score(self) -> bool:
-        """Replay one answer for the compared modules, and act on the result."""
         missing = next(self._missing(), None)
         if missing is None:
             return False
@@ -253,7 +233,6 @@ class Student:
         return True
 
     def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
-        """Answers with candidates that were not replayed on them."""
         fresh, old = self.traffic.answers(self.traffic.held)
         pending: list[tuple[Answered, list[Candidate]]] = []
         if self._winner is not None:
@@ -293,7 +272,7 @@ class Student:
             self._start_over()
 
     def _judge_winner(self, winner: _Winner, answers: Sequence[Answered]) -> None:
-        """Promote a candidate that gains, or a fraction of its change where older answers would lose; or none."""
+        """Promote a candidate, or a fraction of its change where older answers would lose; or none."""
         compared = {each.number for each in (winner.now, self.served, self.origin)}
         *older, newest = winner.among(answers)
         if not all(compared <= answer.scores.keys() for some in (*older, newest) for answer in some):
@@ -328,7 +307,7 @@ class Student:
         self.rollbacks += 1
 
     def _put(self, candidate: Candidate) -> None:
-        """Serve a candidate, then record it as served, so that a disk failure does not stop serving."""
+        """Serve a candidate before it is recorded, so that a disk failure does not stop serving."""
         self._serve(candidate.module)
         _log.info("version %d of the %s is served from now on", candidate.version, self._learnable.plural)
         if self._versions is not None:

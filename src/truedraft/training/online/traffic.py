@@ -1,5 +1,4 @@
-"""Recent answers, only in memory: tokens, the target's vectors from which they were drawn, and what drafts read of
-prompts."""
+"""Recent answers, only in memory: tokens, the target's vectors of them, and what drafts read of prompts."""
 
 from __future__ import annotations
 
@@ -25,13 +24,7 @@ _ID_BYTES = 8
 
 
 class Score(NamedTuple):
-    """The result of replaying an answer.
-
-    Attributes:
-        tokens: replayed tokens, without the answer's first.
-        kept: guesses that agree with the answer, over chains that begin after every token. It is more informative than
-            the calls, which depend on the places where chains happened to begin.
-    """
+    """The result of replaying an answer: its tokens but the first, and guesses kept of chains from every token."""
 
     tokens: int
     calls: int
@@ -46,8 +39,7 @@ class Answered:
         tokens: `[tokens]`, int64.
         vectors: `[tokens, width]`: the input of the target's LM head for each token.
         prompt: the end of the prompt; empty where the learning module reads no prompts.
-        layers: by layer number, `[prompt + tokens - 1, width]`: the layer's output at each token but the last, of this
-            part of the prompt and of the answer.
+        layers: by layer number, `[prompt + tokens - 1, width]`: outputs at each token of both but the last.
         scores: of replays, by the numbers of the candidates.
     """
 
@@ -71,8 +63,7 @@ class Answered:
 class Pool:
     """The `most_fresh` newest answers, and a sample of earlier ones, each in at most half of the memory.
 
-    An older answer is kept with the same probability whenever it came (reservoir sampling), so a change of traffic does
-    not displace earlier answers.
+    Reservoir sampling, so a change of traffic does not displace earlier answers.
     """
 
     def __init__(self, most_bytes: int, most_tokens: int, most_fresh: int, chance: random.Random) -> None:
@@ -83,7 +74,6 @@ class Pool:
         self.old: list[Answered] = []
 
     def add(self, answer: Answered) -> None:
-        """Add an answer, and drop those that there is no room for."""
         self.fresh.append(answer)
         while len(self.fresh) > self._most_fresh or (self.fresh and self._too_many(self.fresh)):
             self._sample(self.fresh.popleft())
@@ -103,7 +93,6 @@ class Pool:
         return 2 * n_bytes > self._most_bytes or 2 * tokens > self._most_tokens
 
     def forget(self, before_s: float) -> None:
-        """Drop answers that ended before a time."""
         while self.fresh and self.fresh[0].since_s < before_s:
             self.fresh.popleft()
         self.old = [each for each in self.old if each.since_s >= before_s]
@@ -114,11 +103,7 @@ class Pool:
 
 
 class Traffic:
-    """Answers for training, and answers for replay, of one tenant or of all; no answer is both.
-
-    Attributes:
-        positions: tokens for training added so far.
-    """
+    """Answers for training, and others for replay, of one tenant or of all; `positions` counts training tokens."""
 
     def __init__(self, most_bytes: int, most_tokens: int, keep_s: float, seed: int = 0) -> None:
         shares = 1.0 - _HELD_SHARE, _HELD_SHARE
@@ -174,13 +159,9 @@ class _Open:
 
 
 class Recorder(NoDrafter):
-    """Never drafts; records tokens and vectors of each answer, and hands them over at its end.
+    """Records tokens and vectors of each answer, never drafts; `prompts` records the last tokens of prompts.
 
     Answers to prompts with more than tokens, such as pictures, are left out, and so are rehearsals.
-
-    Args:
-        layers: numbers of further layers of the target with recorded outputs.
-        prompts: whether the last tokens of prompts are recorded.
     """
 
     name: ClassVar[str] = "learner"

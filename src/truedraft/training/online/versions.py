@@ -1,8 +1,6 @@
-"""Learned modules on disk: whole versions, and a file that names the served one.
+"""Learned modules on disk: `FOLDER/versions/N`, and `FOLDER/current.json`, which names the served one.
 
-`FOLDER/versions/N` is a folder as `truedraft train` writes it, and `FOLDER/current.json` names N. A version is written
-under another name and renamed when it is complete, and only then named as served, so a process that is killed leaves a
-version that loads. No text is written.
+A version is complete before it is named as served, so a process that is killed leaves one that loads.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ _KEPT = 4  # versions in addition to the served one
 class Versions:
     """The versions of one drafter's module; its origin is version 0 and is not written.
 
-    Raises:
-        OptionError: the folder holds versions of another drafter, or for another target.
-        ModelError: the target's weights cannot be read again.
+    Raises OptionError for versions of another drafter or target, ModelError if the target's weights cannot be read.
     """
 
     def __init__(self, folder: Path, learnable: Learnable[Any], target: LanguageModel) -> None:
@@ -44,11 +40,7 @@ class Versions:
             )
 
     def load(self) -> tuple[int, nn.Module] | None:
-        """The version that was served last; None where that is the origin.
-
-        Raises:
-            OptionError: it is missing or damaged, or does not fit the target.
-        """
+        """The version served last, None if the origin; OptionError if it is missing, damaged or does not fit."""
         number = object_of(self._folder / _POINTER).get("version", 0)
         if not number:
             return None
@@ -62,11 +54,7 @@ class Versions:
             ) from error
 
     def write(self, module: nn.Module) -> int:
-        """Write a version, not yet named as served; returns its number.
-
-        Raises:
-            ModelError: it cannot be written.
-        """
+        """Write a version, not yet named as served, and return its number; ModelError if that fails."""
         versions = self._folder / _VERSIONS
         try:
             versions.mkdir(parents=True, exist_ok=True)
@@ -87,11 +75,7 @@ class Versions:
         return number
 
     def name(self, number: int) -> None:
-        """Name a version as the served one, 0 for the origin.
-
-        Raises:
-            ModelError: that cannot be written.
-        """
+        """Name a version as the served one, 0 for the origin; ModelError if that fails."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with written_whole(self._folder / _POINTER) as file:

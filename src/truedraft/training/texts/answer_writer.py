@@ -1,7 +1,6 @@
 """Let a target write the text that heads are trained on (self-distillation, Medusa 2401.10774, section 2.3.2).
 
-Our own engine writes the answers, in batches. The hidden states are kept as it samples from them, so no second pass
-over the text is needed.
+The hidden states are kept as the engine samples from them, so no second pass over the text is needed.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _TRIED_ROUNDS = 3
 _LEAST_CUT = 16  # least tokens of an answer that is cut
 _PACED = 32  # steps before the remaining time is reported
 
-Wanted: TypeAlias = tuple[list[int], SamplingParams]
+PromptToAnswer: TypeAlias = tuple[list[int], SamplingParams]
 """A prompt, and the sampling parameters of its answer."""
-Elsewhere: TypeAlias = Callable[[Sequence[Wanted]], Iterator[tuple[list[int], bool]]]
+Elsewhere: TypeAlias = Callable[[Sequence[PromptToAnswer]], Iterator[tuple[list[int], bool]]]
 """Lets other machines answer prompts: yields in order the ids of each answer, and whether the target ended it."""
 
 
@@ -82,8 +81,7 @@ class Watch:
         written: the kind of text, as "answers".
         share: of the budget at which the writing ends.
         begun: whether a training on the written text has begun, so that nothing is added.
-        on_forecast: called once, after the first steps, with an upper limit of the remaining seconds; None reports the
-            lower of that and the budget's remaining time.
+        on_forecast: called once with an upper limit of the remaining seconds; None reports it as a note.
     """
 
     what: str = "writing text"
@@ -126,11 +124,9 @@ def write_answers(
     Args:
         prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
         name: of the files, see `AnswerFiles`.
-        watch: for progress and the stopping time, when running answers are cut and the written ones are returned; None
-            reports nothing and never stops.
+        watch: at its stopping time running answers are cut and the written ones returned; None never stops.
         width: entries of each vector that are kept; None keeps all that heads read, 0 none.
-        least: answers written even if the time is up; None is one at each temperature.
-        least_tokens: of each of these, unless it ends before.
+        least: answers written even if the time is up, with `least_tokens` each; None is one at each temperature.
 
     Raises:
         OptionError: the folder holds answers to other prompts, of another target, or of another configuration.
@@ -172,7 +168,7 @@ def _write_elsewhere(
     width: int,
     watch: Watch,
 ) -> None:
-    """Let other machines answer the remaining prompts until it must stop; the vectors are recomputed here."""
+    """Let other machines answer the remaining prompts; the vectors are recomputed here."""
     remaining = [(prompt, config.params(number)) for number, prompt in enumerate(prompts)][len(files.records) :]
     if not remaining or watch.over():
         return
@@ -193,33 +189,32 @@ def hidden_of(target: LanguageModel, record: WrittenAnswer) -> Tensor:
 
 
 class ThreadTrial:
-    """Runs the steps of a loop alternately on all of torch's threads and on one, then on whichever was faster; only on
-    the CPU.
+    """Runs steps on all of torch's threads and on one, then on whichever was faster; only on the CPU.
 
-    A step of a small model takes a few hundred microseconds in many parts, and threads synchronise after each. Where
-    they share a processor core, or wait for one, a second thread makes it slower.
+    A step of a small model has many short parts, and threads synchronise after each. Where they share a processor core,
+    or wait for one, a second thread makes it slower.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._all = torch.get_num_threads()
         self._clock = clock
         self._times: dict[int, list[float]] = {self._all: [], 1: []}
-        self._turns = [self._all, 1] * _TRIED_ROUNDS if device.type == "cpu" and self._all > 1 else []
+        self._trials = [self._all, 1] * _TRIED_ROUNDS if device.type == "cpu" and self._all > 1 else []
         self._spent = 0.0
         self._steps = 0
 
     def run(self, step: Callable[[], int]) -> int:
-        if not self._turns:
+        if not self._trials:
             return step()
-        torch.set_num_threads(self._turns[0])
+        torch.set_num_threads(self._trials[0])
         began = self._clock()
         found = step()
         self._spent += self._clock() - began
         self._steps += 1
         if self._steps == _TRIED_STEPS:
-            self._times[self._turns.pop(0)].append(self._spent)
+            self._times[self._trials.pop(0)].append(self._spent)
             self._spent, self._steps = 0.0, 0
-            if not self._turns:
+            if not self._trials:
                 # The best time of each: the first one includes the warm-up, and other processes may disturb any.
                 torch.set_num_threads(min(self._times, key=lambda threads: min(self._times[threads])))
         return found
@@ -283,7 +278,6 @@ class _Answering:
 def _written(
     request: Request, shown: Sequence[StepOutcome], width: int, stop_ids: Sequence[int]
 ) -> tuple[WrittenAnswer, Tensor]:
-    """An answer, and the vectors `[tokens, width]` that gave its tokens."""
     if request.error is not None:
         raise TrainingError(f"the target failed while it wrote text to train on: {request.error}") from request.error
     if request.warnings:
@@ -298,6 +292,5 @@ def _written(
 
 
 def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: WritingConfig) -> list[list[int]]:
-    """The prompts, cut at the front to leave room for the answer."""
     most = max(1, target.context_length - config.answer_tokens)
     return [list(prompt)[-most:] for prompt in prompts]

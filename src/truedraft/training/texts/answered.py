@@ -1,7 +1,6 @@
 """Prompts for a target from data files and by itself, and its answers to them.
 
-After only the opening of a user's turn an instruct model writes questions like those of its training data (Magpie,
-2406.08464).
+After the opening of a user's message an instruct model writes questions like its training data (Magpie, 2406.08464).
 """
 
 from __future__ import annotations
@@ -44,13 +43,7 @@ _SHORT = 0.95  # share of the requested prompts that counts as all
 
 @dataclass(frozen=True)
 class Source:
-    """The contents of the data files.
-
-    Attributes:
-        prompts: token ids, for the target to answer.
-        held_out: texts to measure on; empty where a part of `texts` is held out.
-        asks: whether the target also writes prompts of its own.
-    """
+    """The contents of the data files; `asks`: whether the target also writes prompts of its own."""
 
     texts: Sequence[str]
     prompts: Sequence[Sequence[int]]
@@ -59,11 +52,7 @@ class Source:
 
     @classmethod
     def read(cls, data: Sequence[Path], held_out: Sequence[Path], tokenizer: Any) -> Source:
-        """Read all files; with `SELF` among them the target writes prompts of its own.
-
-        Raises:
-            DataError: one cannot be read, or they are empty.
-        """
+        """Read all files; with `SELF` the target writes prompts. DataError for an unreadable file or no data."""
         texts, prompts = read_data([path for path in data if path != SELF], tokenizer, empty=SELF in data)
         return cls(texts, prompts, read_texts(held_out, tokenizer) if held_out else [], SELF in data)
 
@@ -74,12 +63,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Writing:
-    """How a target answers prompts.
+    """How a target answers prompts: about `tokens`, until the share `WRITTEN` of the budget is spent.
 
-    Attributes:
-        tokens: approximate number to write.
-        budget: the target writes until the share `WRITTEN` of it is spent.
-        begun: whether a training on the written text has begun, so that nothing is added.
+    `begun` is whether a training on the written text has begun, so that nothing is added.
     """
 
     tokens: int
@@ -89,7 +75,7 @@ class Writing:
     budget: TimeBudget
     begun: bool = False
 
-    def ask(self, model: LanguageModel, count: int) -> list[list[int]]:
+    def questions(self, model: LanguageModel, count: int) -> list[list[int]]:
         """Questions that the target writes itself; none are added once answers are written."""
         begun = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
         watch = Watch("asking", "questions", self.callbacks, self.budget, _QUESTIONS_WRITTEN, begun)
@@ -97,11 +83,10 @@ class Writing:
         return ask_itself(model, count, self.folder, seed=how.seed + 2, watch=watch, elsewhere=how.elsewhere)
 
     def answers(self, model: LanguageModel, prompts: Sequence[Sequence[int]], asks: bool) -> list[WrittenAnswer]:
-        """The target's answers to prompts and, with `asks`, to its own questions: as many as are missing, at least half
-        of all."""
+        """Answers to prompts and, with `asks`, to its own questions: the missing ones, at least half of all."""
         count = -(-self.tokens // self.how.answer_tokens)
         if asks:
-            prompts = [*prompts, *self.ask(model, max(count // 2, count - len(prompts)))]
+            prompts = [*prompts, *self.questions(model, max(count // 2, count - len(prompts)))]
         prompts = shuffled(prompts, self.how.seed)[:count] if asks or self.budget.limited else prompts[:count]
         if len(prompts) < _SHORT * count:
             self.callbacks.on_note(f"there are {len(prompts):,} prompts, and {count:,} are asked for with --tokens")
@@ -119,11 +104,7 @@ def names_of(data: Iterable[Path]) -> str:
 
 
 def opening_of(tokenizer: Tokenizer) -> list[int]:
-    """The ids of an empty user's turn: what the chat template has before the message.
-
-    Raises:
-        DataError: there is no chat template, or it does not contain the message unchanged.
-    """
+    """The ids before the text of a user's message; DataError without a chat template that keeps it unchanged."""
     try:
         before, mark, _ = tokenizer.conversation_text([{"role": "user", "content": _MARK}]).partition(_MARK)
     except PromptError as error:
@@ -143,17 +124,14 @@ def ask_itself(
     watch: Watch | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> list[list[int]]:
-    """Let an instruct model write up to `count` questions, or resume after an interruption; returns prompts in its chat
-    template.
+    """Let an instruct model write up to `count` questions, or resume; returns prompts in its chat template.
 
-    Raises:
-        DataError: the target has no chat template.
-        OptionError: the folder holds questions of another configuration.
-        TrainingError: the target failed, no question ended, or the files cannot be written.
+    Raises DataError without a chat template, OptionError for a folder of another configuration, TrainingError if the
+    target or writing the files fails, or no question ended.
     """
     tokenizer = target.tokenizer
     if tokenizer is None:
-        raise DataError("the model has no tokenizer, and asks nothing without one")
+        raise DataError("the model has no tokenizer, and writes no questions without one")
     written = write_answers(
         target,
         [opening_of(tokenizer)] * math.ceil(_SPARE * count),
@@ -169,17 +147,14 @@ def ask_itself(
     found = distinct(ended)[:count]
     if not found:
         raise TrainingError(
-            f"{target.name} asked itself nothing: no question of {len(written.records):,} had an end within {LONGEST} "
+            f"{target.name} wrote no question: none of {len(written.records):,} had an end within {LONGEST} "
             "tokens; name prompts of your own with --data FILE"
         )
     return [tokenizer.chat([{"role": "user", "content": text}]) for text in found]
 
 
 def distinct(questions: Iterable[str]) -> list[str]:
-    """Questions without near duplicates, which share most of their trigrams of words with an earlier one.
-
-    Surrounding spaces are removed, and so are questions of a few characters.
-    """
+    """Questions of more than a few characters without near duplicates, which share most trigrams of words."""
     kept: list[str] = []
     first: dict[tuple[str, ...], int] = {}  # the first question with a run
     for text in map(str.strip, questions):

@@ -39,26 +39,19 @@ class ChatTexts:
         return HistoryForm.of(self._tokenizer.conversation_text)
 
     def text(self, record: Sequence[Any] | Mapping[str, Any], place: str) -> str:
-        """The text of one chat; `place` is for errors.
+        """The text of a chat at `place`: messages, or an object with them as "messages" or "conversations".
 
-        Args:
-            record: its messages, or an object that has them as "messages" or "conversations", optionally with "system"
-                and "tools".
-
-        Raises:
-            DataError: it is no chat, there is no template, or the template refuses it.
+        The object may have "system" and "tools". DataError if it is no chat, or without a template that takes it.
         """
         return self._written(
             record, place, lambda tokenizer, messages, tools: tokenizer.conversation_text(messages, tools)
         )
 
     def prompt(self, record: object, place: str) -> list[int] | None:
-        """The token ids of a prompt: an object with "prompt", or a chat that ends with a question; None for a document.
+        """Ids of a prompt: an object with "prompt", or a chat that ends with a question; None for a document.
 
         "prompt" is a user's message where there is a chat template, otherwise a text to continue; or token ids.
-
-        Raises:
-            DataError: as in `text`, or the prompt is empty, or neither a text nor token ids.
+        DataError as in `text`, or for an empty or other prompt.
         """
         if isinstance(record, Mapping) and "prompt" in record and "text" not in record:
             content = record["prompt"]
@@ -69,7 +62,7 @@ class ChatTexts:
             if self._tokenizer is not None and not self._tokenizer.chat_template:
                 return self._tokenizer.encode(content)
             record = [{"role": "user", "content": content}]
-        messages = _turns(record)
+        messages = _messages_of(record)
         last = messages[-1] if isinstance(messages, list) and messages else None
         role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
         if not isinstance(role, str) or ROLES.get(role, "assistant") == "assistant":
@@ -82,14 +75,13 @@ class ChatTexts:
         place: str,
         write: Callable[[Tokenizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], _Written],
     ) -> _Written:
-        """Call `write` with a chat's messages in the form that the template takes, and with its tools."""
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise DataError(
                 f"{place}: a chat, and there is no chat template to write it by; give texts, or train for a model that "
                 "has one"
             )
         more: Mapping[str, Any] = record if isinstance(record, Mapping) else {}
-        given = _turns(record)
+        given = _messages_of(record)
         if not isinstance(given, list) or not given:
             raise DataError(f"{place}: the messages of a chat are a list of at least one, got {_shown(given)}")
         try:
@@ -107,12 +99,11 @@ class ChatTexts:
             raise DataError(f'{place}: its tools or "tool_calls" are not in OpenAI\'s form ({error!r})') from error
 
 
-def _turns(record: Any) -> Any:
+def _messages_of(record: Any) -> Any:
     return next((record[name] for name in FIELDS if name in record), record) if isinstance(record, Mapping) else record
 
 
 def _message(turn: object, place: str) -> dict[str, Any]:
-    """A message in OpenAI's form, from that or ShareGPT's."""
     if not isinstance(turn, Mapping):
         raise DataError(f'{place}: an object with "role" and "content", or "from" and "value", got {_shown(turn)}')
     role = turn.get("role", turn.get("from"))
@@ -128,7 +119,6 @@ def _message(turn: object, place: str) -> dict[str, Any]:
 
 
 def _content(content: object, place: str) -> str | None:
-    """A text, or the joined texts of parts; None where it is neither."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
@@ -138,7 +128,6 @@ def _content(content: object, place: str) -> str | None:
 
 
 def _call(call: Any) -> Any:
-    """A tool call with arguments as an object, also where they are JSON text."""
     function = call["function"] if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -146,7 +135,6 @@ def _call(call: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """The value of a JSON text; anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -46,14 +46,8 @@ def read_texts(paths: Iterable[Path], tokenizer: Any | None = None) -> list[str]
 def read_data(paths: Iterable[Path], tokenizer: Any, *, empty: bool = False) -> tuple[list[str], list[list[int]]]:
     """Texts, and prompts for the target to answer, of all files, in order.
 
-    Args:
-        paths: as in `read_texts`. An object with "prompt", or a chat with a last message that is not the assistant's,
-            is a prompt.
-        tokenizer: from transformers; its chat template formats chats, and prompts as a user's message where it has one.
-        empty: whether there may be no texts and prompts.
-
-    Raises:
-        DataError: as `read_texts`, or a prompt is neither a text nor token ids.
+    Prompts are objects with "prompt", as a user's message where the tokenizer has a chat template, and chats with a
+    last message that is not the assistant's. Raises DataError as `read_texts`, or for another prompt.
     """
     chats, texts, prompts = ChatTexts(tokenizer), [], []
     for entry, place in (each for path in paths for each in _entries_of(path)):
@@ -150,8 +144,7 @@ class Encoder(Protocol):
 
     eos_token_id: int
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of the text."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 def as_stream(texts: Iterable[str], tokenizer: Encoder, answers: Iterable[Sequence[int]] = ()) -> NDArray[np.uint32]:
@@ -189,8 +182,8 @@ def stream_hash(stream: NDArray[np.uint32]) -> str:
 class BlockSampler:
     """Blocks of one length from a stream: a pure function of an index, so that resuming needs no state.
 
-    In each epoch the stream is cut at a new random offset and the blocks are visited in a new random order. A block has
-    one token more than the model reads: inputs are `block[:-1]`, labels `block[1:]`.
+    In each epoch the stream is cut at a new random offset and the blocks are in a new random order. Inputs are
+    `block[:-1]`, labels `block[1:]`.
     """
 
     stream: NDArray[np.uint32]
@@ -210,7 +203,7 @@ class BlockSampler:
         return max(0, (len(self.stream) - self.sequence_length - 1) // self.sequence_length)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Blocks `first` to `first + count - 1` of the run: int64 [count, sequence_length + 1]."""
+        """Int64 `[count, sequence_length + 1]`."""
         rows = [self._block(index) for index in range(first, first + count)]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
@@ -228,11 +221,7 @@ class BlockSampler:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Lengths of sequences and sizes of batches, in tokens.
-
-    Attention costs less in short sequences, so most of the training uses them; the decay uses long ones, so that every
-    position of the context has been trained.
-    """
+    """Lengths of sequences (short ones in the stable phase, long ones in the decay) and sizes of batches, in tokens."""
 
     stable_length: int = 512
     decay_length: int = 2048
@@ -257,7 +246,6 @@ class Curriculum:
         )
 
     def phases(self, stream: NDArray[np.uint32], schedule: WarmupStableDecay, *, seed: int) -> list[Phase]:
-        """The stable phase and the decay; each draws its blocks from a seed of its own."""
         parts = [
             (schedule.stable_steps, self.stable_length, 2 * seed),
             (schedule.decay_steps, self.decay_length, 2 * seed + 1),

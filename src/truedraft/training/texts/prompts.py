@@ -1,8 +1,7 @@
 """Prompts cut from texts for the target to continue, so that drafters learn from its own answers.
 
-The embedded target continues Python, so its prompts come from the standard library of the running interpreter. The
-files from which the shipped held-out prompts were cut are not used for training: the tree is chosen on other places of
-those files, and acceptance is measured on the shipped prompts themselves.
+For the embedded target they come from the standard library of the running interpreter, except from the files of the
+shipped held-out prompts.
 """
 
 from __future__ import annotations
@@ -35,11 +34,13 @@ class PromptSets:
     """Prompts as token ids, in three parts that share no text.
 
     Attributes:
-        train: the target's answers to these are for training.
-        tree: the target's answers to these are for choosing trees and for measuring accuracy during training.
+        tree: for choosing trees and for measuring accuracy during training.
         text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
         apart: approximate number of `train` that share no text; None is all of them.
         source: a description of what the held-out prompts were cut from; empty where unknown.
+
+    Raises:
+        DataError: a part is empty.
     """
 
     train: Sequence[Sequence[int]]
@@ -51,16 +52,10 @@ class PromptSets:
 
     @property
     def promised_on(self) -> str:
-        """A description of the text of the predictions, which hold for similar text."""
         source = f" from {self.source}" if self.source else ""
         return f"the target's answers to {len(self.tree)} held-out prompts{source}"
 
     def __post_init__(self) -> None:
-        """Refuse empty parts.
-
-        Raises:
-            DataError: one is empty.
-        """
         for name in ("train", "tree", "test"):
             if not any(len(prompt) for prompt in getattr(self, name)):
                 raise DataError(f"there are no prompts to {_USES[name]}: give more text")
@@ -100,8 +95,7 @@ def split_prompts(
         prompts: token ids, for training as they are.
         held_out_prompts: token ids, for tree and test; without any held-out data, the first of `prompts`.
 
-    Raises:
-        DataError: there is too little text.
+    Raises DataError for too little text.
     """
     if not held_out and not held_out_prompts:
         share = min(_MOST_HELD_OUT, counts.held_out / (counts.train + counts.held_out))
@@ -125,7 +119,7 @@ def split_prompts(
         [*tree, *held_out_prompts[:middle][: counts.tree - len(tree)]],
         [*test, *held_out_prompts[middle:][: counts.test - len(test)]],
         np.concatenate([as_stream(held_out, tokenizer), *(np.array(ids, np.uint32) for ids in held_out_prompts)]),
-        _apart(train, texts, tokenizer) + len(whole) - len(train),
+        _separate(train, texts, tokenizer) + len(whole) - len(train),
     )
 
 
@@ -163,7 +157,7 @@ def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
     return digest.hexdigest()
 
 
-def _apart(prompts: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Encoder) -> int:
+def _separate(prompts: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Encoder) -> int:
     """The approximate number of prompts that share no text; fewer than all where the texts are short."""
     together = sum(map(len, prompts))
     if _characters(texts) >= _CHARACTERS_PER_TOKEN * together:
@@ -181,7 +175,7 @@ def keep_back(texts: Sequence[str], share: float) -> tuple[list[str], list[str]]
 
 
 def _divide(texts: Sequence[str], place: int) -> tuple[list[str], list[str]]:
-    """Texts before and after a character of all of them; the text with it is cut at the start of a line."""
+    """Texts before and after a character of all of them, cut at the start of a line."""
     before: list[str] = []
     after: list[str] = []
     for text in texts:
@@ -202,11 +196,7 @@ def _characters(texts: Sequence[str]) -> int:
 
 
 def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: int) -> PromptSets:
-    """Prompts for training, tree and test of drafters of the embedded target.
-
-    Raises:
-        DataError: this interpreter comes without the sources of its standard library.
-    """
+    """All prompts of the embedded target; DataError without the sources of the standard library."""
     shipped, library = shipped_prompts(), _library()
     texts, names = _others(library, shipped), {str(record["file"]) for record in shipped}
     pieces = [str(record["text"]) for record in shipped]
@@ -224,17 +214,12 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
 
 
 def standard_library_texts() -> tuple[list[str], list[str]]:
-    """The training texts for drafters of the embedded target, and the shipped prompts, cut from other files.
-
-    Raises:
-        DataError: this interpreter comes without the sources of its standard library.
-    """
+    """Training texts of the embedded target, and the shipped prompts; DataError without sources."""
     shipped = shipped_prompts()
     return _others(_library(), shipped), [str(record["text"]) for record in shipped]
 
 
 def _others(library: Mapping[str, str], shipped: Sequence[Mapping[str, object]]) -> list[str]:
-    """The files of a library that no shipped prompt was cut from."""
     names = {str(record["file"]) for record in shipped}
     texts = [text for name, text in library.items() if name not in names]
     if not texts:
@@ -251,7 +236,6 @@ def shipped_prompts() -> list[dict[str, object]]:
 
 
 def _library() -> dict[str, str]:
-    """The sources of the running interpreter's standard library by their path in it; generated ones left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):

@@ -1,8 +1,8 @@
-"""Self-distillation data: a target's answers, with the vector from which each token was drawn, and batches of them.
+"""Self-distillation data: a target's answers, with the vector from which each token was drawn.
 
-Answers are appended one by one on disk. `NAME.jsonl` holds one JSON object a line: {"prompt": [...], "answer": [...],
-"temperature": t, "stopped": b}. `NAME.hidden` holds the vectors that entered the LM head as bfloat16, one for each
-token of each answer, in the order of the lines. `NAME.json` records the target and the configuration.
+`NAME.jsonl` holds one JSON object a line: {"prompt": [...], "answer": [...], "temperature": t, "stopped": b};
+`NAME.hidden` the vectors that entered the LM head as bfloat16, one for each token, in the order of the lines;
+`NAME.json` the target and the configuration.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class WrittenAnswer:
 class SelfDistillationData:
     """Answers of a target and their vectors.
 
-    Attributes:
-        bits: uint16 `[tokens, width]`: the vectors as the bits of bfloat16, mapped from disk; token i of all
-            concatenated answers was drawn from row i.
+    `bits`, uint16 `[tokens, width]`, are bfloat16 vectors, mapped from disk; row i gave token i of all answers.
     """
 
     records: list[WrittenAnswer]
@@ -74,8 +72,7 @@ class SelfDistillationData:
         return torch.from_numpy(np.array(self.bits[rows]).view(np.int16)).view(torch.bfloat16)
 
     def beginnings(self, tokens: int) -> SelfDistillationData:
-        """The beginnings of answers, about `tokens` in all: parts of many answers are more informative than a few whole
-        ones.
+        """The beginnings of answers, about `tokens` in all, more informative than a few whole ones.
 
         They are taken in pairs, one for each kind of trees, and each has at least its first `_BEGINNING` tokens.
         """
@@ -91,7 +88,6 @@ class SelfDistillationData:
         return SelfDistillationData(records, self.bits[np.concatenate([np.zeros(0, np.int64), *rows])])
 
     def traces(self, temperature: float) -> list[Trace]:
-        """The answers drawn at one temperature, as traces."""
         return [
             Trace(torch.tensor(record.answer), self.hidden(slice(first, end)), record.stopped)
             for record, (first, end) in zip(self.records, itertools.pairwise(self.starts), strict=True)
@@ -100,21 +96,10 @@ class SelfDistillationData:
 
 
 class AnswerFiles:
-    """The files of a `SelfDistillationData` while it is being written.
+    """The files of a `SelfDistillationData` while it is being written; a kill leaves only whole answers.
 
-    A kill leaves only whole answers: a vector is written before its line, and anything without a whole line is cut off
-    when the files are opened again.
-
-    Args:
-        identity: what decides the answers: target, prompts, temperatures, seed.
-
-    Attributes:
-        covered: how many of them have their vectors; fewer than there are where `NAME.hidden` was lost.
-
-    Raises:
-        OptionError: the files have another identity; names the differences.
-        DataError: a line is invalid.
-        TrainingError: they cannot be written.
+    `identity` is what decides the answers; `covered` counts those with vectors, not all if `NAME.hidden` was lost.
+    Raises OptionError for files of another identity, DataError for an invalid line, TrainingError if writing fails.
     """
 
     def __init__(self, folder: Path, name: str, width: int, identity: Identity) -> None:
@@ -132,11 +117,7 @@ class AnswerFiles:
             self.covered = self._whole_vectors()
 
     def append(self, record: WrittenAnswer, hidden: Tensor) -> None:
-        """Add an answer and its vectors `[tokens, width]`.
-
-        Raises:
-            TrainingError: it cannot be written, as on a full disk; earlier answers stay whole.
-        """
+        """Add an answer and its vectors `[tokens, width]`; TrainingError if that fails, with earlier ones whole."""
         self.append_vectors(hidden)
         with writing(self._lines), self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(record)) + "\n")
@@ -157,7 +138,6 @@ class AnswerFiles:
         return SelfDistillationData(self.records, bits)
 
     def _whole_lines(self) -> list[WrittenAnswer]:
-        """The answers in whole lines; an incomplete last line is cut off."""
         if not self._lines.is_file():
             return []
         content = self._lines.read_bytes()
@@ -211,8 +191,7 @@ class CollatedBatch:
     Attributes:
         hidden: `[rows, width]`: the vectors of all positions of the windows, and of those that heads reach from them.
         tokens: `[rows]`, int64: the token that was drawn from each.
-        places: `[positions]`, int64, ascending: the rows at which heads guess; after each there are as many rows of the
-            same answer as heads reach.
+        places: `[positions]`, int64, ascending: the rows at which heads guess, each followed by rows that they reach.
         rows: `[rows]`: the rows of the text.
     """
 
@@ -226,15 +205,8 @@ class CollatedBatch:
 class WindowSampler:
     """Windows of up to `length` positions, in a new random order in each epoch: a pure function of an index.
 
-    Neighbouring positions share the distributions of their targets, so a window costs far less than its positions one
-    by one.
-
-    Attributes:
-        reach: number of tokens after the next that are guessed.
-        length: positions of a window; the last of an answer has fewer.
-
-    Raises:
-        DataError: no answer is longer than the heads reach.
+    Neighbouring positions share the distributions of their targets, so a window costs less than scattered positions.
+    `reach` is the number of tokens after the next that are guessed. DataError if no answer is longer.
     """
 
     text: SelfDistillationData
@@ -267,7 +239,6 @@ class WindowSampler:
 
     @property
     def sequence_length(self) -> int:
-        """Mean number of positions of a window."""
         return round(self.positions / len(self.windows))
 
     def batch(self, first: int, count: int) -> Tensor:

@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of an embedded name, a folder (with or without a model) or a hub name; no remote code is run.
+    """The tokenizer of an embedded name, a folder or a hub name; no remote code is run.
 
-    Where it has no end-of-text token, it gets the one of the model's configuration.
-
-    Raises:
-        ModelNotFoundError: no such folder or name.
-        ModelError: the model comes without a tokenizer, or with one that cannot be used for training.
+    Where it has no end-of-text token, it gets the configuration's. Raises ModelNotFoundError for an unknown name,
+    ModelError without a tokenizer that can be used for training.
     """
     source, found = _load(folder)
     if found.backend.eos_token_id is None:
@@ -35,11 +32,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Write the tokenizer of a model into a folder unchanged, without what training added.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Write a model's tokenizer into a folder, without what training added; ModelError if there is none."""
     save_tokenizer(cast("PreTrainedTokenizerBase", _load(source)[1].backend), folder)
 
 

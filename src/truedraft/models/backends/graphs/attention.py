@@ -49,11 +49,7 @@ def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
 
 
 def gathered_attention(inputs: Inputs, pages: Pages) -> Look:
-    """Attention by operations of torch, which copy keys and values by block tables.
-
-    Query heads that share a key head are rows of one product. Entries after the end of a request are replaced by 0,
-    because they have weights of 0 and may be NaN.
-    """
+    """Attention by torch's operations over copied keys and values; those after a request's end, maybe NaN, are 0."""
     numbers, bucket = inputs.numbers, inputs.bucket
     masks: dict[tuple[int, int], Tensor] = {}  # by pattern, and query heads of a key head
     past_end = torch.arange(bucket.span, device=numbers.end.device) >= numbers.end[:, None]  # [requests, span]
@@ -89,7 +85,7 @@ def visible(inputs: Inputs, pattern: int) -> Tensor:
     """Which keys each token sees under a pattern: bool `[requests, tokens, span]`, by positions of its request.
 
     In a chain these are the positions up to the token's own, from the first in reach. In a tree the nodes follow the
-    committed tokens in the order in which they were drafted; mask bits mark those on the token's path and in reach.
+    committed tokens; mask bits mark those on the token's path and in reach.
     """
     bucket, numbers = inputs.bucket, inputs.numbers
     source = rows_of_requests(inputs)
@@ -106,8 +102,7 @@ def visible(inputs: Inputs, pattern: int) -> Tensor:
 
 
 def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """A mask `[requests, 1, tokens * group, span]` to add to scores, from `seen`, bool `[requests, tokens, span]`; the
-    query heads of a group share a key head."""
+    """A mask `[requests, 1, tokens * group, span]` for scores, from bool `[requests, tokens, span]`."""
     requests, tokens, span = seen.shape
     hidden = ~seen[:, :, None].expand(-1, -1, group, -1).reshape(requests, 1, tokens * group, span)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -1,14 +1,14 @@
 """Attention over pages of keys and values in Triton: single rows, trees of drafted tokens, and chunks of prompts.
 
 A program reads the keys of one request once, for a tile of the request's rows and all query heads that share a key
-head, with an online softmax in float32. Keys are split every `SPLIT` positions, independently of requests. Each split
-has its own maximum, sum and weighted values, which are joined in the order of the splits: by a second kernel where each
-split is a program, or by one program that processes all splits. Both do the same arithmetic in the same order.
+head, with an online softmax in float32. Keys are split every `SPLIT` positions. Each split has its own maximum, sum and
+weighted values, which are joined in the order of the splits, by a second kernel or by a program that processes all
+splits: the same arithmetic in the same order.
 
-So a row's result depends only on its own query and on the keys that it sees, not on other rows, requests or the bucket:
-blocks and splits begin at multiples of their size, a block with no visible key changes nothing, and sums over keys are
-products with ones, in the order of the matrix unit and not of the threads. Tiles of up to 16 rows run the same
-instructions for any number of rows. Tiles of 64 rows use wider instructions on Hopper, which may round differently.
+So a row's result depends only on its own query and on the keys that it sees: blocks and splits begin at multiples of
+their size, a block with no visible key changes nothing, and sums over keys are products with ones, in the order of the
+matrix unit. Tiles of up to 16 rows run the same instructions for any number of rows. Tiles of 64 rows use wider
+instructions on Hopper, which may round differently.
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ def keys_at_once(padded: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def _reach(first, until, length, path, row, valid, words: tl.constexpr):
-    """The positions `low <= j < high` that contain all visible ones; `low >= high` where none is visible."""
     chain = valid & (first < until)
     low = tl.min(tl.where(chain, first, _FAR), 0)
     high = tl.max(tl.where(chain, until, 0), 0)
@@ -156,7 +155,6 @@ def _seen(position, end, first, until, committed, path, row, valid, words: tl.co
 
 @triton.jit
 def _with_block(maximum, weight, mixed, scores, v, ones):
-    """Add a block to the online softmax; scores are -inf where a position is not visible."""
     above = tl.maximum(maximum, tl.max(scores, 1))
     finite = tl.where(above == float("-inf"), 0.0, above)
     old = tl.exp2(maximum - finite)[:, None]
@@ -167,7 +165,6 @@ def _with_block(maximum, weight, mixed, scores, v, ones):
 
 @triton.jit
 def _with_part(maximum, weight, mixed, of_part, weight_of_part, part):
-    """Join the result so far with that of a split."""
     both = tl.maximum(maximum, of_part)
     finite = tl.where(both == float("-inf"), 0.0, both)
     old, new = tl.exp2(maximum - finite)[:, None], tl.exp2(of_part - finite)[:, None]
@@ -261,7 +258,6 @@ def _join(
     heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, tile_rows: tl.constexpr, split_size: tl.constexpr,
     words: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row and head; arguments as in `_attend`."""
     tile = tiles + 3 * (tl.program_id(0) // tile_rows)
     place = tl.program_id(0) % tile_rows
     if place >= tl.load(tile + 2):

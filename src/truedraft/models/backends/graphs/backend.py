@@ -1,9 +1,4 @@
-"""Forwards of Llama-like decoders as CUDA graphs, recorded once for each bucket of shapes and replayed.
-
-`paged` groups requests. `batch` rounds the shape of a group up to a bucket and copies the numbers of a forward to fixed
-addresses. `Decoder` is the forward, a function of those addresses only; `attention` is its part that reads pages.
-`replay` runs it eagerly, or records and replays it.
-"""
+"""Forwards of Llama-like decoders as CUDA graphs, recorded once for each bucket of shapes and replayed."""
 
 from __future__ import annotations
 
@@ -35,13 +30,12 @@ _MOST_TABULATED = 1 << 17
 class GraphBackend(Backend):
     """Runs Llama-like decoders on a GPU: a step's forward is one replay of a CUDA graph.
 
-    Segments of up to 64 tokens run together, padded to a bucket. Longer ones, which are chunks of prompts, run unpadded
-    and unrecorded. A forward copies one block of numbers and the tokens to the device, and never waits for it.
+    Segments of up to 64 tokens run together, padded to a bucket. Longer ones run unpadded and unrecorded. A forward
+    copies one block of numbers and the tokens to the device, and never waits for it.
 
-    Rows of one bucket run through the same kernels. Rows of different buckets may differ by rounding, so tokens with
-    and without speculation may differ where two logits nearly tie; a report prints such places. A key that is NaN or
-    infinite may make every row of its own request NaN in that forward, not only its descendants. Later forwards do not
-    see it once it was rolled back.
+    Rows of different buckets may differ by rounding, so tokens with and without speculation may differ where two logits
+    nearly tie; a report prints such places. A key that is NaN or infinite may make every row of its own request NaN in
+    that forward, not only its descendants; later forwards do not see it once it was rolled back.
 
     Args:
         llama: a decoder that `fits`. Its model stays usable: its weights become views of merged ones, without copies.
@@ -70,8 +64,7 @@ class GraphBackend(Backend):
 
     @staticmethod
     def misfit(llama: Llama | None) -> str | None:
-        """Why a decoder does not fit; None where it does, because its layers can share pages and rotate whole heads
-        alike. `llama` is None for an unknown structure."""
+        """Why a decoder cannot share pages and rotate whole heads alike, if so; None is an unknown structure."""
         if llama is None:
             return "its layers are not those of Llama"
         if not llama.is_dense:
@@ -126,12 +119,9 @@ class GraphBackend(Backend):
 class Decoder:
     """A loaded decoder over pages, as a function of fixed addresses that never waits for the device.
 
-    Its operations depend on the bucket only, never on a value in it, so it can be recorded as a CUDA graph. Weights
-    stay in place, or move once into a merged tensor of which the model's own layers become views.
-
-    Attributes:
-        patterns: the distinct attention patterns of its layers.
-        page_shape: attention calls, key/value heads and head width.
+    Its operations depend on the bucket only, so it can be recorded as a CUDA graph. Weights stay in place, or move once
+    into a merged tensor of which the model's own layers become views. `page_shape` is attention calls, key/value heads
+    and head width.
     """
 
     def __init__(self, llama: Llama) -> None:
@@ -146,7 +136,6 @@ class Decoder:
         self.page_shape: tuple[int, int, int] = (len(llama.layers), first.kv_heads, first.head)
 
     def forward(self, inputs: Inputs, pages: Pages, layers: Layers = ()) -> Outputs:
-        """One forward over pages with room for the new tokens; see `replay.Outputs`, padding included."""
         numbers = inputs.numbers
         x = embedding(numbers.tokens, self._embedding)  # [rows, width]
         rotation = self.rotary.at(numbers.positions)
@@ -171,7 +160,6 @@ class Decoder:
         entries: tuple[Tensor, Tensor],
         attend: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Compute `LlamaLayer.run` in fewer kernels."""
         qkv = layer.qkv(kernels.rms_norm(x, layer.before_attention))
         query = kernels.rotate_and_write(
             qkv, self.rotary.table, numbers.positions, numbers.target, *entries, layer.query_norm, layer.key_norm,
@@ -190,7 +178,6 @@ class Decoder:
         return layer.down.plus(active, x) if after is None else x + kernels.rms_norm(layer.down(active), after)
 
     def unembed(self, vectors: Tensor) -> Tensor:
-        """See `Backend.unembed`."""
         return linear(vectors, self._lm_head.weight[:, : vectors.shape[1]], self._lm_head.bias)
 
 
@@ -203,15 +190,12 @@ def _write_and_attend(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """See `llama.Attend`."""
     write(inputs, pages, call, key, value)
     return attend(query)
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """`x W^T + b`; see `llama.Product`."""
-
     weight: Tensor
     bias: Tensor | None
 

@@ -1,8 +1,7 @@
 """The inputs of a forward over pages: its shape, the place of each token, and the mask.
 
-Tokens of all requests are packed without padding between requests. The shape of a decoding batch is rounded up to a
-`Bucket`, so that few shapes occur and each is recorded once. `PagedBatch` writes places and masks as a few numbers per
-token. `Inputs` copies them to fixed addresses, where `attention` reads them.
+Tokens of all requests are packed without padding in between. The shape of a decoding batch is rounded up to a `Bucket`.
+`PagedBatch` writes places and masks as a few numbers per token, and `Inputs` copies them to fixed addresses.
 """
 
 from __future__ import annotations
@@ -56,12 +55,7 @@ class Bucket:
 
     @classmethod
     def recorded(cls, requests: int, tokens: int, rows: int, end: int, nodes: int) -> Bucket:
-        """The bucket of decoding requests; every number is a power of two.
-
-        Args:
-            end: greatest length of a request after the forward.
-            nodes: nodes of the largest tree, uncommitted ones of earlier forwards included; 0 where all are chains.
-        """
+        """The bucket of requests with greatest length `end` and tree `nodes` (0: chains); numbers are powers of two."""
         requests, tokens, span = _power(requests), _power(tokens), max(_power(end), LEAST_SPAN)
         # Few rows cost a GPU no more than one, so the shape does not depend on which requests have drafts.
         rows = requests * tokens if requests * tokens <= _ROWS_ALIKE else _power(rows)
@@ -76,18 +70,15 @@ class Bucket:
 
     @property
     def tile(self) -> int:
-        """Rows of one request that attention processes together."""
         return next((size for size in _TILES if self.tokens <= size), _TILES[-1])
 
     @property
     def tiles(self) -> int:
-        """Tiles that hold the rows, for any distribution of the rows over the requests."""
         most = -(-self.tokens // self.tile)
         return min(self.requests * most, self.requests + self.rows // self.tile)
 
 
 def _power(number: int) -> int:
-    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
@@ -138,7 +129,7 @@ class Numbers(Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class PagedSegment:
-    """A segment, its request's block table, and vectors `[new, width]` if the forward reads any besides tokens."""
+    """A segment, its request's block table, and vectors `[new, width]` where the forward reads any."""
 
     segment: Segment
     table: PageTable
@@ -154,7 +145,6 @@ class PagedSegment:
 
     @property
     def end(self) -> int:
-        """Length after the forward."""
         return self.length + len(self.segment.shape)
 
     @property
@@ -168,7 +158,6 @@ class PagedBatch:
     """Segments that run together.
 
     Attributes:
-        patterns: the distinct attention patterns of the model.
         sizes: `[3, requests]`: committed tokens, uncommitted tokens written before, and new tokens.
         level: forwards of the same recording before this one. Tokens of levels above 0 are chosen on the device.
         beams: new tokens of each request at levels above 0.
@@ -188,7 +177,6 @@ class PagedBatch:
 
     @classmethod
     def exact(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
-        """A batch without padding."""
         sizes, requested = _sizes(parts), sum(len(part.segment.rows) for part in parts)
         return cls(parts, patterns, sizes, Bucket.exact(*_most(parts, sizes), logit_rows=requested))
 
@@ -221,7 +209,6 @@ class PagedBatch:
 
     @property
     def logit_rows(self) -> int:
-        """Rows that get logits, without padding."""
         return sum(self.beams if self.level else len(part.segment.rows) for part in self.parts)
 
     def tokens(self) -> list[tuple[Tensor, int]]:
@@ -274,7 +261,6 @@ class PagedBatch:
         return flat + np.repeat(start, [len(rows) for rows in per_part])
 
     def _write_tree(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
-        """Overwrite positions by depth, and set the bits of visible nodes."""
         shape, written, length = part.segment.shape, part.segment.written, part.length
         positions = length - 1 + np.array(shape.depths[written:])
         numbers.positions[rows] = positions
@@ -288,8 +274,6 @@ class PagedBatch:
 
 def _write_tiles(tiles: HostNumbers, start: HostNumbers, counts: HostNumbers, size: int) -> None:
     """Divide the rows of each request into tiles of `size`; the last tile of a request may be smaller.
-
-    Worked example: in tiles of 4 a request of 6 rows and one of 1 have the tiles (0, 0, 4), (0, 4, 2), (1, 6, 1).
 
     >>> tiles = np.zeros((3, 3), int)
     >>> _write_tiles(tiles, np.array([0, 6]), np.array([6, 1]), 4)
@@ -307,7 +291,6 @@ def _sizes(parts: Sequence[PagedSegment]) -> HostNumbers:
 
 
 def _most(parts: Sequence[PagedSegment], sizes: HostNumbers) -> tuple[int, int, int, int, int]:
-    """Requests, most tokens, all tokens, greatest end, and most nodes: the arguments of a bucket."""
     counts, ends = sizes[2], sizes.sum(axis=0)
     return len(parts), int(counts.max()), int(counts.sum()), int(ends.max()), max(part.nodes for part in parts)
 
@@ -316,10 +299,9 @@ def _most(parts: Sequence[PagedSegment], sizes: HostNumbers) -> tuple[int, int, 
 def path_bits(shape: TreeShape, written: int, dropped: tuple[int, ...], words: int) -> NDArray[Any]:
     """The nodes visible to new tokens, as bits: int64 `[new, words]`; bit n of a row is set where it sees node n.
 
-    Worked example: parents (-1, 0, 0, 2) with nothing written or dropped give 0b1, 0b11, 0b101, 0b1101.
+    `dropped` are for each new token the nodes at the top of its path that are out of reach.
 
-    Args:
-        dropped: for each new token, the number of nodes at the top of its path that are out of reach.
+    Worked example: parents (-1, 0, 0, 2) with nothing written or dropped give 0b1, 0b11, 0b101, 0b1101.
     """
     bits = np.zeros((len(shape) - written, words), dtype=np.uint64)
     for row, (node, out_of_reach) in enumerate(zip(range(written, len(shape)), dropped, strict=True)):
@@ -329,15 +311,7 @@ def path_bits(shape: TreeShape, written: int, dropped: tuple[int, ...], words: i
 
 
 class Inputs:
-    """Memory for the inputs of one bucket. Loading never waits for the device.
-
-    All numbers on the host are uploaded in one copy; tokens already on the device are copied there.
-
-    Args:
-        layout: of `_layout`.
-        memory: block of int64 to use.
-        vectors: `[rows, width]`, read in addition to tokens; None where there are none.
-    """
+    """Memory for the inputs of one bucket; loading never waits. `vectors` `[rows, width]` are read with tokens."""
 
     def __init__(self, bucket: Bucket, layout: Layout, memory: Tensor, vectors: Tensor | None) -> None:
         self.bucket = bucket
@@ -349,12 +323,7 @@ class Inputs:
     def in_a_row(
         cls, buckets: Sequence[Bucket], patterns: int, device: torch.device, vectors: Tensor | None = None
     ) -> list[Inputs]:
-        """Inputs of forwards in sequence, in one block of memory.
-
-        Args:
-            patterns: number of attention patterns.
-            vectors: one row `[width]` of the vectors that the first forward reads in addition to tokens.
-        """
+        """Inputs of forwards in one block of memory; `vectors` `[width]` is a row of those that the first one reads."""
         layouts = [_layout(bucket, patterns) for bucket in buckets]
         sizes = [sum(size for _, size in layout) for layout in layouts]
         block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -363,10 +332,7 @@ class Inputs:
         return [cls(*each) for each in zip(buckets, layouts, block.split(sizes), read, strict=True)]
 
     def write(self, memory: Tensor, batch: PagedBatch) -> list[tuple[Tensor, int]]:
-        """Write the host's numbers into zeros on the host in the layout of these inputs.
-
-        Returns tokens on a device, and the first row of each group.
-        """
+        """Write the host's numbers into zeros on the host; returns tokens on a device, and each group's first row."""
         numbers: Numbers[HostNumbers] = _split(memory.numpy(), self._layout)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)
@@ -379,7 +345,6 @@ class Inputs:
         return on_device
 
     def copy(self, on_device: Sequence[tuple[Tensor, int]], batch: PagedBatch) -> None:
-        """Copy what is on the device already, after the host's numbers are uploaded."""
         for tokens, start in on_device:
             self.numbers.tokens[start : start + len(tokens)].copy_(tokens)
         if self.vectors is not None:
@@ -419,7 +384,6 @@ def _layout(bucket: Bucket, patterns: int) -> Layout:
 
 
 def _split(memory: Any, layout: Layout) -> Numbers[Any]:
-    """Views of a block of int64, on the host (numpy) or a device (torch)."""
     narrow: Any = torch.int32 if isinstance(memory, Tensor) else np.int32
     parts = []
     start = 0

@@ -1,7 +1,6 @@
 """Trees that grow on a device, level by level, within a recording: drafted tokens are chosen there, too.
 
-Each level of each tree has the same number of open nodes. Their tokens and parents are known only on the device, so one
-recording serves all drafts. Nothing here waits for the device.
+Each level of each tree has the same number of open nodes, so one recording serves all drafts.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class LikeliestNodes(Growth):
 
     Args:
         beams: open nodes at each level, and children of each; at most the number of ids.
-        nodes: most nodes of a tree.
         ids: `[guessed]`: token ids of the logits; None for the whole vocabulary.
         limits: `[requests, 2]`: open nodes and depth of each tree.
     """
@@ -84,9 +82,7 @@ class LikeliestNodes(Growth):
         return tokens.gather(1, best).flatten(), above.flatten()
 
     def found(self) -> Outputs:
-        """Arguments of `truedraft.kinds.redrafter.beams.trees_of`: tokens and parents `[requests, nodes]` of the
-        likeliest nodes, the likeliest first, and the number of nodes of each tree.
-        """
+        """Tokens and parents `[requests, nodes]` of the likeliest nodes, likeliest first, and each tree's size."""
         tokens, parents, logs = (torch.cat(each, dim=1) for each in zip(*self._levels, strict=True))
         kept = _first(logs, min(self._nodes, logs.shape[1]))
         place = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
@@ -102,12 +98,9 @@ def _first(logs: Tensor, count: int) -> Tensor:
 
 
 class ChosenChains(Growth):
-    """Chains with tokens drawn one by one.
+    """Chains with tokens drawn one by one by `choose` with `numbers` `[requests, levels]`.
 
-    Args:
-        choose: draws the tokens.
-        whole: maps logits of the head's ids to logits of the whole vocabulary; None where they have it already.
-        numbers: `[requests, levels]` each, arguments of `choose`.
+    `whole` maps logits of the head's ids to logits of the whole vocabulary; None where they have it already.
     """
 
     beams = 1
@@ -118,7 +111,6 @@ class ChosenChains(Growth):
         self._probs: list[Tensor] = []
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token of each chain, from logits `[requests, ids]`."""
         level = len(self._tokens)
         logits = logits if self._whole is None else self._whole(logits)
         tokens, probs = self._choose(logits, *(each[:, level] for each in self._numbers))

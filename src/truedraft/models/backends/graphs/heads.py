@@ -1,8 +1,4 @@
-"""Heads with attention as CUDA graphs: one replay per forward, or per whole draft.
-
-`GraphPairs` runs heads that read pairs of a vector and a token. `GraphBlocks` runs block drafters: rows of a text only
-write keys and values, rows of a block see the text and their whole block.
-"""
+"""Heads with attention as CUDA graphs, one replay per forward or draft: over pairs, or blocks."""
 
 from __future__ import annotations
 
@@ -30,12 +26,9 @@ from truedraft.models.llama import RotaryTable
 class _GraphHead:
     """A head over its own pages; `pool` makes the requests' caches.
 
-    Args:
-        sizes: attention calls, key/value heads, and head width.
-        like: a tensor of the head's dtype on its device.
-        limit: most tokens of one request.
-        recorder: makes recordings; None is CUDA graphs.
-        before: an instance of the same sizes with pages to reuse.
+    `sizes` are attention calls, key/value heads and head width; `like` has the head's dtype and device; `limit` is most
+    tokens of one request. `recorder` None is CUDA graphs. `before` is an instance of the same sizes with pages to
+    reuse.
     """
 
     def __init__(
@@ -62,13 +55,14 @@ class _GraphHead:
 
     @property
     def warmups(self) -> int:
-        """Forwards so far that took longer than later ones of their shape will."""
         return sum(each.recordings.warmups for each in self._forwards)
 
 
 class ReadPairs(Protocol):
-    """A head as a function of tokens and positions `[rows]`, vectors `[rows, width]`, whether these are the target's,
-    attention (`truedraft.drafters.heads.layers.Attend`), and the rows to return."""
+    """A head: from tokens and positions `[rows]`, vectors `[rows, width]`, attention, and the rows to return.
+
+    `observed` is whether the vectors are the target's; attention is `truedraft.drafters.heads.layers.Attend`.
+    """
 
     def __call__(
         self,
@@ -85,10 +79,8 @@ class ReadPairs(Protocol):
 class GraphPairs(_GraphHead):
     """Runs a head that reads pairs of a vector and a token; see `_GraphHead` for further arguments.
 
-    Args:
-        rotary: table of positions, which grows with longer texts.
-        start: added to all positions.
-        widths: of the head's own output vectors, and of the target's concatenated vectors.
+    `rotary` grows with longer texts; `start` is added to all positions. `widths` are those of the head's own vectors
+    and of the target's concatenated ones.
     """
 
     def __init__(
@@ -109,7 +101,6 @@ class GraphPairs(_GraphHead):
             self._paged(partial(self._forward, bool(observed)), rotary, start, like.new_zeros(width))
 
     def run(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """See `truedraft.kinds.eagle.drafter.Eagle3Runner.forward`."""
         given, logits = self._forwards[observed].run(segments, vectors=vectors)
         return given, logits
 
@@ -122,14 +113,12 @@ class GraphPairs(_GraphHead):
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """Draft whole trees in one recording; returns `Growth.found`. Everything that it reads and drafts stays
-        uncommitted.
+        """Draft whole trees in one recording; returns `Growth.found`. Everything stays uncommitted.
 
         Args:
             segments: the next tokens of each text, up to 64, with the last one as the only row; for a head that guesses
                 ahead, with one row for each level, used for all nodes of that level.
             vectors: `[total, width]`: the target's, for the same tokens.
-            levels: of the trees, 1 or more.
             beams: open nodes of each tree, see `Growth`.
             numbers: `[requests, ...]` each, arguments of `grow`.
         """
@@ -141,7 +130,6 @@ class GraphPairs(_GraphHead):
         return self._forwards[True].run_levels(segments, forwards, key, draft, numbers, beams, nodes, vectors)
 
     def _levels(self, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """Run one forward for each level."""
         first, *later = inputs
         trees, words = grow(*numbers), inputs[-1].bucket.words
         vectors, logits = self._rows(first, first.vectors, observed=True)
@@ -159,7 +147,6 @@ class GraphPairs(_GraphHead):
         return trees.found()
 
     def _ahead(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """Run one forward for all levels."""
         (own,) = inputs
         trees = grow(*numbers)
         _, logits = self._rows(own, own.vectors, observed=True)
@@ -171,7 +158,6 @@ class GraphPairs(_GraphHead):
         return self._rows(inputs, inputs.vectors, observed)
 
     def _rows(self, inputs: Inputs, vectors: Tensor | None, observed: bool) -> tuple[Tensor, Tensor]:
-        """Vectors and logits at the requested rows of a forward."""
         numbers = inputs.numbers
         assert vectors is not None
         look = self._attention(inputs, self._pages)
@@ -189,28 +175,19 @@ class ReadBlocks(Protocol):
     """A block drafter as functions of tensors that never wait for the device."""
 
     def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[rows, kv_heads, head]` of each layer, from the target's vectors `[rows, layers *
-        width]`."""
+        """Each layer's keys and values `[rows, kv_heads, head]`, from vectors `[rows, layers * width]`."""
 
     def leaving(
         self, anchors: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """The LM head's inputs `[blocks, reach, width]`, from anchors `[blocks]` and positions of all rows of blocks;
-        `attend` is `truedraft.kinds.block.module.Attend`."""
+        """The LM head's inputs `[blocks, reach, width]`, from anchors `[blocks]` and positions of all rows."""
 
     def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits `[rows, ids]` at rows `[rows, width]`, given the tokens `[rows]` before them and their state `[rows,
-        ...]`, None at first; and the new state."""
+        """Logits `[rows, ids]` and the new state, from the tokens `[rows]` before and their state, None at first."""
 
 
 class GraphBlocks(_GraphHead):
-    """Runs a block drafter; see `_GraphHead` for further arguments.
-
-    Args:
-        rotary: table of positions, which grows with longer texts.
-        block: rows of a block.
-        width: of the target's concatenated vectors of all layers.
-    """
+    """Runs a block drafter with blocks of `block` rows; see `_GraphHead` and `GraphPairs` for further arguments."""
 
     def __init__(
         self,
@@ -234,14 +211,10 @@ class GraphBlocks(_GraphHead):
         cache.commit(range(len(vectors)))
 
     def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
-        """Read the next tokens of texts into their caches, and a block after each.
+        """Read the next tokens of texts into their caches, and a block after each; `anchors` are their last tokens.
 
-        Args:
-            vectors: for each text the target's vectors `[rows, layers * width]`, one row or more.
-            anchors: the last token of each text, which has no vector yet.
-
-        Returns:
-            The LM head's inputs `[blocks, reach, width]`.
+        `vectors` are the target's, `[rows, layers * width]` for each text, without the anchors'. Returns the LM head's
+        inputs `[blocks, reach, width]`.
         """
         return self._run(
             caches, vectors, anchors, (), None, lambda inputs, numbers: (self._through(inputs, numbers[0]),)
@@ -257,7 +230,6 @@ class GraphBlocks(_GraphHead):
         grow: Grow,
         numbers: Sequence[Tensor],
     ) -> Outputs:
-        """`run`, and build trees from the blocks; further arguments as in `GraphPairs.run_trees`."""
         draft = partial(self._trees, levels, beams, grow)
         return self._run(caches, vectors, anchors, numbers, (levels, beams, grow), draft)
 
@@ -284,7 +256,6 @@ class GraphBlocks(_GraphHead):
         return found
 
     def _read(self, inputs: Inputs, layers: Layers) -> Outputs:
-        """Read only texts."""
         for call, made in enumerate(self._keys(inputs)):
             write(inputs, self._pages, call, *made)
         return ()
@@ -294,7 +265,6 @@ class GraphBlocks(_GraphHead):
         return self._head.context_keys(inputs.vectors, inputs.numbers.positions)
 
     def _through(self, inputs: list[Inputs], anchors: Tensor) -> Tensor:
-        """Read texts and the blocks after them; the LM head's inputs."""
         text, blocks = inputs
         numbers = blocks.numbers
         numbers.until.copy_(numbers.end.clamp_min(1).repeat_interleave(self._block))  # all of the own block
@@ -308,7 +278,6 @@ class GraphBlocks(_GraphHead):
         return self._head.leaving(anchors, numbers.positions, attend)
 
     def _trees(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
-        """Build the trees, with one row of the block per level."""
         tokens, *own = numbers
         x, trees, state = self._through(inputs, tokens), grow(*own), None
         for level in range(levels):
@@ -320,5 +289,4 @@ class GraphBlocks(_GraphHead):
 
 
 def _text(cache: RequestCache, count: int) -> Segment:
-    """A segment of `count` more positions; vectors replace its token ids."""
     return Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), ())

@@ -1,7 +1,4 @@
-"""Triton kernels for forwards over pages of keys and values, and a check of where they run.
-
-Triton is imported with the first kernel that is used, so that truedraft works without it.
-"""
+"""Triton kernels for forwards over pages; Triton is imported with the first one used, so it may be missing."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ __getattr__ = loads(__name__, _HOMES)
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on a device: an NVIDIA GPU from Ampere on, or a CPU by Triton's interpreter.
-
-    Triton decides on the interpreter (`TRITON_INTERPRET=1`) when the kernels are imported, so set the variable before.
-    """
+    """Whether kernels run on a device: NVIDIA from Ampere on, or a CPU if imported with `TRITON_INTERPRET=1`."""
     if find_spec("triton") is None:
         return False
     if device.type == "cuda":

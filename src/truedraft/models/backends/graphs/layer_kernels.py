@@ -1,8 +1,4 @@
-"""Triton kernels between the products of a Llama-like layer: norm, rotation and caching, gated product.
-
-Each replaces several of torch's kernels in `truedraft.models.llama`, with the same roundings. A row's result does not
-depend on the other rows.
-"""
+"""Triton kernels between a Llama-like layer's products, with the same roundings as `truedraft.models.llama`."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ FUSES = True
 
 
 def rms_norm(x: Tensor, norm: RootMeanSquareNorm) -> Tensor:
-    """`norm(x)` for `[rows, width]`, contiguous.
-
-    In float32, rounded once at the end, like torch, whether or not the family rounds once.
-    """
+    """`norm(x)` for `[rows, width]`, contiguous, in float32, rounded once at the end for all families."""
     rows, width = x.shape
     out = torch.empty_like(x)
     if rows:
@@ -105,7 +98,6 @@ def _rotate_and_write(
     heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, rotated: tl.constexpr,
     normed: tl.constexpr, interleaved: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one row: those of queries, then of keys, then of values."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _HEADS_AT_ONCE + tl.arange(0, _HEADS_AT_ONCE)
     d = tl.arange(0, padded)

@@ -29,15 +29,10 @@ Draft: TypeAlias = Callable[[list[Inputs], list[Tensor]], Outputs]
 
 
 class PagedForward:
-    """Runs forwards eagerly, or recorded for each bucket that repeats.
+    """Runs forwards eagerly, or recorded for each bucket that repeats; None as `recorder` records nothing.
 
-    Args:
-        forward: computes the outputs of one forward, and those of some layers.
-        recorder: None records nothing.
-        patterns: the distinct attention patterns of the model.
-        rotary: table of positions, which grows with longer texts.
-        start: added to all positions.
-        vectors: `[width]`, one row of the vectors read in addition to tokens; None where there are none.
+    `rotary` grows with longer texts, and `start` is added to all positions. `vectors` `[width]` is one row of those
+    that are read in addition to tokens; None where there are none.
     """
 
     def __init__(
@@ -58,15 +53,7 @@ class PagedForward:
         self._together = attention_for(pages.device, pages.width) is not gathered_attention
 
     def run(self, segments: Sequence[Segment], layers: Layers = (), vectors: Tensor | None = None) -> Outputs:
-        """Rows of all segments, in their order.
-
-        Args:
-            layers: layers to return the output of.
-            vectors: `[total, width]`, inputs in addition to the tokens.
-
-        Raises:
-            CacheError: a cache is not in these pages, or there are no free pages.
-        """
+        """Rows of all segments in order, with outputs of `layers`; `vectors` `[total, width]`. CacheError if full."""
         with self.pages.lock, _on(self.pages.device):
             parts = self._placed(segments, 0, vectors)
             groups = _groups([part.count for part in parts], together=self._together)
@@ -97,7 +84,7 @@ class PagedForward:
             levels: number of forwards; see `PagedBatch.levels` for `beams` and `nodes`.
             key: identifies `draft` among the recordings.
             numbers: `[requests, ...]` each, passed to `draft`.
-            vectors: `[total, width]`, inputs of the first forward in addition to the segments' tokens.
+            vectors: `[total, width]`, inputs of the first forward in addition to tokens.
         """
         with self.pages.lock, _on(self.pages.device):
             parts = self._placed(segments, (levels - 1) * beams, vectors)
@@ -111,7 +98,6 @@ class PagedForward:
         return outputs[0] if len(outputs) == 1 else tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def _placed(self, segments: Sequence[Segment], more: int, vectors: Tensor | None) -> list[PagedSegment]:
-        """Segments with room in their caches for their tokens and `more`."""
         inputs = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, inputs, strict=True)]
         for segment in segments:
@@ -155,13 +141,11 @@ class PagedForward:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, on which Triton launches its kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
-    """Indices of the segments that run together, from their numbers of new tokens. With `together` and a long segment,
-    all run together; else each long one runs by itself, and short ones in groups of up to `_MOST_RECORDED_ROWS` rows.
+    """Indices of the segments that run together, from their numbers of new tokens; long ones by themselves.
 
     >>> _groups([3, 300, 1], together=False), _groups([64] * 17, together=True)[1], _groups([3, 300], together=True)
     ([[0, 2], [1]], [16], [[0, 1]])

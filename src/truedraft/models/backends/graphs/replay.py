@@ -30,8 +30,7 @@ Held = TypeVar("Held")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recorded forward. `replay` queues its kernels, which compute from the current contents of its inputs, and
-    overwrite `outputs`."""
+    """A recorded forward: `replay` queues its kernels, which read its inputs and overwrite `outputs`."""
 
     outputs: Outputs
     replay: Callable[[], None]
@@ -42,8 +41,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Record a forward. It runs once before the recording, may run any number of times, and must write the same
-        every time. No other forward may run at the same time."""
+        """Record a forward, which may run any number of times with the same results, and no other at that time."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -52,8 +50,7 @@ class Recorder(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[Held]):
-    """Work to run: `make` allocates inputs, `load` fills them, and `forward` computes outputs with `rows` rows and
-    padding."""
+    """`make` allocates inputs, `load` fills them, `forward` computes outputs of `rows` rows and padding."""
 
     make: Callable[[], Held]
     load: Callable[[Held], None]
@@ -61,21 +58,16 @@ class Work(Generic[Held]):
     rows: int
 
     def run(self) -> Outputs:
-        """Run eagerly, with newly allocated inputs."""
         inputs = self.make()
         self.load(inputs)
         return tuple(each[: self.rows] for each in self.forward(inputs))
 
 
 class Recordings(Generic[Held]):
-    """Records work of a shape that repeats, and replays it from then on.
+    """Records work of a shape that repeats, and replays it; without a `recorder` nothing is recorded.
 
-    Many shapes, such as those of the last chunks of prompts, occur once, and recording costs far more than running. So
-    the first work of a shape runs eagerly. `warmups` counts such runs and those that recorded.
-
-    Args:
-        recorder: makes the recordings; None records nothing.
-        most: recordings to keep; the least recently used one is dropped.
+    Many shapes occur once, and recording costs far more than running. So the first work of a shape runs eagerly.
+    `warmups` counts such runs and those that recorded. The least recently used of more than `most` is dropped.
     """
 
     def __init__(self, recorder: Recorder | None, most: int = 64) -> None:
@@ -90,15 +82,13 @@ class Recordings(Generic[Held]):
 
     @property
     def shapes(self) -> list[Hashable]:
-        """Shapes with recordings, the least recently used first."""
         return list(self._kept)
 
     def run(self, shape: Hashable, work: Work[Held], addresses: object = None) -> Outputs:
         """Run work, and return its rows without padding, owned by the caller.
 
-        Args:
-            shape: work of one shape does the same operations on inputs of the same sizes.
-            addresses: identify the other memory that it uses; recordings made with different ones are dropped.
+        Work of one `shape` does the same operations on inputs of the same sizes. `addresses` identify the other memory
+        that it uses; recordings made with different ones are dropped.
         """
         if addresses != self._addresses:
             self._addresses = addresses
@@ -128,14 +118,14 @@ class Recordings(Generic[Held]):
     def _record(self, shape: Hashable, work: Work[Held], recorder: Recorder) -> Recording:
         inputs = work.make()
         work.load(inputs)
-        recording = recorder.record(lambda: self._put_away(work.forward(inputs)))
+        recording = recorder.record(lambda: self._copied_out(work.forward(inputs)))
         self._kept[shape] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
             self._unrecorded.clear()  # the dropped recording freed memory
         return recording
 
-    def _put_away(self, outputs: Outputs) -> Outputs:
+    def _copied_out(self, outputs: Outputs) -> Outputs:
         """Copy outputs to memory that recordings share, because a recording's own memory is never freed."""
         shared = []
         for number, output in enumerate(outputs):
@@ -155,8 +145,7 @@ class Recordings(Generic[Held]):
 
 
 class RecordedFunction:
-    """A function of tensors `[rows, ...]`, row by row, recorded for each number of rows, rounded up to a power of two,
-    and for each tuple of its other arguments; see `Recordings`.
+    """A function of tensors `[rows, ...]`, recorded for each power of two of rows and each tuple of its numbers.
 
     Rows of padding hold values of earlier calls. The function must not wait for the device, and tensors that it makes
     must not be kept, because recordings share memory.
@@ -173,7 +162,6 @@ class RecordedFunction:
 
     @in_inference_mode
     def __call__(self, tensors: Sequence[Tensor], *numbers: int) -> Outputs:
-        """Call the function with tensors of equally many rows, at least one, all on its device."""
         if not self._is_recorded:
             return self._function(*tensors, *numbers)
         rows = len(tensors[0])
@@ -230,8 +218,7 @@ class CudaGraphs(Recorder):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device during the capture. Torch's default capture stream may be on another
-            # device.
+            # Other threads may use the device during it. Torch's default capture stream may be on another device.
             with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
                 outputs = forward()
         return Recording(outputs, graph.replay)

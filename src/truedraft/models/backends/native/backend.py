@@ -1,4 +1,4 @@
-"""A packed forward as one call of the native library, and its LM head by itself, with or without residual heads."""
+"""A packed forward as one call of the native library, and its LM head with or without residual heads."""
 
 from __future__ import annotations
 
@@ -58,11 +58,8 @@ _NO_BLOCKS = (CLinear * 0)()
 class NativeBackend(Backend):
     """Runs a Llama-like decoder by decoder.c, from the loaded model's own weights, which are freed.
 
-    Rows do not depend on each other, to the last bit, for any number of rows, so nothing is padded.
-
-    Args:
-        llama: a decoder that `fits`.
-        widest: entries of the widest row outside its layers.
+    Rows do not depend on each other, to the last bit, for any number of rows, so nothing is padded. `widest` are the
+    entries of the widest row outside the layers.
     """
 
     def __init__(self, llama: Llama, widest: int = 0) -> None:
@@ -99,7 +96,6 @@ class NativeBackend(Backend):
 
     @cached_property
     def _model(self) -> CModel:
-        """Created lazily for a quantised copy."""
         return self._make_model()
 
     def __del__(self) -> None:
@@ -109,7 +105,6 @@ class NativeBackend(Backend):
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether decoder.c supports a decoder's sizes, and is compiled on this machine."""
         layer = llama.layers[0]
         turned = {table.width for table in llama.rotaries}
         sizes = (llama.embedding.shape[1], llama.inner, layer.head, min(turned) // 2)
@@ -237,8 +232,7 @@ class NativeBackend(Backend):
         return NativeHeads(self._lm_head, blocks, vocab, factor).likeliest
 
     def _first_visible(self, plan: ForwardPlan) -> Tensor:
-        """`[patterns, rows]`: the first position that each row may see; at least as many zeros if all positions are
-        visible."""
+        """`[patterns, rows]`: each row's first visible position; as many zeros or more if all are visible."""
         if self._patterns == (Full(),):
             if len(self._zeros) < plan.positions.shape[1]:
                 self._zeros = torch.zeros(2 * plan.positions.shape[1], dtype=torch.int64, device=_CPU)
@@ -257,7 +251,6 @@ class NativeBackend(Backend):
         )  # fmt: skip
 
     def _addresses(self, cache: RequestCache) -> _Addresses:
-        """The addresses of a cache's buffers, which change only when it grows."""
         buffers = cache.storage
         if not isinstance(buffers, Buffers):
             raise CacheError("a cache of another model was given; make it by this model's new_cache")
@@ -279,8 +272,7 @@ def _weights_of(library: Any, bits: Sequence[int]) -> str:
 
 
 def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
-    """Whether outputs that are quantised in another way than those before begin a unit, both factors of the MLP are
-    quantised in one way, and weights with the same input row have its inputs in one order."""
+    """Whether parts of other quantisation begin units, both MLP factors have one, and each input has one order."""
 
     def forms(linears: Linears) -> list[tuple[int, Scheme] | None]:
         stored = [quantized_of(linear.weight) for linear in linears]
@@ -388,7 +380,6 @@ def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer
 
 
 def _activation(layer: LlamaLayer[Linears]) -> str | None:
-    """The activation's name if decoder.c supports it."""
     if layer.experts is not None and layer.experts.clipped:
         return "clipped"
     if layer.activation is silu:
@@ -402,7 +393,6 @@ def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
 
 
 def _linear(layers: Linears, weights: Weights) -> CLinear:
-    """One layer from several layers of one input, with concatenated outputs."""
     made = weights.linear([layer.weight for layer in layers], _bias(layers))
     for layer in layers:
         release(layer)
@@ -412,20 +402,18 @@ def _linear(layers: Linears, weights: Weights) -> CLinear:
 def _gate_up(layers: Linears, weights: Weights) -> CLinear:
     gate, up = [layer.weight for layer in layers] if len(layers) > 1 else in_halves(layers[0].weight)
     bias = _bias(layers)
-    made = weights.linear([gate, up], None if bias is None else _alternating(bias, len(gate)), turns=True)
+    made = weights.linear([gate, up], None if bias is None else _alternating(bias, len(gate)), alternate=True)
     for layer in layers:
         release(layer)
     return made
 
 
 def _alternating(bias: Tensor, inner: int) -> Tensor:
-    """Biases of gates, then of ups, `inner` each, in alternating blocks."""
     blocks = torch.stack([bias[:inner].view(-1, LANES), bias[inner : 2 * inner].view(-1, LANES)], dim=1)
     return pad(blocks.flatten(), (0, -2 * inner % UNIT))
 
 
 def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLinear]:
-    """Gates with ups, downs and the router; the originals are freed."""
     each = range(len(experts.router))
     inner, width = experts.down.shape[2], experts.down.shape[1]
     gates = down_bias = router_bias = None
@@ -437,7 +425,7 @@ def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLin
     if experts.router_bias is not None:
         router_bias = padded_bias([experts.router_bias], [len(each)])
     made = (
-        weights.linears([(experts.gate[e], experts.up[e]) for e in each], gates, turns=True),
+        weights.linears([(experts.gate[e], experts.up[e]) for e in each], gates, alternate=True),
         weights.linears([(experts.down[e],) for e in each], down_bias),
         weights.linear([experts.router], router_bias),
     )
@@ -446,8 +434,6 @@ def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLin
 
 
 class _Addresses:
-    """The addresses of the keys and values of one request, for every layer."""
-
     def __init__(
         self, buffers: Buffers, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> None:
@@ -470,8 +456,7 @@ def _slots_of(part: SegmentPlan) -> tuple[Tensor, Tensor] | None:
 def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
     """The uncommitted slots that each new node sees: `[new + 1]` starts into a list of slots, both int32.
 
-    Worked example: parents (-1, 0, 0, 2) with nothing written give the paths 0; 0, 1; 0, 2; 0, 2, 3, so starts 0, 1, 3,
-    5, 8 into 0, 0, 1, 0, 2, 0, 2, 3.
+    Worked example: parents (-1, 0, 0, 2) with nothing written give starts 0, 1, 3, 5, 8 into 0, 0, 1, 0, 2, 0, 2, 3.
     """
     paths = [shape.path(node) for node in range(written, len(shape))]
     starts = [0]
@@ -482,13 +467,7 @@ def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
 
 
 class NativeLmHead:
-    """The packed LM head of a model as a function. One call runs at a time.
-
-    Args:
-        library: decoder.c, compiled.
-        model: the structure with the LM head.
-        scratch: shared with the model's forwards.
-    """
+    """The packed LM head of a model as a function. One call runs at a time; `scratch` is shared with forwards."""
 
     def __init__(self, library: Any, model: CModel, dtype: torch.dtype, scratch: Scratch) -> None:
         self.library = library
@@ -497,7 +476,7 @@ class NativeLmHead:
         self._model = model
         self.dtype = dtype
         self._scratch = scratch
-        self._alone: dict[int, CHeads] = {}  # the LM head without heads, by number of inputs
+        self._headless: dict[int, CHeads] = {}  # the LM head by itself, by number of inputs
 
     def logits(self, vectors: Tensor) -> Tensor:
         """Logits `[rows, ids]` for vectors `[rows, up to width]`; missing entries are zeros."""
@@ -508,9 +487,9 @@ class NativeLmHead:
         return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab, factor)[1]
 
     def _without_heads(self, width: int) -> CHeads:
-        if width not in self._alone:
-            self._alone[width] = self.heads(width, _NO_BLOCKS, 0, 1)
-        return self._alone[width]
+        if width not in self._headless:
+            self._headless[width] = self.heads(width, _NO_BLOCKS, 0, 1)
+        return self._headless[width]
 
     def heads(self, width: int, blocks: ctypes.Array[CLinear], layers: int, heads: int) -> CHeads:
         """The structure of heads with `width` inputs before the LM head; it keeps its pointers' targets alive."""
@@ -537,22 +516,14 @@ class NativeLmHead:
         return logits[:, :outputs], TopK(ids, values)
 
     def forget(self) -> None:
-        """Drop structures with the previous weights of the LM head."""
-        self._alone.clear()
+        self._headless.clear()
 
     def settle(self) -> None:
-        """See `Scratch.settle`."""
         self._scratch.settle()
 
 
 class NativeHeads:
-    """Residual heads with packed weights, before a model's LM head.
-
-    Args:
-        blocks: the linear layers of each head, equally many of each, with equal input and output widths.
-        vocab: ids that exist.
-        factor: by which the model multiplies its logits.
-    """
+    """Residual heads with packed weights of equal sizes, before a model's LM head; `factor` multiplies logits."""
 
     def __init__(self, lm_head: NativeLmHead, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> None:
         self._lm_head = lm_head
@@ -564,7 +535,6 @@ class NativeHeads:
         self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
 
     def __del__(self) -> None:
-        """Wait until no late thread of a finished run reads the weights."""
         if hasattr(self, "_heads"):
             self._lm_head.settle()
 

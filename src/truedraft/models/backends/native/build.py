@@ -1,7 +1,6 @@
 """Compiles the native forward on this machine, once, and caches it in the user's cache folder.
 
-The package contains no compiled file, because processors differ in their instructions. Without a working compiler
-models run without the native forward (`NativeBackend.fits` is False).
+Without a working compiler models run without the native forward (`NativeBackend.fits` is False).
 
 A cached library has the checksum of its bytes in its name, because loading a truncated library would crash the process.
 It is loaded only from where nobody but its user (or root) could write. One process compiles, and others wait for it.
@@ -40,7 +39,6 @@ SOURCE = Path(__file__).with_name("decoder.c")
 _COMPILERS = ("cc", "gcc", "clang")
 _PLAIN = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-w")
 _OF_SMOLLM2 = ((4, 1), (8, 0), (4, 0))  # forms of its file, 4 bits with shifts and 8 without, and of its draft
-# Compilers differ in their option for this machine.
 _TRIES = ("-march=native", "-mcpu=native")
 _TIMEOUT_S = 120.0
 _ROOM = 1 << 24  # free bytes that the compiler needs in a folder
@@ -49,15 +47,7 @@ _WRITABLE_BY_OTHERS = 0o022
 
 
 class Library(ctypes.CDLL):
-    """decoder.c, compiled without the forms of quantised weights: each is compiled when a model needs it.
-
-    Args:
-        compiler: the compile command.
-        defines: see `_defines`.
-
-    Raises:
-        OSError: it cannot be compiled or loaded.
-    """
+    """decoder.c without the forms of quantised weights, each compiled when needed; OSError if that or loading fails."""
 
     def __init__(self, compiler: Sequence[str], defines: Sequence[str]) -> None:
         _load(compiler, (*defines, "-DSEPARATE"), super().__init__)
@@ -65,11 +55,7 @@ class Library(ctypes.CDLL):
         self._forms: dict[tuple[int, int], ctypes.CDLL] = {}
 
     def need_form(self, bits: int, kind: int) -> None:
-        """Load products with weights of `bits` bits in the layout `kind` of quantized.h.
-
-        Raises:
-            ModelError: they cannot be compiled or loaded.
-        """
+        """Load products with weights of `bits` bits in quantized.h's layout `kind`; ModelError if that fails."""
         if (bits, kind) in self._forms:
             return
         made: list[ctypes.CDLL] = []
@@ -84,12 +70,7 @@ class Library(ctypes.CDLL):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The result of compiling.
-
-    Attributes:
-        library: None if compiling failed.
-        reason: why there is no library; "" where there is one.
-    """
+    """The compiled library, or None and why there is none."""
 
     library: Library | None
     reason: str = ""
@@ -124,12 +105,7 @@ class CompilerError(OSError):
 
 
 def _load(compiler: Sequence[str], defines: Sequence[str], load: Callable[[str], object]) -> None:
-    """Load a library from the cache, or compile and cache it.
-
-    Raises:
-        CompilerError: the compiler failed.
-        OSError: it cannot be run, or its output cannot be loaded.
-    """
+    """Load a library from the cache, or compile and cache it; raises CompilerError, or OSError where it cannot run."""
     key, folder = _key(compiler, defines), _folder()
     if _load_kept(folder, key, load):
         return
@@ -149,7 +125,6 @@ def _compiler(given: str) -> tuple[str, ...]:
 
 
 def _folder() -> Path | None:
-    """The cache folder; None where it cannot be created, or others could write to it."""
     folder = cache_folder() / "native"
     try:
         folder.mkdir(mode=_OWNER_ONLY, parents=True, exist_ok=True)
@@ -174,7 +149,6 @@ def _one_compiles(folder: Path | None) -> Iterator[None]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether only this user, or root, could have written a file or folder."""
     if not hasattr(os, "getuid"):  # on Windows, where only the user can write to the user's folders
         return True
     status = path.stat()
@@ -182,7 +156,6 @@ def _is_ours(path: Path) -> bool:
 
 
 def _load_kept(folder: Path | None, key: str, load: Callable[[str], object]) -> bool:
-    """Load a valid cached library; returns whether there is one."""
     for path in sorted(folder.glob(f"decoder-{key}-*.so")) if folder else ():
         with contextlib.suppress(OSError):  # built against other libraries, or removed since
             if _is_ours(path) and path.stem.endswith(f"-{_checksum(path)}"):
@@ -203,15 +176,10 @@ def _key(compiler: Sequence[str], defines: Sequence[str]) -> str:
 
 
 def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
-    """Options for decoder.c, all measured (benchmarks/LOG.md).
+    """Options for decoder.c, all measured (benchmarks/LOG.md); `narrow` is bfloat16, `tiles` whether AMX may be used.
 
-    The instruction that multiplies pairs of bfloat16 and adds them takes as long as one float32 multiply-add on AMD's
-    processors, and four times as long on Intel's. Quantised weights are prefetched at the distances that took least
-    time on each; other processors were not measured and rely on the hardware.
-
-    Args:
-        narrow: bfloat16 instead of float32.
-        tiles: whether this process may use AMX.
+    The instruction that multiplies pairs of bfloat16 takes as long as one float32 multiply-add on AMD's processors, and
+    four times as long on Intel's. Quantised weights are prefetched at the distances that took least time on each.
     """
     processor = _processor()
     amd, intel = (vendor in processor for vendor in ("AuthenticAMD", "GenuineIntel"))
@@ -238,7 +206,6 @@ def _processor() -> str:
 def _load_compiled(
     compiler: Sequence[str], defines: Sequence[str], folder: Path | None, key: str, load: Callable[[str], object]
 ) -> None:
-    """Compile and load, and cache the library in the folder if it is writable."""
     keeping = folder is not None and os.access(folder, os.W_OK)
     if folder is not None and keeping and shutil.disk_usage(folder).free < _ROOM:
         _log.warning(could_not_be_kept(folder, os.strerror(errno.ENOSPC)))
@@ -258,11 +225,7 @@ def _load_compiled(
 
 
 def _compile(command: Sequence[str], rest: Sequence[str]) -> None:
-    """Run a compiler with one of the options for this machine between the parts of its command.
-
-    Raises:
-        CompilerError: it fails with each of them; has the message of the first.
-    """
+    """Run a compiler with the first option for this machine that it accepts; raises its first CompilerError."""
     failures = []
     for option in _TRIES:
         failure = _failure_of([*command, option, *rest])
@@ -282,7 +245,6 @@ def _failure_of(command: Sequence[str]) -> str:
 
 
 def _ahead() -> None:
-    """Compile for the dtype of `truedraft.machine.pick_dtype`, and the forms of SmolLM2."""
     abilities = _processor()
     tiles = "amx_tile" in abilities
     library = _built(_defines(tiles or "avx512_bf16" in abilities, tiles)).library

@@ -31,13 +31,10 @@ Source: TypeAlias = PackedLinear | nn.Linear | Conv1D
 
 
 class NativeLinear(nn.Module):
-    """`x W^T + b` with weights that are packed, or quantised to 8 or 4 bits, at its first run.
+    """`x W^T + b` with weights that are packed, or quantised to 8 or 4 bits (0: packed), at its first run.
 
-    Args:
-        source: the layer to replace; its `in_features` are a multiple of `LANES`.
-        bits: of a weight; 0 keeps the dtype.
-        scratch: shared by all such layers of a model; one of them runs at a time.
-        stride: elements of a row of `scratch`.
+    `source` is the layer to replace, with `in_features` a multiple of `LANES`; `scratch`, with rows of `stride`
+    elements, is shared by all such layers of a model, of which one runs at a time.
     """
 
     def __init__(self, source: Source, bits: int, scratch: Scratch, stride: int) -> None:
@@ -73,7 +70,6 @@ class NativeLinear(nn.Module):
         return NativeLmHead(library, model, whole.dtype, self._scratch)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
         return self._product.logits(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -82,13 +78,7 @@ class NativeLinear(nn.Module):
 
 
 def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, NativeLinear]:
-    """Replacements with `bits` bits for the linear layers of a model, its LM head included.
-
-    Layers with input sizes that are no multiple of `LANES`, and those that compute something else too, are left out.
-
-    Raises:
-        UnsupportedModelError: there are no native products here, or most weights are in no such layers.
-    """
+    """Replacements for linear layers, LM head included; UnsupportedModelError if there are none for most weights."""
     reason = "it is not on the CPU" if model.device.type != "cpu" else built(model.dtype).reason
     if reason:
         raise UnsupportedModelError(reason)
@@ -109,12 +99,7 @@ def is_fastest(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def native_linears(found: Iterable[object], bits: int, dtype: torch.dtype) -> Mapping[object, NativeLinear]:
-    """Replacements for those of some modules that are linear layers with input sizes divisible by `LANES`.
-
-    Args:
-        found: any objects.
-        bits: of a weight, 8 or 4; 0 keeps the dtype.
-    """
+    """Replacements for linear layers among `found` with inputs divisible by `LANES`; 0 `bits` keep the dtype."""
     sources = [each for each in found if isinstance(each, Source) and _shape(each)[1] % LANES == 0]
     stride = max((-(-max(_shape(source)) // UNIT) * UNIT for source in sources), default=UNIT)
     scratch = Scratch(built(dtype).library, dtype, stride)
@@ -126,7 +111,6 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _shape(source: Source) -> tuple[int, int]:
-    """Outputs and inputs."""
     if isinstance(source, Conv1D):
         inputs, outputs = source.weight.shape
         return outputs, inputs
@@ -138,7 +122,6 @@ def _dtype(source: Source) -> torch.dtype:
 
 
 def _weight(source: Source) -> Tensor:
-    """`[out, in]`; not cached where it has to be computed."""
     if isinstance(source, PackedLinear):
         return source.unpacked()
     return source.weight.detach().T.contiguous() if isinstance(source, Conv1D) else source.weight.detach()

@@ -1,4 +1,4 @@
-"""What decoder.c reads and writes: structures, weights in the order in which it reads them, and scratch memory."""
+"""What decoder.c reads and writes: structures, weights in its order, and scratch memory."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ Made = TypeVar("Made", bound=Structure)
 
 @cache
 def _declared() -> dict[str, str]:
-    """The declarations in decoder.c's structures, by name."""
     source = re.sub(r"/\*.*?\*/", "", SOURCE.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"typedef struct \{([^}]*)\} (\w+);", source)
     return {name: declarations.replace("const ", "") for declarations, name in found}
 
 
 def _as_declared(*parts: type[Structure]) -> Callable[[type[Made]], type[Made]]:
-    """Decorator that gives a structure CName the fields of Name in decoder.c, the only place that defines their order.
+    """Gives a structure CName the fields of Name in decoder.c, the only place that defines their order.
 
     Worked example: of `int64_t rows; const Linear *linear; const float *a, *b;` these are an integer, a pointer to a
     `CLinear`, which has to be among the parts, and two addresses.
@@ -127,15 +126,13 @@ class Weights:
         self._pointed: list[CLinear] = []
 
     def keep(self, tensor: Tensor) -> int:
-        """Keep a tensor; returns its address."""
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
 
     def free(self, addresses: Collection[int]) -> None:
-        """Free some tensors, by their addresses."""
         self._kept = [tensor for tensor in self._kept if tensor.data_ptr() not in addresses]
 
-    def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, turns: bool = False) -> CLinear:
+    def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, alternate: bool = False) -> CLinear:
         """A linear layer from weights `[out, in]`, which are packed, and a bias of `padded_bias`.
 
         If all parts are quantised they keep their codes; if only some are, these are dequantised and packed with the
@@ -143,18 +140,16 @@ class Weights:
 
         Args:
             parts: their outputs are concatenated; all but the last have a multiple of 16 outputs.
-            bias: of all outputs in that order.
-            turns: whether blocks of two parts alternate, so that two factors of an output are computed together.
+            alternate: whether blocks of two parts alternate, so that two factors of an output are computed together.
         """
         stored = [each for part in parts if (each := quantized_of(part)) is not None]
         if len(stored) == len(parts):
-            return self._coded(stored, bias, turns)
-        return self.linears([list(map(numbers_of, parts))], bias, turns=turns)
+            return self._coded(stored, bias, alternate)
+        return self.linears([list(map(numbers_of, parts))], bias, alternate=alternate)
 
-    def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, turns: bool = False) -> CLinear:
-        """The first of several layers of one size, each as in `linear`, at consecutive addresses."""
+    def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, alternate: bool = False) -> CLinear:
         outputs, inputs = sum(map(len, layers[0])), layers[0][0].shape[1]
-        cells = self.keep(packed(self._library, layers, turns=turns))
+        cells = self.keep(packed(self._library, layers, alternate=alternate))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
 
     def _coded(self, parts: Sequence[StoredWeight], bias: Tensor | None, alternate: bool) -> CLinear:
@@ -172,7 +167,6 @@ class Weights:
         return linear
 
     def _laid_out(self, parts: Sequence[StoredWeight], alternate: bool) -> int:
-        """The address of weights of one form, in the layout of quantized.h."""
         (bits, scheme), (_, inputs), outputs = parts[0].form, parts[0].shape, _outputs_of(parts)
         self._library.need_form(bits, scheme.value)
         linear = CLinear(None, None, inputs, outputs, inputs, bits, scheme.value)
@@ -202,7 +196,6 @@ class Weights:
         return memory.data_ptr()
 
     def bytes_of(self, linear: CLinear) -> int:
-        """Bytes of the weights of one piece."""
         units = linear.own if linear.own else -(-linear.outputs // UNIT)
         self._library.truedraft_unit_bytes.restype = c_int64
         return int(units * self._library.truedraft_unit_bytes(ctypes.byref(linear)))
@@ -212,10 +205,7 @@ class Weights:
         return ctypes.addressof(linear)
 
     def quantized(self, linear: CLinear, bits: int, layers: int = 1) -> CLinear:
-        """The first of `layers` layers with weights of 8 or 4 bits, in the layout of quantized.h, and the same bias.
-
-        `linear` is the first of as many layers at consecutive addresses, with weights of the model's dtype.
-        """
+        """The first of `layers` consecutive layers from `linear` on, with weights of 8 or 4 bits and the same bias."""
         self._library.need_form(bits, Scheme.ONE.value)
         units = layers * -(-linear.outputs // UNIT)
         codes = _huge(quantized_bytes(linear, bits, layers), torch.uint8)
@@ -252,7 +242,7 @@ def quantized_bytes(linear: CLinear, bits: int, layers: int = 1) -> int:
     return int(units * groups * (2 * UNIT + UNIT * PER_SCALE * bits // 8))
 
 
-def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = False) -> Tensor:
+def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, alternate: bool = False) -> Tensor:
     """Weights `[out, in]` as `[blocks, cells, 16 outputs, inputs of a cell]`, in huge pages where the system has them.
 
     Each of several layers of one size, given in parts, begins with a whole unit. A cell is one input in float32 and two
@@ -262,7 +252,7 @@ def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = Fa
     parts = layers[0]
     outputs, inputs, dtype = sum(map(len, parts)), parts[0].shape[1], parts[0].dtype
     per_cell = 2 if dtype is torch.bfloat16 else 1
-    cells, stride = inputs // per_cell, len(parts) if turns else 1
+    cells, stride = inputs // per_cell, len(parts) if alternate else 1
     blocks = -(-outputs // UNIT) * (UNIT // LANES)
     target = _huge(len(layers) * blocks * LANES * inputs, dtype).view(-1, cells, LANES, per_cell)
     jobs: list[tuple[Tensor, Tensor]] = []
@@ -272,7 +262,7 @@ def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = Fa
             for first in range(0, len(part), _PACKED_ROWS):
                 block = place + first // LANES * stride
                 jobs.append((part[first : first + _PACKED_ROWS].detach(), target[block:]))
-            place = layer * blocks + number + 1 if turns else place + len(part) // LANES
+            place = layer * blocks + number + 1 if alternate else place + len(part) // LANES
 
     def run(job: tuple[Tensor, Tensor]) -> None:
         rows, where = job[0].contiguous(), job[1]
@@ -308,15 +298,7 @@ def _huge(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Scratch:
-    """Memory for intermediate results, kept between forwards, which grows on demand.
-
-    Args:
-        library: decoder.c, compiled.
-        stride: elements of a row.
-        experts: MLPs of a layer, or 0.
-        chosen: experts per row.
-        spread: elements of a row of an expert.
-    """
+    """Memory for intermediate results, kept between forwards; `stride` and `spread` are elements of rows."""
 
     def __init__(
         self, library: Any, dtype: torch.dtype, stride: int, experts: int = 0, chosen: int = 0, spread: int = 0
@@ -333,7 +315,6 @@ class Scratch:
         self._inputs = (0, 0)
 
     def of(self, rows: int, keys: int, threads: int) -> CScratch:
-        """Enough memory for the given numbers of rows, keys of a request, and threads."""
         threads = min(threads, _MOST_THREADS)
         if any(required > there for required, there in zip((rows, keys, threads), self._room, strict=True)):
             # Keys by doubling: a context that grows by a token per step would reallocate at every step.
@@ -358,11 +339,7 @@ class Scratch:
         return self._struct
 
     def settle(self) -> None:
-        """Wait until no thread reads this memory, or weights.
-
-        A forward does not wait for a thread that was preempted in the middle of it, so call this before memory is
-        freed.
-        """
+        """Wait for threads that a forward did not wait for; call before this memory or weights are freed."""
         if self._memory:
             self._settle(*map(ctypes.c_void_p, self._inputs))
 

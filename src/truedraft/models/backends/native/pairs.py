@@ -58,11 +58,9 @@ class NativePairs(NativeBackend):
         weights.free({before})
 
     def run_pairs(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """Run a plan; its tokens are not read.
+        """Run a plan with embeddings `[total, width]` instead of tokens.
 
-        Args:
-            embedded: `[total, width]`: embeddings of the tokens.
-            vectors: `[total, width]`: outputs of this method; if `observed`, the observed layers' concatenated vectors.
+        Vectors `[total, width]` are outputs of this method, or, if `observed`, the target's layers' concatenated.
 
         Returns:
             At the plan's rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows, ids]`.
@@ -74,7 +72,6 @@ class NativePairs(NativeBackend):
         return seen.get(self.shown_layers - 1, hidden), logits
 
     def likeliest_of(self, logits: Tensor, count: int) -> TopK:
-        """`TopK.of` for logits of `run_pairs`."""
         rows, vocab = logits.shape
         if vocab % LANES:  # whole vectors are read, also of the last row
             logits = pad(logits, (0, -vocab % LANES))
