@@ -6,6 +6,7 @@ TruedraftError
 │   ├── FormMemoryError        the forms of open requests leave no room for one more
 │   └── ChangedOptionsError    work started with some options cannot continue with others
 ├── PromptError            a request cannot be run (also a ValueError)
+│   └── PromptLengthError      a conversation is longer than the context
 ├── ModelError             a model cannot be loaded or run
 │   ├── ModelNotFoundError     no such folder, file or hub name
 │   ├── UnsupportedModelError  not a causal language model, or one that cannot run packed

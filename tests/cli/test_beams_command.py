@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cli.tiny import Run, save_tiny_llama, tiny_tokenizer
-from truedraft.cli.streams import visible
+from truedraft.cli.terminal import visible
 
 PROMPT = "def f(x):"
 TOKENS = ("--max-tokens", "20", "--dtype", "float32")

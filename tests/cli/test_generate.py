@@ -16,7 +16,7 @@ import torch
 
 from cli.tiny import Run, save_tiny_llama, start
 from truedraft.cli.report import undrafted_line
-from truedraft.cli.streams import visible
+from truedraft.cli.terminal import visible
 from truedraft.core.stats import Counters
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.engine.policy.goodput import Goodput

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import truedraft
-from truedraft.cli.streams import from_escapes, json_line, visible
+from truedraft.cli.terminal import from_escapes, json_line, visible
 from truedraft.errors import OptionError
 
 SOURCE = str(Path(truedraft.__file__).parent.parent)

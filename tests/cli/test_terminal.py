@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from truedraft.cli import session
-from truedraft.cli.streams import say
-from truedraft.cli.terminal import Terminal
+from truedraft.cli.terminal import Terminal, say
 from truedraft.progress import STAGES, log_stage
 
 

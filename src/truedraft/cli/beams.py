@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.failures import DONE, FAILED, warn
 from truedraft.cli.prompts import PromptRequest, read_prompts
 from truedraft.cli.session import load_target, loading, prepare_prompts, sampling_of_each, with_model
-from truedraft.cli.streams import say, visible
-from truedraft.cli.terminal import Terminal
+from truedraft.cli.terminal import Terminal, say, visible
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError, TruedraftError
 from truedraft.options import changed_fields, check_whole, option, record_of
@@ -252,28 +251,25 @@ def _print_comparison(
     found: Sequence[_Found], search: BeamSearch, options: GenerateOptions, terminal: Terminal
 ) -> None:
     """Print the table of --compare and its notes."""
+    from truedraft.cli.report import name_and_note
+    from truedraft.machine import dtype_name
+
     ways = (_PLAIN, _SPECULATIVE)
     rows = [["seconds", *(f"{sum(each.median_s(way) for each in found):.2f}" for way in ways)]]
     for label, count in (("target calls", "target_calls"), ("steps", "steps"), ("drafted nodes", "drafted")):
         rows.append([label, *(f"{sum(each.total(way, count) for each in found):,}" for way in ways)])
     terminal.out.print()
     runs = f"medians of {_RUNS_OF_ONE_PROMPT} runs each way" if len(found) == 1 else f"{len(found)} prompts"
-    terminal.print(f"{_what(search, options)}, {runs}", style="dim")
+    draft, width = search.draft, options.beams.num_beams
+    drafting = "no draft" if draft is None else f"draft {name_and_note(draft)}, {search.draft_beams} beams of it"
+    how = f"{width} beams, {drafting}, {dtype_name(search.target.dtype)}, {runs}"
+    terminal.print(f"{name_and_note(search.target)}, {how}", style="dim")
     terminal.table(("", *ways), rows)
     mean = " geometric mean" if len(found) > 1 else ""
     terminal.out.print(f"speed-up:{mean} {_speedup(found):.2f}")
     same = sum(each.identical for each in found)
     count = f" ({same} of {len(found)})" if len(found) > 1 else ""
     terminal.out.print(f"identical: {'yes' if same == len(found) else 'no'}{count}")
-
-
-def _what(search: BeamSearch, options: GenerateOptions) -> str:
-    from truedraft.cli.report import name_and_note
-    from truedraft.machine import dtype_name
-
-    target, draft = search.target, search.draft
-    drafting = "no draft" if draft is None else f"draft {name_and_note(draft)}, {search.draft_beams} beams of it"
-    return f"{name_and_note(target)}, {options.beams.num_beams} beams, {drafting}, {dtype_name(target.dtype)}"
 
 
 def _speedup(found: Sequence[_Found]) -> float:

@@ -25,8 +25,7 @@ from truedraft.cli.session import (
     set_threads,
     with_model,
 )
-from truedraft.cli.streams import say
-from truedraft.cli.terminal import Terminal
+from truedraft.cli.terminal import Terminal, say
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import DataError, PromptError, errors_about

@@ -17,8 +17,7 @@ from truedraft.cli.failures import DONE, FAILED, UNDECIDED, InterruptedCommandEr
 from truedraft.cli.failures import report as report_error
 from truedraft.cli.prompts import HELDOUT, PROMPTS_HELP, NamedPrompt, read_prompts
 from truedraft.cli.session import MEASURING, ReportOptions, StackOptions, check_rule, load_engine, waiting, with_model
-from truedraft.cli.streams import visible
-from truedraft.cli.terminal import Terminal
+from truedraft.cli.terminal import Terminal, visible
 from truedraft.core.params import SamplingParams
 from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import DataError, OptionError, errors_about

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.failures import DONE, FAILED
 from truedraft.cli.painting import writer
 from truedraft.cli.session import ReportOptions, StackOptions, check_rule, load_engine, with_model
-from truedraft.cli.streams import visible
-from truedraft.cli.terminal import Terminal
+from truedraft.cli.terminal import Terminal, visible
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
 from truedraft.options import MachineOptions, changed_fields, flag, group, option, record_of

@@ -14,8 +14,7 @@ from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
 from truedraft.cli.report import counts_dict, divergence_words, explain, name_and_note, undrafted_line
 from truedraft.cli.session import MEASURING, StackOptions, encoded, waiting
-from truedraft.cli.streams import say
-from truedraft.cli.terminal import Terminal
+from truedraft.cli.terminal import Terminal, say
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, repeated_ngrams
 from truedraft.engine import Engine

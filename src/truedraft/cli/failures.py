@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from truedraft.cli.streams import say
+from truedraft.cli.terminal import say
 from truedraft.errors import (
     CompositionError,
     DataError,

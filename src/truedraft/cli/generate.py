@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.beams import BeamOptions, search_beams
-from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
+from truedraft.cli.failures import warn
 from truedraft.cli.painting import legend, writer, written
 from truedraft.cli.prompts import PromptOptions, PromptRequest, read_prompts
 from truedraft.cli.session import (
@@ -24,14 +24,13 @@ from truedraft.cli.session import (
     waiting,
     with_model,
 )
-from truedraft.cli.streams import from_escapes, say, typed_text
-from truedraft.cli.terminal import Terminal
+from truedraft.cli.terminal import Terminal, from_escapes, say, typed_text
 from truedraft.core.params import SamplingParams
-from truedraft.core.stats import Counters
 from truedraft.errors import OptionError
 from truedraft.options import MachineOptions, flag, group
 
 if TYPE_CHECKING:
+    from truedraft.cli.report import Answered
     from truedraft.engine import Answer, Engine, Piece, Request
     from truedraft.engine.policy.decisions import Decisions
     from truedraft.engine.prompts import Prompt
@@ -102,35 +101,11 @@ def _run(options: GenerateOptions, prompts: Sequence[PromptRequest]) -> int:
     return status
 
 
-@dataclass(slots=True)
-class _Answered:
-    """The answers of a command.
-
-    Attributes:
-        names: of the prompts that were answered or failed.
-        answers: one per name.
-        params: one per name.
-        elapsed_s: from the first submission to the last answer.
-    """
-
-    names: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    params: list[SamplingParams] = field(default_factory=list)
-    elapsed_s: float = 0.0
-    interrupted: bool = False
-
-    @property
-    def status(self) -> int:
-        if self.interrupted:
-            return INTERRUPTED
-        return FAILED if any(answer.finish_reason == "error" for answer in self.answers) else DONE
-
-
 def _answer(
     engine: Engine, options: GenerateOptions, prompts: Sequence[PromptRequest], terminal: Terminal
 ) -> tuple[int, dict[str, Any]]:
     """Answer the prompts; returns the exit status and the answers' part of the record."""
-    from truedraft.cli.report import answers_record, drafter_lines, explain, stats_line, undrafted_line
+    from truedraft.cli.report import Answered, drafter_lines, explain, undrafted_line
 
     watched = watching(engine, terminal) if options.report.explain else contextlib.nullcontext()
     show_drafts = options.report.show_drafts
@@ -138,21 +113,21 @@ def _answer(
         if len(prompts) == 1:
             answer = write_answer(engine, prompts[0], terminal, show_drafts)
             ((prompt, params),), interrupted = prompts, answer.finish_reason == "cancelled"
-            answered = _Answered([prompt.name], [answer], [params], answer.timing.total_s, interrupted)
+            answered = Answered([prompt.name], [answer], [params], answer.timing.total_s, interrupted)
         else:
             answered = _answer_many(engine, prompts, terminal, show_drafts)
     remark([warning for each in answered.answers for warning in each.warnings], options, terminal)
     if answered.answers:
-        terminal.note(stats_line(answered.answers, answered.elapsed_s, answered.params))
+        terminal.note(answered.line())
         if engine.target.note is not None:
             terminal.note(engine.target.note)
         for name, member in engine.drafter.members.items():
             if member.model is not None and member.model.note is not None:
                 terminal.note(f"{name}: {member.model.note}")
-        undrafted = undrafted_line(engine, sum((each.stats for each in answered.answers), Counters()))
+        undrafted = undrafted_line(engine, answered.counters)
         for line in (*drafter_lines(engine), *([undrafted] if undrafted else [])):
             terminal.note(line)
-    record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
+    record = answered.as_dict()
     if decisions is not None:
         explain(decisions, not engine.drafter.limits.is_zero, terminal.err)
         record["decisions"] = decisions.as_dict()
@@ -173,9 +148,11 @@ def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
         engine.listeners.remove(decisions)
 
 
-def _answer_many(engine: Engine, prompts: Sequence[PromptRequest], terminal: Terminal, show_drafts: bool) -> _Answered:
+def _answer_many(engine: Engine, prompts: Sequence[PromptRequest], terminal: Terminal, show_drafts: bool) -> Answered:
     """Answer in batches; the answers of a finished batch are written after a line with their prompt's name."""
-    answered = _Answered()
+    from truedraft.cli.report import Answered
+
+    answered = Answered()
     started = time.perf_counter()
     try:
         with terminal.progress("answering", len(prompts), during_output=True) as progress:

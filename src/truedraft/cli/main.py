@@ -24,7 +24,7 @@ from truedraft.cli.info import drafters, info
 from truedraft.cli.parameters import command
 from truedraft.cli.plan import plan
 from truedraft.cli.serve import serve
-from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams, say
+from truedraft.cli.terminal import json_line, output_is_open, output_was_taken, prepare_streams, say
 from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, draft, heads, ngram
 from truedraft.drafters.kinds import KINDS
 

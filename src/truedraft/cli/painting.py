@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from rich.color import ColorSystem
 from rich.style import Style
 
-from truedraft.cli.streams import visible
-from truedraft.cli.terminal import Terminal
+from truedraft.cli.terminal import Terminal, visible
 from truedraft.core.verdict import Origin
 from truedraft.text.detokenizer import StreamDetokenizer
 

@@ -32,8 +32,7 @@ from truedraft.cli.session import (
     prepare_prompts,
     with_model,
 )
-from truedraft.cli.streams import say
-from truedraft.cli.terminal import Terminal, interval_text
+from truedraft.cli.terminal import Terminal, interval_text, say
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import (
@@ -279,7 +278,7 @@ def _plan(options: PlanOptions) -> int:
     predicted = next((each for each in best if each.option.drafter == made.recommended()), best[0])
     print_plan(made, best, terminal)
     results = _run(target, predicted.option.drafter, kept_back, options.runs.runs, terminal)
-    checked = _check(results, predicted, target, params)
+    checked = _check(results, predicted, params)
     if checked["speedup"] is not None:
         made = dataclasses.replace(made, measured={predicted.option.drafter: checked["speedup"]["value"]})
     print_check(checked, terminal)
@@ -348,10 +347,10 @@ def _made(
         if costs.measuring_s == 0.0 and (why := outdated(Engine(target), forwards)):
             warn(why)
             costs = StepCosts(target, refresh=True)
-        said = iter([_announced(options, drafters, len(prompts), costs.forwards()(1, [_CONTEXT]))])
+        announcement = iter([_announced(options, drafters, len(prompts), costs.forwards()(1, [_CONTEXT]))])
 
         def report(done: float, remark: str) -> None:
-            for sentence in said if done else ():  # the drafters are loaded
+            for sentence in announcement if done else ():  # the drafters are loaded
                 terminal.note(sentence)
             show(round(done * _PARTS), remark)
 
@@ -399,7 +398,7 @@ def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, 
         return run_all(systems, groups, runs=runs, context_length=target.context_length, progress=progress)
 
 
-def _check(results: Results, predicted: Prediction, target: LanguageModel, params: SamplingParams) -> dict[str, Any]:
+def _check(results: Results, predicted: Prediction, params: SamplingParams) -> dict[str, Any]:
     """Predicted and measured speedup, over prompts that both answered; measured is None if none has tokens."""
     from truedraft.core.intervals import ratio_of_rates
     from truedraft.core.stats import Counters

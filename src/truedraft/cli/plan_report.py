@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.streams import json_line
-from truedraft.cli.terminal import Terminal, interval_text
+from truedraft.cli.terminal import Terminal, interval_text, json_line
 from truedraft.errors import OptionError
 from truedraft.files import write_errors
 from truedraft.options import changed_fields, check_positive, option, record_of

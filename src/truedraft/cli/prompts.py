@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from truedraft.cli.streams import typed_text
+from truedraft.cli.terminal import typed_text
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError, PromptError, errors_about
 from truedraft.files import json_in, object_in, text_of, user_path

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.streams import visible
-from truedraft.cli.terminal import print_table
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
+from truedraft.cli.terminal import print_table, visible
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import PROBE, Counters
 from truedraft.engine.policy.decisions import PLAIN, Decisions, StepWindow
@@ -29,27 +30,65 @@ _SPARE = "abcdefghijklmnopqrstuvwxyz"
 _WIDEST = 100
 
 
-def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[SamplingParams]) -> str:
-    """Summary of a finished command, in one line."""
-    tokens = sum(map(emitted, answers))
-    stats = sum((answer.stats for answer in answers), Counters())
-    parts = [
-        f"{tokens} tokens in {elapsed_s:.2f} s",
-        f"{tokens / elapsed_s if elapsed_s else 0.0:.1f} tokens per second",
-    ]
-    if stats.drafted_calls:
-        parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
-        parts.append(f"acceptance rate {stats.draft_acceptance_rate:.2f}")
-    if stats.listed_tokens > stats.draft_tokens:
-        parts.append(f"merged paths: {stats.draft_tokens} nodes for {stats.listed_tokens} tokens")
-    if stats.divergence is not None:
-        parts.append(f"lossy: {divergence_words(stats)}")
-    seeds = {params.seed for params in each if params.seeded}
-    if seeds:
-        parts.append(f"seed {seeds.pop()}" if len(seeds) == 1 else "several seeds, with the answers")
-    if len(answers) == 1:
-        parts.append(f"finish: {answers[0].finish_reason}")
-    return " · ".join(parts)
+@dataclass(slots=True)
+class Answered:
+    """The answers of a command.
+
+    Attributes:
+        names: of the prompts that were answered or failed.
+        answers: one per name.
+        params: one per name.
+        elapsed_s: from the first submission to the last answer.
+    """
+
+    names: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        if self.interrupted:
+            return INTERRUPTED
+        return FAILED if any(answer.finish_reason == "error" for answer in self.answers) else DONE
+
+    @property
+    def counters(self) -> Counters:
+        """Their sum over the answers."""
+        return sum((answer.stats for answer in self.answers), Counters())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens per second."""
+        return sum(map(emitted, self.answers)) / self.elapsed_s if self.elapsed_s else 0.0
+
+    def line(self) -> str:
+        """Summary of a finished command, in one line."""
+        stats, seeds = self.counters, {params.seed for params in self.params if params.seeded}
+        tokens = sum(map(emitted, self.answers))
+        parts = [f"{tokens} tokens in {self.elapsed_s:.2f} s", f"{self.tokens_per_s:.1f} tokens per second"]
+        if stats.drafted_calls:
+            parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
+            parts.append(f"acceptance rate {stats.draft_acceptance_rate:.2f}")
+        if stats.listed_tokens > stats.draft_tokens:
+            parts.append(f"merged paths: {stats.draft_tokens} nodes for {stats.listed_tokens} tokens")
+        if stats.divergence is not None:
+            parts.append(f"lossy: {divergence_words(stats)}")
+        if seeds:
+            parts.append(f"seed {seeds.pop()}" if len(seeds) == 1 else "several seeds, with the answers")
+        if len(self.answers) == 1:
+            parts.append(f"finish: {self.answers[0].finish_reason}")
+        return " · ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "elapsed_s": self.elapsed_s,
+            "stats": counts_dict(self.counters),
+            "prompts": [_answer_record(*each) for each in zip(self.names, self.answers, self.params, strict=True)],
+        }
 
 
 def undrafted_line(engine: Engine, stats: Counters) -> str | None:
@@ -59,19 +98,6 @@ def undrafted_line(engine: Engine, stats: Counters) -> str | None:
     advice = "; --controller fixed drafts always" if engine.controller.weighs_costs else ""
     share = f"drafted in {stats.drafted_calls} of {stats.target_calls} calls" if stats.drafted_calls else "not drafted"
     return f"{share}: {stats.undrafted}{advice}"
-
-
-def answers_record(
-    names: Sequence[str], answers: Sequence[Answer], params: Sequence[SamplingParams], elapsed_s: float
-) -> dict[str, Any]:
-    """The answers' part of the JSON record."""
-    tokens = sum(map(emitted, answers))
-    return {
-        "tokens_per_s": tokens / elapsed_s if elapsed_s else 0.0,
-        "elapsed_s": elapsed_s,
-        "stats": counts_dict(sum((answer.stats for answer in answers), Counters())),
-        "prompts": [_answer_record(*each) for each in zip(names, answers, params, strict=True)],
-    }
 
 
 def _answer_record(name: str, answer: Answer, params: SamplingParams) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from truedraft.cli.failures import warn
 from truedraft.cli.prompts import NamedPrompt, PromptOptions, PromptRequest
-from truedraft.cli.streams import say
+from truedraft.cli.terminal import say
 from truedraft.core.params import SamplingParams
 from truedraft.engine.policy.specs import controller_from_spec, controller_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about

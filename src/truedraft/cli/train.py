@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
 from truedraft.cli.session import ReportOptions, named_model
-from truedraft.cli.streams import say
+from truedraft.cli.terminal import say
 from truedraft.cli.train_options import DraftOptions, DraftRunOptions, HeadOptions, JobOptions, NgramOptions, options_of
 from truedraft.drafters.kinds import KINDS, dotted
 from truedraft.errors import DataError, OptionError, TrainingError
