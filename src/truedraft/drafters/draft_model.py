@@ -88,8 +88,8 @@ class DraftModel(Drafter):
         target_shapes, own_shapes = _shapes(target), _shapes(self.model)
         if own_shapes and own_shapes != target_shapes:
             raise CompositionError(
-                f"draft {self.model.name!r} hears {_told(own_shapes)}, and target {target.name!r} is given "
-                f"{_told(target_shapes) if target_shapes else 'text'}; use a draft that hears the same"
+                f"draft {self.model.name!r} hears {_described(own_shapes)}, and target {target.name!r} is given "
+                f"{_described(target_shapes) if target_shapes else 'text'}; use a draft that hears the same"
             )
         if self.model.sources is not None and self.model.opening != target.opening:
             raise CompositionError(
@@ -174,7 +174,7 @@ class DraftModel(Drafter):
             self.prefixes.fill(request.id)
 
     def _catch_up(self, batch: Sequence[DraftRequest]) -> Tensor:
-        """Read the unread committed tokens, two after full acceptance; logits `[requests, vocab]` at the last of each."""
+        """Read the unread committed tokens, two after full acceptance; logits `[requests, vocab]` at the last."""
         while any(self._missed(request) > _PREFILL_TOKENS for request in batch):
             self._read(batch, whole=False)
         return self._read(batch, whole=True)
@@ -237,5 +237,5 @@ def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sound.shape[1:]) for name, sound in (model.opening_inputs or {}).items()}
 
 
-def _told(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _described(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} of {' x '.join(map(str, shape))}" for name, shape in shapes.items())

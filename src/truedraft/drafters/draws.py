@@ -70,7 +70,7 @@ class Drawing(ABC):
         return None
 
     def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]] | None:
-        """The inputs `[kinds, depth]` of `choose` besides the logits, for one request's chain; None for unkeyed noise."""
+        """The inputs `[kinds, depth]` of `choose`, without logits, for one request's chain; None for unkeyed noise."""
         return []
 
 

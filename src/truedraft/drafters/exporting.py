@@ -78,7 +78,7 @@ class ExportTarget:
         elif last >= text.num_hidden_layers:
             wrong = f"which has {text.num_hidden_layers} layers, and this head reads layer {last}"
         elif sizes.vocab_size < text.vocab_size:
-            wrong = f"which has {text.vocab_size:,} ids, and this head knows {sizes.vocab_size:,}"
+            wrong = f"which has {text.vocab_size:,} ids, and this head has {sizes.vocab_size:,}"
         if wrong is not None:
             raise OptionError(f"is {self.name!r}, {wrong}; name the target that it was trained for", field="model")
 

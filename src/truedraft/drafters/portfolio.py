@@ -61,7 +61,7 @@ class Portfolio(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Not supported: raises `OptionError`."""
-        raise OptionError("a portfolio's members are asked one by one, by the engine; ask them, or merge their trees")
+        raise OptionError("the engine calls a portfolio's members one by one; call them, or merge their trees")
 
 
 def _named(members: Sequence[Drafter]) -> dict[str, Drafter]:

@@ -179,8 +179,7 @@ class Head(nn.Module, ABC):
     def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
         """A head of this kind that another project published at a path; None if there is none.
 
-        `ids_in_d2t`: read ids instead of offsets, as in damaged folders. Raises `ModelError` for damaged or unsupported
-        files.
+        `ids_in_d2t`: read ids, not offsets, as in damaged folders. Raises `ModelError` for damaged or unsupported files.
         """
         return None
 
@@ -385,7 +384,7 @@ def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
 
 
 def published_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file with the weights in another project's folder, and its tensors; raises `ModelError` if it cannot be read."""
+    """The weights' file in another project's folder, and its tensors; raises `ModelError` if unreadable."""
     file = next((folder / name for name in _PUBLISHED if (folder / name).is_file()), None)
     if file is None:
         raise ModelNotFoundError(f"{str(folder)!r} has neither {' nor '.join(_PUBLISHED)}; fetch one of them")

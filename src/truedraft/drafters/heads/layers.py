@@ -106,7 +106,7 @@ class LayerConfig(ABC):
         """The usual layers for a target with `count` layers; () if it has too few."""
 
     def at_usual_layers(self, count: int) -> Self:
-        """With `usual_of` a target with `count` layers if no layers are named; raises `OptionError` if it has too few."""
+        """With `usual_of` a target if no layers are named; raises `OptionError` if it has too few."""
         if self.layers:
             return self
         layers = self.usual_of(count)

@@ -72,9 +72,9 @@ class ParallelDraft(Drafter):
         elif model.shared_ids is not None:
             why = "has another tokenizer than the target, and async drafts in the same ids"
         elif model.sources is not None:
-            why = "has an encoder, and async drafts with decoders alone"
+            why = "has an encoder, and async drafts only with decoders"
         elif model.pool is not None and model.pool.carries:
-            why = "has layers that carry states, which do not go back; async needs attention alone"
+            why = "has layers that carry states, which cannot be rolled back; async needs attention layers only"
         if why is not None:
             raise CompositionError(f"draft {model.name!r} {why}; leave async out")
 

@@ -92,7 +92,7 @@ def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
     layers, count = tuple(named["target_layer_ids"]), named.get("num_target_layers")
     if count is not None and max(layers, default=0) >= count - 1:
         raise OptionError(
-            f"it reads layer {max(layers)} of {count}, the last, whose vectors are normed there, and are not here"
+            f"it reads layer {max(layers)} of {count}, the last, with vectors that are normed there, and not here"
         )
     return layers
 

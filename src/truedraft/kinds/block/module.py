@@ -57,7 +57,7 @@ class BlockConfig(LayerConfig):
     def __post_init__(self) -> None:
         LayerConfig.__post_init__(self)
         if self.reach < 1:
-            raise OptionError("a block drafter that reads the anchor alone guesses nothing; block must be 2 or more")
+            raise OptionError("a block drafter that reads only the anchor guesses nothing; block must be 2 or more")
         if not is_whole(self.markov, 0) or self.markov_kind not in _MARKOV:
             raise OptionError(
                 f"a Markov head has 0 or more entries and is one of {', '.join(_MARKOV)}, got {self.markov!r} and "

@@ -172,7 +172,7 @@ class Eagle3Runner:
 
 
 def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | None:
-    """The layers of a head as one native forward, which takes over its weights; None if decoder.c does not support it."""
+    """A head's layers as one native forward, which takes over its weights; None if decoder.c does not support it."""
     config = head.config
     if head.lm_head is None:
         return None
@@ -273,7 +273,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
     def _ends(
         self, trees: Sequence[DraftTree], levels: Sequence[int], most: int = _READ_TOKENS
     ) -> tuple[list[Segment], Tensor]:
-        """Input of one forward: texts' last pairs, at most `most`, what follows them, and hidden states `[total, ...]`."""
+        """Input of one forward: texts' last pairs, at most `most`, what follows, and hidden states `[total, ...]`."""
         segments: list[Segment] = []
         inputs: list[Tensor] = []
         for tree, deep in zip(trees, levels, strict=True):

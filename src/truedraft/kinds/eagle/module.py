@@ -78,7 +78,7 @@ class Eagle3Config(LayerConfig):
             return replace(self, layers_unsettled=False)
         raise OptionError(
             f"its eagle_config names the layers {list(self.layers)}, and folders differ in what such numbers count; "
-            f"write eagle_aux_hidden_state_layer_ids beside eagle_config: {list(self.layers)} where they count what "
+            f"write eagle_aux_hidden_state_layer_ids next to eagle_config: {list(self.layers)} where they count what "
             f"enters layers, {[number + 1 for number in self.layers]} where they count what layers give",
             field="layers",
         )

@@ -65,7 +65,7 @@ class RankTable:
 
     @classmethod
     def of(cls, guesses: HeadGuesses, limit: int = 10) -> RankTable:
-        """The ranks of true tokens below `limit`; raises `OptionError` if it is below 1, or too large to number paths."""
+        """The ranks of true tokens below `limit`; raises `OptionError` if it is below 1, or too large."""
         heads = guesses.ranks.shape[1]
         if limit < 1 or limit**heads >= 1 << 62:
             raise OptionError(

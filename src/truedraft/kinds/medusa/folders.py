@@ -165,7 +165,7 @@ def write_vllm_medusa(heads: MedusaHeads, folder: Path, *, lm_head: Tensor | Non
     config, state = heads.config, heads.state_dict()
     if config.reads_token or (config.tied and lm_head is None):
         raise ModelError(
-            "vLLM's Medusa heads read no tokens, and need the target's LM head beside those that end in it; train "
+            "vLLM's Medusa heads read no tokens, and need the target's LM head for those that end in it; train "
             "heads that read only vectors, or name the target"
         )
     weights = {theirs: state[ours] for theirs, ours in _names(config).items() if ours in state}

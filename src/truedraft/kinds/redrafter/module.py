@@ -186,7 +186,7 @@ class RedrafterRunner:
         self._blocks = [placed(each.weight, each.bias, target) for each in head.linears]
         self._output = None if head.output is None else placed(head.output.weight, None, target)
         small = target.vocab_size * config.state * target.dtype.itemsize <= _TABLE_BYTES
-        self._table = self._told(torch.arange(target.vocab_size, device=target.device)) if small else None
+        self._table = self._recurrence_input(torch.arange(target.vocab_size, device=target.device)) if small else None
 
     @property
     def device(self) -> torch.device:
@@ -203,12 +203,12 @@ class RedrafterRunner:
 
     def advance(self, state: Tensor | None, tokens: Tensor) -> Tensor:
         """The recurrent state `[rows, state]` after one more token; None is the state before the first."""
-        embedded = self._told(tokens) if self._table is None else embedding(tokens, self._table)
+        embedded = self._recurrence_input(tokens) if self._table is None else embedding(tokens, self._table)
         if self._recurrent is None:
             return embedded if state is None else state + embedded
         return silu(embedded if state is None else embedded + _in_rows(self._recurrent, state))
 
-    def _told(self, tokens: Tensor) -> Tensor:
+    def _recurrence_input(self, tokens: Tensor) -> Tensor:
         """W e + b, or e itself if the state is a sum."""
         embedded = self._target.embed(tokens).to(self._target.dtype)
         read = scaled_embedding(embedded) if self._scaled else embedded
