@@ -28,16 +28,13 @@ class DraftModel(Drafter):
 
     A level of the tree is one packed forward for all requests. With several chains, sampled requests get chains drawn
     in parallel (`SiblingChains`), and others the likeliest first tokens with a chain below each. On a device, the host
-    waits once per level of a tree with several draws per node, or with `min_probability`, and else not at all.
+    waits once per level of a tree with several draws per node, or with `min_probability`, and else not at all. Raises
+    `OptionError` for an option out of range.
 
     Args:
         num_speculative_tokens: length of a chain; ignored when `branching` is given.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token to which the draft gave less than this; the token stays.
-        chains: number of chains; 1 if `branching` is given.
-
-    Raises:
-        OptionError: an option is out of range.
     """
 
     name: ClassVar[str] = "draft"

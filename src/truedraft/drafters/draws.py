@@ -48,8 +48,7 @@ class DraftIds:
 class Drawing(ABC):
     """A way to draw children from logits; a pure function of logits and noise, which waits for no device.
 
-    Attributes:
-        by_ids: whether draws depend on which ids the logits are for, not only on the logits.
+    `by_ids`: whether draws depend on which ids the logits are for.
     """
 
     kind: DrawKind

@@ -20,10 +20,8 @@ class Portfolio(Drafter):
     """Drafters for one target; the engine calls its members directly, by their names here.
 
     Members observe their own proposals; one that must observe merged ones too does not observe lazily. Members of a
-    list have their own names; a second one of the same name is "draft-2".
-
-    Raises:
-        OptionError: there is no member, or one is a portfolio.
+    list have their own names; a second one of the same name is "draft-2". Raises `OptionError` without members, or if
+    one is a portfolio.
     """
 
     name: ClassVar[str] = "portfolio"

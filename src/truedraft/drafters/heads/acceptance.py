@@ -48,7 +48,7 @@ RAW = Odds(0.0, 0.0, 0.0, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceOdds:
-    """Log probabilities that guesses are accepted, given that their parents are; the last depth is also for deeper ones.
+    """Log probabilities that guesses are accepted, given that their parents are; the last depth is for deeper ones too.
 
     Raises:
         OptionError: there is no depth; a number is not finite, or above 1,000; or the result would not be monotonic in

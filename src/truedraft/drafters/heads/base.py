@@ -122,7 +122,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         self.held.request_bytes = self.head.config.width * target.dtype.itemsize
 
     def take(self, head: HeadT) -> None:
-        """Draft with other weights of the same sizes; old state must be dropped. Raises `CompositionError` for other sizes."""
+        """Draft with other weights from now on; old state must be dropped. `CompositionError` for other sizes."""
         if type(head) is not type(self.head) or head.config != self.head.config:
             raise CompositionError(
                 f"{head.config} is no head of the sizes {self.head.config}, which this one drafts with"

@@ -24,13 +24,10 @@ class ParallelDraft(Drafter):
 
     Proposals are the same as those of `draft`; only the time differs. `draft` itself serves requests with
     context-dependent logits options, with pictures or sounds, or with noise that is not a `KeyedNoise`, and all
-    requests after the process ended, with a warning.
+    requests after the process ended, with a warning. Raises `OptionError` if `draft` makes trees.
 
     Args:
         worker: drafts in the other process, with the same model and options.
-
-    Raises:
-        OptionError: `draft` makes trees.
     """
 
     name: ClassVar[str] = "draft"

@@ -314,10 +314,8 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
 class PEagle(Eagle3):
     """Drafts with a P-EAGLE head (2602.01469), in one forward at any depth; options: `LevelDrafter`.
 
-    All nodes at one depth share a distribution, which does not depend on the draws above them.
-
-    Raises:
-        OptionError: an option is out of range, or the head does not name its layers.
+    All nodes at one depth share a distribution, which does not depend on the draws above them. Raises `OptionError` for
+    an option out of range, or a head that does not name its layers.
     """
 
     name: ClassVar[str] = "p-eagle"

@@ -18,7 +18,7 @@ from truedraft.models.llama import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config(LayerConfig):
-    """Sizes of an EAGLE-3 head; layer -1 is the embedding.
+    """Sizes of an EAGLE-3 head; layer -1 is the embedding. Raises `OptionError` for invalid sizes.
 
     Attributes:
         reach: number of tokens after the next in training; it can draft further.
@@ -30,9 +30,6 @@ class Eagle3Config(LayerConfig):
         rope_start: position of the first pair; 1 in heads of `speculators`.
         more_layers: number of ordinary decoder layers after the first.
         layers_unsettled: whether `layers` may count inputs of layers, see `at_usual_layers`.
-
-    Raises:
-        OptionError: invalid sizes.
     """
 
     noun = "an EAGLE-3 head"

@@ -156,11 +156,10 @@ def _check_map(weights: Mapping[str, Tensor], config: MedusaConfig, file: Path) 
 def write_vllm_medusa(heads: MedusaHeads, folder: Path, *, lm_head: Tensor | None = None) -> None:
     """Write heads as vLLM reads them, in the dtype of their weights.
 
+    Raises `ModelError` for unsupported heads, or if writing fails.
+
     Args:
         lm_head: `[vocab, width]`: the target's, for tied heads.
-
-    Raises:
-        ModelError: the format does not support these heads, or the files cannot be written.
     """
     config, state = heads.config, heads.state_dict()
     if config.reads_token or (config.tied and lm_head is None):

@@ -137,8 +137,7 @@ class MedusaHeads(VectorHead):
     def entering(self, hidden: Tensor, embedded: Tensor | None = None) -> Tensor:
         """Input of the blocks, `[rows, width]`: hidden states, plus the drawn tokens' embeddings if heads read these.
 
-        Raises:
-            ValueError: heads that read tokens got none.
+        Raises `ValueError` if heads that read tokens got none.
         """
         if self.token is None:
             return hidden

@@ -32,7 +32,7 @@ _TABLE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class RedrafterConfig:
-    """Sizes of a recurrent head.
+    """Sizes of a recurrent head. Raises `OptionError` for invalid sizes.
 
     Attributes:
         exit_width: entries of the input of the residual blocks and the output; `width` if the output is tied.
@@ -40,9 +40,6 @@ class RedrafterConfig:
         tied: whether it ends in the target's LM head, or in its own linear layer.
         rnn: whether the state is SiLU(W e + U s + b); otherwise it is the sum of the embeddings e.
         scaled: whether embeddings are scaled to a root mean square of 1.
-
-    Raises:
-        OptionError: invalid sizes.
     """
 
     width: int
