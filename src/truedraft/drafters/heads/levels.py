@@ -151,7 +151,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         config: Any = self.head.config
         if min(config.layers, default=-1) < 0 or getattr(config, "layers_unsettled", False):
             raise OptionError(
-                "a head with no named layers, or that reads the target's embedding as one, cannot be run here; "
+                "a head whose layers are not named, or that reads the target's embedding as one, cannot be run here; "
                 "give its config at_usual_layers of the target"
             )
         return Features("kept", layers=config.layers)
