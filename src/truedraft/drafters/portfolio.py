@@ -59,7 +59,7 @@ class Portfolio(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Not supported: raises `OptionError`."""
-        raise OptionError("the engine calls a portfolio's members one by one; call them, or merge their trees")
+        raise OptionError("a portfolio's members are asked one by one, by the engine; call them, or merge their trees")
 
 
 def _named(members: Sequence[Drafter]) -> dict[str, Drafter]:
